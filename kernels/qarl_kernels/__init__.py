@@ -1,0 +1,1 @@
+"""Numeric kernels of qarl: tensors and numbers in, tensors out. Depends on torch alone."""

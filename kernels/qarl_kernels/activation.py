@@ -1,0 +1,64 @@
+"""Dynamic per-token quantization of activations, by the rules of vLLM's CUDA kernels, in plain torch.
+
+Every row (token) has its own scale, so its codes do not depend on the other rows of the batch. Both functions divide
+by tensors: on CUDA torch turns a division by a Python number into a multiplication with its reciprocal, and
+`number / tensor` is a reciprocal and a multiplication on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127.0
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+
+
+def _absmax(x: Tensor) -> Tensor:
+    """Largest magnitude of each row, float32 [*, 1]; NaN if the row has one."""
+    return torch.maximum(x.amax(dim=-1, keepdim=True), -x.amin(dim=-1, keepdim=True)).float()
+
+
+@torch.no_grad()
+def quantize_activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each row to int8: scale = absmax / 127, codes = round-half-even(x * (127 / absmax)), all in float32.
+
+    The rule of vLLM `dynamic_scaled_int8_quant_kernel` (csrc/quantization/w8a8/int8/scaled_quant.cu), which
+    multiplies by 127 / absmax and not by the reciprocal of the scale, nor divides by the scale. One difference: the
+    multiplier is kept finite, so codes of rows whose absmax is under 3.8e-37 fade to 0 instead of being +-127 and NaN.
+
+    Args:
+        x: float [*, K].
+
+    Returns:
+        codes: int8 [*, K] in [-127, 127]; zeros for a zero row.
+        scale: float32 [*, 1]; 0 for a zero row, not finite for a row that is not, so its products are not either.
+    """
+    absmax = _absmax(x)
+    limit = torch.full_like(absmax, INT8_MAX)
+    multiplier = (limit / absmax).clamp_(max=torch.finfo(torch.float32).max)
+    # Without a clamp: both roundings together leave |x * multiplier| <= 127 * (1 + 2^-22), which rounds to 127.
+    codes = (x.float() * multiplier).round_().to(torch.int8)
+    return codes, absmax / limit
+
+
+@torch.no_grad()
+def quantize_activation_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each row to e4m3fn: scale = max(absmax / 448, 1 / (448 * 512)), codes = e4m3fn(x / scale).
+
+    The rule of vLLM `dynamic_per_token_scaled_fp8_quant` (csrc/quantization/w8a8/fp8/common.cu). vLLM's torch
+    fallback (`QuantFP8.forward_native`, used on CPUs and under torch.compile) multiplies by 1 / scale instead, which
+    moves a value that lies next to a rounding boundary now and then.
+
+    Args:
+        x: float [*, K].
+
+    Returns:
+        codes: float8_e4m3fn [*, K], saturated to +-448; zeros for a zero row.
+        scale: float32 [*, 1], at least 1 / (448 * 512); not finite for a row that is not.
+    """
+    absmax = _absmax(x)
+    scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp_(min=FP8_MIN_SCALE)
+    codes = (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes, scale

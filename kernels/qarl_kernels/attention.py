@@ -1,0 +1,121 @@
+"""Causal attention over a paged KV cache, with bits that depend on a token's own context only.
+
+One function serves prefill, chunked prefill, decode and the learner's full-sequence forward. What makes a row's bits
+the same in all of them: pages of a fixed number of tokens; scores and weighted values of one page are products of a
+fixed shape; the maximum is exact in any order; sums run over one page and then over pages in order; a page wholly
+after the query adds exact zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+PAGE = 64  # tokens of one KV page
+TILE = 16  # query tokens of one prefill tile
+MAX_SCORES = 1 << 24  # score elements (64 MiB in float32) held at once
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """Tiles of queries that see at most the same number of pages.
+
+    rows: (n, t) int64, row of each query in the packed batch; a negative row is padding.
+    positions: (n, t) int64, position of each query in its sequence; padding has 0.
+    pages: (n, p) int64, the sequence's pages in order; entries past its end may be any valid page.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    pages: Tensor
+
+    def to(self, device: torch.device) -> QueryTiles:
+        return QueryTiles(self.rows.to(device), self.positions.to(device), self.pages.to(device))
+
+
+@lru_cache(maxsize=None)
+def decode_rows(rep: int, head_dim: int, threads: int) -> int:
+    """Rows of a decode tile (one token, `rep` query heads): the fewest that give a prefill tile's bits here."""
+    del threads
+    generator = torch.Generator().manual_seed(rep * 1009 + head_dim)
+    full = TILE * rep
+    query = torch.randn(24, full, head_dim, generator=generator)
+    keys = torch.randn(24, PAGE, head_dim, generator=generator)
+    weights = torch.randn(24, full, PAGE, generator=generator)
+    scores, values = query @ keys.transpose(1, 2), weights @ keys
+    for rows in range(-(-rep // 8) * 8, full, 8):
+        same_scores = torch.equal(query[:, :rows].contiguous() @ keys.transpose(1, 2), scores[:, :rows])
+        same_values = torch.equal(weights[:, :rows].contiguous() @ keys, values[:, :rows])
+        if same_scores and same_values:
+            return rows
+    return full
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: list[QueryTiles], scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
+
+    q: (T, H, D); k_cache, v_cache: (P, H_kv, PAGE, D), H a multiple of H_kv; tiles: see `QueryTiles`, together
+    covering each of the T rows once. window: a query sees its last `window` tokens only. Operands keep the
+    dtype of q, products and softmax are float32, the result (T, H, D) is rounded once to q's dtype.
+    """
+    out = torch.empty_like(q)
+    heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    rep = heads // kv_heads
+    for group in tiles:
+        n, t = group.rows.shape
+        p = group.pages.shape[1]
+        rows = t * rep
+        if t == 1 and q.device.type == "cpu":
+            rows = decode_rows(rep, dim, torch.get_num_threads())
+        step = max(1, MAX_SCORES // (kv_heads * p * rows * PAGE))
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            _attend(out, q, k_cache, v_cache, group.rows[part], group.positions[part], group.pages[part],
+                    rows, scale, window)  # fmt: skip
+    return out
+
+
+def _attend(
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, index: Tensor, positions: Tensor, pages: Tensor,
+    rows: int, scale: float, window: int | None,
+) -> None:  # fmt: skip
+    n, t = index.shape
+    p = pages.shape[1]
+    heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    rep = heads // kv_heads
+    # (n, t, H, D) -> (n, H_kv, t * rep, D): the query heads that share keys become rows of one product
+    query = q[index.clamp(min=0)].view(n, t, kv_heads, rep, dim).permute(0, 2, 1, 3, 4).reshape(n, kv_heads, t * rep, dim)
+    row_position = positions.repeat_interleave(rep, dim=1)  # (n, t * rep)
+    if rows != t * rep:
+        query = torch.nn.functional.pad(query, (0, 0, 0, rows - t * rep))
+        row_position = torch.nn.functional.pad(row_position, (0, rows - t * rep))
+    query = query.float()[:, None].expand(n, p, kv_heads, rows, dim).reshape(n * p * kv_heads, rows, dim)
+    keys = k_cache[pages].float().view(n * p * kv_heads, PAGE, dim)
+    scores = torch.bmm(query, keys.transpose(1, 2)).view(n, p, kv_heads, rows, PAGE).mul_(scale)
+    key_position = torch.arange(p * PAGE, device=q.device).view(1, p, 1, 1, PAGE)
+    row_position = row_position.view(n, 1, 1, rows, 1)
+    hidden = key_position > row_position
+    if window is not None:
+        hidden = hidden | (key_position <= row_position - window)
+    scores.masked_fill_(hidden, float("-inf"))
+    top = scores.amax(dim=(1, 4), keepdim=True)
+    weights = scores.sub_(top).exp_()
+    values = torch.bmm(weights.view(n * p * kv_heads, rows, PAGE), v_cache[pages].float().view(-1, PAGE, dim))
+    values = values.view(n, p, kv_heads, rows, dim)
+    totals = weights.sum(-1)  # (n, p, H_kv, rows)
+    total, value = totals[:, 0], values[:, 0]
+    for page in range(1, p):  # pages in order: a fixed order of summation, and later pages add exact zeros
+        total = total + totals[:, page]
+        value = value + values[:, page]
+    result = (value / total[..., None])[:, :, : t * rep]
+    result = result.view(n, kv_heads, t, rep, dim).permute(0, 2, 1, 3, 4).reshape(n * t, heads, dim).to(q.dtype)
+    index = index.reshape(-1)
+    real = index >= 0
+    out[index[real]] = result[real]

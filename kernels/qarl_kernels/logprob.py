@@ -1,0 +1,118 @@
+"""Log-probabilities of given tokens from hidden states, a few rows of logits at a time.
+
+The logits matrix (tokens x vocabulary) is never held whole: forward and backward work through fixed chunks of rows,
+and the backward recomputes a chunk's logits. On the CPU a row's bits do not depend on the chunk or the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import invariant
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How the sampler shapes the distribution before drawing: temperature, then top-k, top-p, min-p."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+# Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that a
+# learner whose own truncation excludes a sampled token gets a finite log-prob and no NaN in the backward.
+CUT_LOGIT_GAP = 50.0
+
+
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight^T as float32. hidden: (R, H); weight: (V, H), float32 on the CPU, hidden's dtype on a GPU."""
+    if hidden.device.type == "cpu":
+        return invariant.matmul(hidden.float(), weight)
+    return torch.mm(hidden, weight.to(hidden.dtype).t(), out_dtype=torch.float32) if hidden.dtype != torch.float32 \
+        else hidden @ weight.t()  # fmt: skip
+
+
+def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
+    """Apply temperature and truncation to logits (R, V) float32 in place. Returns the mask of tokens cut, or None."""
+    if truncation.temperature != 1.0:
+        logits.div_(truncation.temperature)
+    if not truncation.active:
+        return None
+    top = logits.amax(-1, keepdim=True)
+    cut = torch.zeros_like(logits, dtype=torch.bool)
+    if truncation.top_k > 0 and truncation.top_k < logits.shape[-1]:
+        kth = logits.topk(truncation.top_k, dim=-1).values[:, -1:]
+        cut |= logits < kth
+    if truncation.min_p > 0.0:
+        cut |= logits < top + torch.log(torch.tensor(truncation.min_p))
+    if truncation.top_p < 1.0:
+        kept = torch.log_softmax(logits.masked_fill(cut, float("-inf")), -1).exp()
+        order = kept.argsort(dim=-1, descending=True, stable=True)
+        ranked = kept.gather(-1, order).double()
+        before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
+        cut = cut.scatter(-1, order, cut.gather(-1, order) | (before >= truncation.top_p))
+    cut.scatter_(-1, logits.argmax(-1, keepdim=True), False)
+    logits.copy_(torch.where(cut, top - CUT_LOGIT_GAP, logits))
+    return cut
+
+
+def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
+    """The distribution drawn from, as natural log-probs (R, V) float32. Overwrites logits."""
+    truncate_(logits, truncation)
+    return torch.log_softmax(logits, -1)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, master, weight, targets, truncation, chunk):
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.truncation, ctx.chunk, ctx.master_grad = truncation, chunk, master is not None and master.requires_grad
+        logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logp)
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            rows = log_probs_of(logits_of(hidden[part], weight), truncation)
+            logp[part] = rows.gather(-1, targets[part, None])[:, 0]
+            entropy[part] = torch.special.entr(rows.exp_()).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, targets = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.master_grad else None
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = logits_of(hidden[part], weight)
+            cut = truncate_(logits, ctx.truncation)
+            rows = torch.log_softmax(logits, -1).exp_().neg_()
+            rows.scatter_add_(-1, targets[part, None], torch.ones_like(rows[:, :1]))
+            rows.mul_(grad[part, None] / ctx.truncation.temperature)
+            if cut is not None:  # a cut logit is a constant, and a cut target gives no gradient at all
+                rows.masked_fill_(cut | cut.gather(-1, targets[part, None]), 0.0)
+            grad_hidden[part] = (rows @ weight.float()).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.addmm_(rows.t(), hidden[part].float())
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def token_logprobs(
+    hidden: Tensor, master: Tensor | None, weight: Tensor, targets: Tensor, truncation: Truncation, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target token and the entropy of its distribution.
+
+    hidden: (R, H) bf16/fp16/fp32, the state before the target; master: (V, H) float32 parameter that takes the
+    output layer's gradient, or None; weight: (V, H), the values the forward uses (`logits_of`); targets: (R,) int64;
+    chunk: rows of logits held at once. Returns logp (R,) and entropy (R,), float32, in nats; logp carries gradient.
+    """
+    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk)

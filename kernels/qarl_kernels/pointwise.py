@@ -1,0 +1,39 @@
+"""Row-wise operations whose bits do not depend on the batch around a row.
+
+torch's vectorised loops finish a chunk's last elements with scalar code, and where a chunk ends depends on the size
+of the batch. Add, multiply, divide and square root round the same in both; transcendental functions may not (seen:
+`torch.nn.functional.silu` in float32). `torch.exp` masks its last vector and is safe, so it is the only one used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class _SiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        wide = x.float()
+        return wide.neg().exp_().add_(1.0).reciprocal_().mul_(wide).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad.float(), x.float()).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), computed in float32 and rounded once to x's dtype. x: any shape, contiguous."""
+    return _SiLU.apply(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * round(x / sqrt(mean(x^2) + eps)), the mean over the last axis in float32 (Llama's and Qwen's order).
+
+    x: (..., H) contiguous; weight: (H,) of x's dtype. Returns x's shape and dtype.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)

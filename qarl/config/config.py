@@ -1,0 +1,117 @@
+"""The whole configuration, and what its sections demand of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from qarl.config.base import Fault, Field, Section
+from qarl.config.checkpoint import CheckpointConfig
+from qarl.config.correction import CorrectionConfig
+from qarl.config.data import DataConfig
+from qarl.config.logging import LoggingConfig
+from qarl.config.model import ModelConfig
+from qarl.config.objective import GROUP_ADVANTAGES, ObjectiveConfig
+from qarl.config.optim import OptimConfig
+from qarl.config.quant import QuantConfig
+from qarl.config.reward import RewardConfig
+from qarl.config.rollout import RolloutConfig
+from qarl.config.train import TrainConfig
+from qarl.config.yaml_io import dump_yaml
+
+
+class Config(Section):
+    """A training run. Defaults that depend on one section are filled in; those that span sections are properties."""
+
+    model: ModelConfig = Field(description="The model to train.")
+    quant: QuantConfig = Field(default_factory=QuantConfig, description="Quantization scheme and regime.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
+    data: DataConfig = Field(description="Prompts.")
+    reward: RewardConfig = Field(description="Reward functions.")
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="What is maximised.")
+    correction: CorrectionConfig = Field(
+        default_factory=CorrectionConfig, description="Importance correction of the sampler-learner mismatch."
+    )
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
+    train: TrainConfig = Field(description="The loop.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and recorded.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, data: Any) -> Any:
+        """A section header with nothing below it (`quant:`) means its defaults."""
+        if not isinstance(data, dict):
+            return data
+        return {key: {} if value is None and key in cls.model_fields else value for key, value in data.items()}
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run is written. `load_config` sets train.run_dir; without it and a file: runs/unnamed."""
+        return Path(self.train.run_dir or "runs/unnamed").expanduser()
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses sampled in a training step."""
+        return self.train.prompts_per_step * self.rollout.n
+
+    @property
+    def minibatch_size(self) -> int:
+        """Responses per optimizer step; divides `responses_per_step`."""
+        return self.train.minibatch_size or self.responses_per_step
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens of the KV pool, at least one full sequence."""
+        sequences = min(self.rollout.max_num_seqs, self.responses_per_step)
+        return self.rollout.kv_cache_tokens or sequences * self.max_sequence_length
+
+    def to_yaml(self) -> str:
+        """Every key with its value, in the order of the sections; `load_config` of the text gives an equal Config."""
+        return dump_yaml(self.model_dump())
+
+    def faults(self) -> Iterator[Fault]:
+        if self.objective.name == "tbpo" and self.correction.level != "none":
+            yield Fault(
+                ("correction", "level"),
+                self.correction.level,
+                "tbpo carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); must be none",
+            )
+        if self.rollout.n == 1 and self.objective.advantage in GROUP_ADVANTAGES:
+            yield Fault(
+                ("rollout", "n"),
+                1,
+                f"advantage {self.objective.advantage} compares responses of one prompt; must be 2 or more, "
+                "or use objective.advantage: reinforce",
+            )
+        if self.responses_per_step % self.minibatch_size:
+            yield Fault(
+                ("train", "minibatch_size"),
+                self.minibatch_size,
+                f"must divide train.prompts_per_step * rollout.n = {self.responses_per_step}; "
+                f"nearest: {_nearest_divisor(self.responses_per_step, self.minibatch_size)}",
+            )
+        lengths = (
+            f"data.max_prompt_length + rollout.max_response_length = {self.data.max_prompt_length} + "
+            f"{self.rollout.max_response_length} = {self.max_sequence_length}"
+        )
+        if self.model.max_length is not None and self.max_sequence_length > self.model.max_length:
+            yield Fault(("model", "max_length"), self.model.max_length, f"must hold {lengths}")
+        if self.rollout.kv_cache_tokens is not None and self.rollout.kv_cache_tokens < self.max_sequence_length:
+            yield Fault(
+                ("rollout", "kv_cache_tokens"),
+                self.rollout.kv_cache_tokens,
+                f"must hold one full sequence: {lengths} or more",
+            )
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -1,0 +1,137 @@
+"""From a validation error to one line per fault: the place, the key, the value given, what would be valid."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+Loc = tuple[str | int, ...]
+
+
+def fault_lines(
+    error: ValidationError, root: type[BaseModel], data: dict[str, Any], place: Callable[[Loc], str]
+) -> list[str]:
+    """One line for each fault of `error`.
+
+    root: the model that was validated. data: what it was given. place: says for a key where its value stands (file
+    or command line).
+    """
+    return [f"{place(loc)}: {line}" for loc, line in _lines(error, root, data)]
+
+
+def fault_line(loc: Loc, value: Any, text: str) -> str:
+    """`key.path = value: text`, the value shortened to fit a line."""
+    return f"{'.'.join(map(str, loc)) or 'top level'} = {_show(value)}: {text}"
+
+
+def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) -> Iterator[tuple[Loc, str]]:
+    for item in error.errors(include_url=False):
+        loc: Loc = item["loc"]
+        match item["type"]:
+            case "refused":
+                for fault in item["ctx"]["faults"]:
+                    yield (*loc, *fault.key), fault_line((*loc, *fault.key), fault.value, fault.text)
+            case "missing":
+                section = _strip(_annotation(root, loc[:-1]))
+                if get_origin(section) is tuple:
+                    yield loc[:-1], f"{'.'.join(map(str, loc[:-1]))}: must be a list of {len(get_args(section))}"
+                    continue
+                description = section.model_fields[str(loc[-1])].description
+                yield loc, f"{'.'.join(map(str, loc))}: required, and not given. {description}"
+            case "extra_forbidden":
+                yield loc, fault_line(loc, item["input"], _unknown_key(root, loc))
+            case _:
+                loc = _keys_only(loc, data)
+                yield loc, fault_line(loc, item["input"], _valid(item["msg"], item["input"], _annotation(root, loc)))
+
+
+def _keys_only(loc: Loc, data: Any) -> Loc:
+    """`loc` without the steps that are no keys of the data: in free mappings pydantic adds the types it tried."""
+    keys: list[str | int] = []
+    for step in loc:
+        if (isinstance(data, dict) and step in data) or (isinstance(data, list) and isinstance(step, int)):
+            keys.append(step)
+            data = data[step]  # type: ignore[call-overload]
+    return tuple(keys)
+
+
+def _show(value: Any, limit: int = 60) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _valid(message: str, value: Any, annotation: Any) -> str:
+    text = re.sub(r"^\w+ should (be|have)", r"must \1", message)
+    text = re.sub(r" after validation, not \d+$", "", text)
+    if "dictionary" in text:
+        text = "must be a mapping of keys"
+    elif "tuple" in text:
+        text = f"must be a list of {len(get_args(annotation))}"
+    else:
+        text = text.replace("a valid boolean", "true or false").replace("a valid integer", "an integer")
+        text = text.replace("a valid ", "a ")
+    if isinstance(value, str):
+        choices = [choice for choice in _choices(annotation) if isinstance(choice, str)]
+        near = difflib.get_close_matches(value, choices, n=1)
+        text += f"; did you mean {near[0]}?" if near else ""
+    return text + (" (or null)" if type(None) in get_args(annotation) else "")
+
+
+def _unknown_key(root: type[BaseModel], loc: Loc) -> str:
+    section = _strip(_annotation(root, loc[:-1]))
+    assert isinstance(section, type) and issubclass(section, BaseModel), f"unknown key below {section}"
+    key = str(loc[-1])
+    near = difflib.get_close_matches(key, section.model_fields, n=1)
+    if near:
+        return f"unknown key; did you mean {'.'.join(map(str, (*loc[:-1], near[0])))}?"
+    elsewhere = [".".join(path) for path in _all_keys(root) if path[-1] == key]
+    if elsewhere:
+        return f"unknown key; did you mean {' or '.join(elsewhere)}?"
+    return f"unknown key; valid keys here: {', '.join(section.model_fields)}"
+
+
+def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*prefix, name)
+        inner = _strip(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _all_keys(inner, (*prefix, name))
+
+
+def _annotation(root: type[BaseModel], loc: Loc) -> Any:
+    """The type at `loc`, its optional None kept at the last step; Any where the path leaves the models."""
+    current: Any = root
+    for step in loc:
+        current = _strip(current)
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            field = current.model_fields.get(str(step))
+            current = field.annotation if field else Any
+        elif get_origin(current) is list:
+            current = get_args(current)[0]
+        else:
+            return Any
+    return _strip_annotated(current)
+
+
+def _strip_annotated(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _strip(annotation: Any) -> Any:
+    """`X` of `X | None` and of `Annotated[X, ...]`."""
+    annotation = _strip_annotated(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        rest = [arg for arg in get_args(annotation) if arg is not type(None)]
+        return _strip(rest[0]) if len(rest) == 1 else annotation
+    return annotation
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    inner = _strip(annotation)
+    return () if isinstance(inner, type) else get_args(inner)

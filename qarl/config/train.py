@@ -1,0 +1,32 @@
+"""The loop: how many steps, how large, how reproducible."""
+
+from __future__ import annotations
+
+from qarl.config.base import Field, Section
+
+
+class TrainConfig(Section):
+    """Sizes and seeds of the training loop."""
+
+    steps: int = Field(ge=1, description="Training steps: rollout, update, publish.")
+    prompts_per_step: int = Field(8, ge=1, description="Prompts of a step; each gets rollout.n responses.")
+    minibatch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Responses per optimizer step; must divide prompts_per_step * rollout.n, which is the default.",
+    )
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="Tokens (prompt and response) of one forward and backward; never less than a response."
+    )
+    epochs: int = Field(1, ge=1, description="Passes over a step's responses.")
+    gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward instead of keeping them.")
+    logprob_chunk: int = Field(128, ge=1, description="Rows of logits held at once.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Of data order, sampling and everything else that is random.")
+    deterministic: bool = Field(True, description="Bit-reproducible algorithms, also across a resume.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of torch; default torch's own choice.")
+    max_skipped_steps: int = Field(
+        3, ge=0, description="Optimizer steps in a row that may be skipped for a non-finite gradient before stopping."
+    )
+    run_dir: str | None = Field(
+        None, min_length=1, description="Where everything is written; default runs/<config file stem>."
+    )

@@ -1,0 +1,33 @@
+"""Datasets of the Hugging Face hub (or of its local cache). The one module that imports `datasets`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+
+from qarl.errors import UserError
+
+
+def load(name: str, subset: str | None, split: str, max_rows: int | None) -> list[dict[str, Any]]:
+    """Rows of one split. `split` may carry the library's slice syntax, as in `train[:100]`.
+
+    Raises UserError: unknown dataset, subset or split, or a hub that cannot be reached.
+    """
+    try:
+        dataset = datasets.load_dataset(name, subset, split=split)
+    except ValueError as error:
+        # Unknown split, unknown or missing subset: the library's message lists what there is.
+        raise UserError(f"data.source: `{name}` (subset {subset}, split `{split}`): {_one_line(error)}") from error
+    except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, or no connection to ask
+        raise UserError(
+            f"data.source: cannot load `{name}` from the hub: {_one_line(error)}; "
+            "check the name and the connection, or give a local file"
+        ) from error
+    if max_rows is not None:
+        dataset = dataset.select(range(min(max_rows, len(dataset))))
+    return dataset.to_list()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,68 @@
+"""`data.source` -> rows. Four kinds: a task generator, a local file or directory, a hub dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qarl.data import files, tasks
+from qarl.errors import UserError
+
+if TYPE_CHECKING:
+    from qarl.config.data import DataConfig
+
+Row = dict[str, Any]
+
+
+def load_rows(config: DataConfig) -> list[Row]:
+    """The rows of `config.source`, at most the first `config.max_rows` of them, in the source's own order.
+
+    `task:NAME` and `reasoning-gym:NAME` are generated; a path that exists, or looks like one, is read from the disk;
+    anything else is a hub dataset. Every row has the same keys: a key that some JSON rows lack is None there.
+
+    Raises UserError: unknown task or option, missing or unreadable file (with the line), missing split, no rows.
+    """
+    source = config.source
+    if tasks.is_task(source):
+        _refuse_split(config, "a task generator")
+        _refuse_subset(config)
+        rows = tasks.generate(source, config.task, config.max_rows)
+    elif config.task:
+        raise UserError(
+            f"data.task: {sorted(config.task)} have no meaning for `{source}`; "
+            "only `task:` and `reasoning-gym:` sources take options"
+        )
+    elif _is_local(source):
+        _refuse_subset(config)
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UserError(f"data.source: no file or directory `{source}` (working directory {Path.cwd()})")
+        if path.is_file():
+            _refuse_split(config, "a single file")
+            rows = files.read_file(path)
+        else:
+            rows = files.read_directory(path, config.split)
+        rows = rows[: config.max_rows]
+    else:
+        from qarl.data import hub  # imports `datasets`, which takes seconds
+
+        rows = hub.load(source, config.subset, config.split, config.max_rows)
+    if not rows:
+        raise UserError(f"data.source: `{source}` (split `{config.split}`) has no rows")
+    return rows
+
+
+def _is_local(source: str) -> bool:
+    path = Path(source).expanduser()
+    looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    return looks_like_a_path or path.suffix.lower() in files.READERS or path.exists()
+
+
+def _refuse_split(config: DataConfig, what: str) -> None:
+    if config.split != "train":
+        raise UserError(f"data.split: {what} has only the split `train`, got `{config.split}`; leave data.split out")
+
+
+def _refuse_subset(config: DataConfig) -> None:
+    if config.subset is not None:
+        raise UserError(f"data.subset: only hub datasets have subsets, got `{config.subset}` for `{config.source}`")

@@ -1,0 +1,69 @@
+"""An endless, shuffled, resumable sequence of prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.types import Prompt
+
+
+class PromptStream:
+    """Deals the prompts epoch after epoch, each epoch in its own order.
+
+    The order of an epoch depends on (seed, epoch) alone, so the position is two integers and resuming is exact.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        assert prompts, "a stream needs at least one prompt"
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._epoch_order()
+        self.fingerprint = _fingerprint(prompts)
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next n prompts. Across an epoch's end a prompt may appear twice; for n > len(prompts) some do."""
+        dealt = []
+        for _ in range(n):
+            if self._position == len(self._order):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._epoch_order()
+            dealt.append(self._prompts[self._order[self._position]])
+            self._position += 1
+        return dealt
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able position: {epoch, position, fingerprint}."""
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises UserError if it was taken over other prompts."""
+        if state["fingerprint"] != self.fingerprint:
+            raise UserError(
+                f"data: the prompts are not those of the checkpoint (fingerprint {self.fingerprint[:12]}, "
+                f"there {state['fingerprint'][:12]}); restore the data, its options and the tokenizer, "
+                "or start a new run directory"
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}-{self._epoch}").shuffle(order)
+        return order
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over ids, texts and token ids: what the sampler sees, hence template and tokenizer too."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.id, prompt.text, prompt.token_ids)).encode())
+    return digest.hexdigest()

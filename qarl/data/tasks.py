@@ -1,0 +1,116 @@
+"""Task generators: the built-in `task:arithmetic`, and every task of the `reasoning-gym` package."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from qarl.errors import UserError
+
+Row = dict[str, Any]
+
+_BUILT_IN = "task:"
+_REASONING_GYM = "reasoning-gym:"
+
+
+def is_task(source: str) -> bool:
+    return source.startswith((_BUILT_IN, _REASONING_GYM))
+
+
+def generate(source: str, options: dict[str, Any], max_rows: int | None = None) -> list[Row]:
+    """Rows of `task:NAME` or `reasoning-gym:NAME` with `options` as keyword arguments; the same for the same options.
+
+    Raises UserError: unknown task, unknown or impossible option, `reasoning-gym` not installed.
+    """
+    kind, _, name = source.partition(":")
+    if kind == "reasoning-gym":
+        return _reasoning_gym(name, options, max_rows)
+    if name != "arithmetic":
+        raise UserError(f"data.source: unknown task `{source}`; the built-in one is `task:arithmetic`")
+    unknown = sorted(set(options) - set(arithmetic.__kwdefaults__))
+    if unknown:
+        valid = ", ".join(arithmetic.__kwdefaults__)
+        raise UserError(f"data.task.{unknown[0]}: unknown option of `task:arithmetic`; it takes {valid}")
+    return arithmetic(**options)[:max_rows]
+
+
+def arithmetic(
+    *,
+    size: int = 1000,
+    seed: int = 0,
+    operations: Sequence[str] = ("+", "-"),
+    digits: int | None = None,
+    min: int | None = None,
+    max: int | None = None,
+    terms: int = 2,
+) -> list[Row]:
+    """`size` problems as rows with `prompt` ("12 + 7") and `answer` ("19"), both text.
+
+    operations: any of + - *, drawn independently between the `terms` operands; * binds tighter. Operands are uniform
+    in [min, max] (default [0, 99]), or have exactly `digits` digits. Row i depends on the seed and on i only, so a
+    larger `size` extends a smaller one. Answers may be negative.
+
+    Raises UserError naming the option.
+    """
+    for name, value, least in (("size", size, 1), ("terms", terms, 2), ("digits", digits, 1), ("min", min, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise UserError(f"data.task.{name}: must be an integer of at least {least}, got {value!r}")
+    if type(seed) is not int:
+        raise UserError(f"data.task.seed: must be an integer, got {seed!r}")
+    if isinstance(operations, str) or not operations or not set(operations) <= {"+", "-", "*"}:
+        raise UserError(f"data.task.operations: must be a list out of '+', '-', '*', got {operations!r}")
+    if digits is not None:
+        if min is not None or max is not None:
+            raise UserError("data.task.digits: cannot be given together with min or max")
+        low, high = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
+    else:
+        low, high = (0 if min is None else min), (99 if max is None else max)
+        if type(high) is not int or high < low:
+            raise UserError(f"data.task.max: must be an integer of at least min = {low}, got {high!r}")
+    return [_problem(random.Random(f"{seed}-{index}"), list(operations), low, high, terms) for index in range(size)]
+
+
+def _problem(rng: random.Random, operations: list[str], low: int, high: int, terms: int) -> Row:
+    text = str(first := rng.randint(low, high))
+    products = [first]  # signed products, whose sum is the answer
+    for _ in range(terms - 1):
+        operation, operand = rng.choice(operations), rng.randint(low, high)
+        text += f" {operation} {operand}"
+        if operation == "*":
+            products[-1] *= operand
+        else:
+            products.append(operand if operation == "+" else -operand)
+    return {"prompt": text, "answer": str(sum(products))}
+
+
+def _reasoning_gym(name: str, options: dict[str, Any], max_rows: int | None) -> list[Row]:
+    """Rows with `prompt`, `answer` (None for tasks without one oracle answer) and `entry`.
+
+    `entry` is the package's own, for the reward `reasoning_gym`; to its metadata (`source_dataset`, `source_index`)
+    we add `source_options`, because some tasks score by their configuration.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError(
+            f"data.source: `{_REASONING_GYM}{name}` needs the package reasoning-gym; pip install 'qarl[tasks]'"
+        ) from error
+    if name not in DATASETS:
+        close = get_close_matches(name, DATASETS, n=5, cutoff=0.5)
+        near = f"close names: {', '.join(close)}" if close else f"there are {len(DATASETS)}, such as chain_sum"
+        raise UserError(f"data.source: reasoning-gym has no task `{name}`; {near}")
+    try:
+        dataset = reasoning_gym.create_dataset(name, **{"seed": 0, "size": 1000, **options})
+    except (TypeError, ValueError, AssertionError) as error:  # how its dataclasses refuse a name or a value
+        raise UserError(f"data.task: reasoning-gym:{name} refuses {options}: {error}") from error
+    count = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+    source_options = {key: value for key, value in options.items() if key not in ("size", "seed")}
+    rows = []
+    for index in range(count):
+        entry = dataset[index]
+        entry["metadata"]["source_options"] = source_options
+        rows.append({"prompt": entry["question"], "answer": entry["answer"], "entry": entry})
+    return rows

@@ -1,0 +1,145 @@
+"""How much memory a run needs: plain functions of numbers, in bytes, and the sum for a configuration.
+
+An estimate of what is alive at the same time, not a measurement: allocator slack and short-lived temporaries smaller
+than the ones named here are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qarl_formats.scheme import Scheme, is_ignored, make_scheme
+
+from qarl.config import Config
+from qarl.config.architecture import Architecture
+
+Device = Literal["cpu", "cuda"]
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Python, torch and transformers imported, measured as resident memory: 0.33 GiB, and as much again for the tokenizer,
+# the data and the reward workers. A GPU holds a CUDA context of about the same size.
+PROCESS_BYTES = 600 * 2**20
+
+
+def master_bytes(parameters: int) -> int:
+    """FP32 master weights."""
+    return 4 * parameters
+
+
+def gradient_bytes(parameters: int) -> int:
+    """FP32 gradients of the masters."""
+    return 4 * parameters
+
+
+def optimizer_bytes(name: str, matrix_parameters: int, other_parameters: int) -> int:
+    """Optimizer state: AdamW holds two FP32 moments a parameter; muon one on matrices, AdamW's two on the rest."""
+    return (4 if name == "muon" else 8) * matrix_parameters + 8 * other_parameters
+
+
+def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+    """Codes, scales and zero points of one weight as stored (compressed-tensors layout).
+
+    int4: eight codes to an int32 along K, zero points packed along N; otherwise one byte a code.
+    """
+    n, k, groups = out_features, in_features, scheme.num_groups(in_features)
+    codes = n * -(-k // 8) * 4 if scheme.packed else n * k
+    scales = n * groups * DTYPE_BYTES[scheme.scale_dtype]
+    zero_points = 0 if scheme.symmetric or not scheme.quantized else -(-n // 8) * 4 * groups
+    return codes + scales + zero_points
+
+
+def operand_bytes(weights: int, quantized: bool, activations_quantized: bool, device: Device, width: int) -> int:
+    """The copy of a weight that the reference products multiply with.
+
+    weights: elements. width: bytes of the compute dtype. The CPU multiplies in float32, so it keeps a float32 copy of
+    every weight; a GPU keeps dequantized weights in the compute dtype, codes for quantized activations in float32,
+    and multiplies an unquantized weight as it is published (no copy).
+    """
+    if device == "cpu" or (quantized and activations_quantized):
+        return 4 * weights
+    return width * weights if quantized else 0
+
+
+def kv_cache_bytes(tokens: int, layers: int, kv_heads: int, head_dim: int, width: int) -> int:
+    """Keys and values of `tokens` tokens in every layer. width: bytes of the compute dtype."""
+    return 2 * tokens * layers * kv_heads * head_dim * width
+
+
+def activation_bytes(
+    tokens: int, layers: int, hidden: int, intermediate: int, heads: int, kv: int, width: int, checkpointing: bool
+) -> int:
+    """What autograd keeps for the backward of one micro batch. heads, kv: features of q and of k (heads * head_dim).
+
+    Per token and layer: each of the two norms keeps its input in float32 and its output before and after the weight
+    (4 H + 2 w H); attention keeps q, k, v and, as input of o_proj, its output (2 w Q + 2 w KV); the MLP keeps gate,
+    silu(gate), up and their product (4 w I). With checkpointing each layer keeps its input (w H), and one layer at a
+    time is recomputed.
+    """
+    layer = 2 * (4 * hidden + 2 * width * hidden) + 2 * width * (heads + kv) + 4 * width * intermediate
+    return tokens * (layers * width * hidden + layer) if checkpointing else tokens * layers * layer
+
+
+def logits_bytes(rows: int, vocabulary: int, hidden: int) -> int:
+    """The output layer's backward: logits and probabilities of a chunk of rows, and the layer's own FP32 gradient
+    before it is added to the others."""
+    return 2 * 4 * rows * vocabulary + 4 * vocabulary * hidden
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of the estimate. phase: held always, or only while the learner updates or while a version is published."""
+
+    name: str
+    bytes: int
+    phase: Literal["always", "update", "publish"]
+
+
+def estimate(config: Config, architecture: Architecture, device: Device) -> list[Item]:
+    """The memory of a training run on `device`, line by line; `peak_bytes` adds them up."""
+    quant, a = config.quant, architecture
+    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    width = DTYPE_BYTES[config.model.dtype]
+    stored, operands, quantized_elements = 0, 0, 0
+    for name, n, k in a.linears():
+        quantized = scheme.quantized and not is_ignored(name, quant.ignore)
+        if quantized:
+            stored += quantized_weight_bytes(scheme, n, k)
+            quantized_elements += n * k
+        operands += operand_bytes(n * k, quantized, scheme.activation is not None, device, width)
+        if quant.learner == "full_precision" or (quant.learner == "fake_quant" and quantized):
+            # the sampler's operand is not the learner's: the learner holds its own in the compute dtype
+            operands += (4 if device == "cpu" else width) * n * k
+    head = operand_bytes(a.vocab_size * a.hidden_size, False, False, device, width)
+    unquantized = width * (a.parameters - quantized_elements)
+    # A micro batch holds at least one sequence, however small its budget.
+    tokens = max(config.train.micro_batch_tokens, config.max_sequence_length)
+    heads, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    activations = activation_bytes(
+        tokens, a.num_layers, a.hidden_size, a.intermediate_size, heads, kv, width, config.train.gradient_checkpointing
+    )
+    other = a.parameters - a.matrix_parameters
+    kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
+    return [
+        Item("process", PROCESS_BYTES, "always"),
+        Item("master weights (float32)", master_bytes(a.parameters), "always"),
+        Item("gradients (float32)", gradient_bytes(a.parameters), "always"),
+        Item(f"optimizer state ({config.optim.name})", optimizer_bytes(config.optim.name, a.matrix_parameters, other),
+             "always"),
+        Item(f"codes and scales ({scheme.name})", stored, "always"),
+        Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
+        Item("GEMM operands (dequantized weights, lm_head)", operands + head, "always"),
+        Item(f"KV cache ({config.kv_cache_tokens:,} tokens)", kv_cache, "always"),
+        Item(f"activations ({tokens:,} tokens)", activations, "update"),
+        Item(f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",
+             logits_bytes(config.train.logprob_chunk, a.vocab_size, a.hidden_size), "update"),
+        Item("next version, beside the one in use", stored + unquantized + operands + head, "publish"),
+    ]  # fmt: skip
+
+
+def peak_bytes(items: list[Item]) -> int:
+    """What is always held, and the larger of an update and a publish: they do not happen at the same time."""
+    by_phase = {phase: sum(item.bytes for item in items if item.phase == phase) for phase in _PHASES}
+    return by_phase["always"] + max(by_phase["update"], by_phase["publish"])
+
+
+_PHASES = ("always", "update", "publish")

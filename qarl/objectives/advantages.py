@@ -1,0 +1,47 @@
+"""Advantages: one number a response, from the rewards of its group or of the batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qarl.objectives.segments import Segments
+
+AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
+
+
+def compute_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind, eps: float = 1e-6) -> Tensor:
+    """Advantage of each response: rewards [R], groups int64 [R] (any ids) -> [R] in the dtype of `rewards`.
+
+    grpo         (R - mean_group) / (std_group + eps)   Shao et al. 2024; std with n - 1, as `torch.std`
+    grpo_no_std  R - mean_group                         Dr. GRPO, Liu et al. 2025
+    rloo         R_i - mean of the others of the group  Ahmadian et al. 2024
+    reinforce    (R - mean) / (std + eps) over the whole batch; `groups` is not read
+
+    Where all rewards of a group (reinforce: of the batch) are equal the advantages are exactly 0, rounding of the mean
+    notwithstanding; so are those of a group of one. Computed in float64.
+    """
+    if kind == "reinforce":
+        groups = torch.zeros_like(groups)
+    _, group, size = torch.unique(groups, return_inverse=True, return_counts=True)
+    order = torch.argsort(group, stable=True)  # members of a group side by side
+    segments = Segments(group[order], size)
+    reward = rewards.double()[order]
+    n = size.double()
+
+    centered = reward - segments.expand(segments.mean(reward))
+    if kind == "grpo_no_std":
+        advantages = centered
+    elif kind == "rloo":
+        # R_i - (sum - R_i) / (n - 1) = (R_i - mean) * n / (n - 1)
+        advantages = centered * segments.expand(n / (n - 1).clamp(min=1))
+    else:
+        std = (segments.sum(centered.square()) / (n - 1).clamp(min=1)).sqrt()
+        advantages = centered / (segments.expand(std) + eps)
+
+    first = reward[size.cumsum(0) - size]  # of each group
+    differs = segments.sum((reward != segments.expand(first)).to(torch.int64)) > 0
+    advantages = torch.where(segments.expand(differs), advantages, 0.0)
+    return torch.empty_like(advantages).index_put((order,), advantages).to(rewards.dtype)

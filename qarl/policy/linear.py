@@ -1,0 +1,157 @@
+"""The quantized linear layer: a low-bit forward, a straight-through backward into the FP32 master weight.
+
+    forward    y  = gemm(x, codes, scales)            the very tensors the sampler runs
+    backward   dx = dy @ W_deq,  dW = dy^T @ x        W_deq from the codes; no gradient to scales
+
+(formulas: "Quantization"; QaRL section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from qarl_formats.quantize import QuantizedWeight, dequantize_weight, unpack_codes
+from qarl_kernels import reference
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from torch import Tensor, nn
+
+Product = Literal["dense", "plain", "w8a8", "fp8", "w4a8"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The weight side of one product, as the product reads it.
+
+    product: `dense` is the batch-invariant product of model.dtype operands; `plain` the framework's ordinary GEMM;
+    the others the low-bit products of `qarl_kernels.reference`.
+    weight: (N, K), values or codes, float32 on the CPU. scale: (N, 1) or (N, groups), None for dense and plain.
+    activation: activation quantization that `plain` imitates (quantize, dequantize), for QAT.
+    """
+
+    product: Product
+    weight: Tensor
+    scale: Tensor | None = None
+    activation: Literal["int8", "fp8"] | None = None
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: (M, K) of the compute dtype; bias: (N,) or None. Returns (M, N) of x's dtype."""
+        if self.product == "dense":
+            return reference.dense(x, self.weight, bias)
+        if self.product == "plain":
+            wide = dequantized_input(x, self.activation).to(self.weight.dtype)
+            return nn.functional.linear(wide, self.weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
+        return getattr(reference, self.product)(x, self.weight, self.scale, bias)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """W_deq (N, K): code * scale rounded to `dtype`, held in the operand's own storage dtype."""
+        if self.scale is None:
+            return self.weight
+        groups = self.scale.shape[1]
+        n, k = self.weight.shape
+        wide = self.weight.view(n, groups, k // groups) * self.scale.float()[..., None]
+        return wide.view(n, k).to(dtype).to(self.weight.dtype)
+
+
+def dequantized_input(x: Tensor, activation: Literal["int8", "fp8"] | None) -> Tensor:
+    """x after its per-token quantization and back, in x's dtype; x itself where activations are not quantized."""
+    if activation is None:
+        return x
+    codes, scale = (quantize_activation_int8 if activation == "int8" else quantize_activation_fp8)(x)
+    return (codes.float() * scale).to(x.dtype)
+
+
+def operand_of(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> Operand:
+    """The aligned operand: the product the sampler runs on these tensors. weight: codes and scales, or (N, K)."""
+    if isinstance(weight, Tensor):
+        return Operand("dense", _storage(weight))
+    if weight.scheme.activation is None:
+        return Operand("dense", _storage(dequantize_weight(weight, dtype)))
+    product: Product = weight.scheme.name  # type: ignore[assignment]
+    return Operand(product, unpack_codes(weight).float(), weight.tensors["weight_scale"], weight.scheme.activation)
+
+
+def fake_quant_operand(weight: QuantizedWeight, dtype: torch.dtype) -> Operand:
+    """QAT: weights and activations quantized and dequantized, the product an ordinary full-precision GEMM."""
+    return Operand("plain", _storage(dequantize_weight(weight, dtype)), activation=weight.scheme.activation)
+
+
+def full_precision_operand(master: Tensor, dtype: torch.dtype) -> Operand:
+    """The learner of quantized-rollout training: the master rounded to the compute dtype, an ordinary GEMM."""
+    return Operand("plain", _storage(master.detach().to(dtype)))
+
+
+def _storage(weight: Tensor) -> Tensor:
+    """CPUs multiply in float32 (see `qarl_kernels.reference`); GPUs in the compute dtype."""
+    return weight.float() if weight.device.type == "cpu" else weight
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, master, bias_master, bias, operand, keep_dequantized_input):
+        ctx.save_for_backward(x)
+        ctx.operand, ctx.keep_dequantized_input = operand, keep_dequantized_input
+        ctx.has_bias = bias_master is not None
+        return operand(x, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        operand = ctx.operand
+        grad_x = grad_weight = grad_bias = None
+        wide = grad.to(operand.weight.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_x = (wide @ operand.dequantized(x.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            if ctx.keep_dequantized_input:
+                x = dequantized_input(x, operand.activation)
+            if x.device.type == "cpu":
+                grad_weight = wide.t() @ x.to(wide.dtype)
+            elif x.dtype == torch.float32:
+                grad_weight = grad.t() @ x
+            else:
+                grad_weight = torch.mm(grad.t(), x, out_dtype=torch.float32)
+        if ctx.has_bias:
+            grad_bias = grad.float().sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+class QuantLinear(nn.Module):
+    """Drop-in for `nn.Linear`: float32 masters under the same names, products on the installed operands.
+
+    `learner` and `sampler` are the same object when the learner is aligned. Which one a forward uses is the role of
+    the policy at that moment.
+    """
+
+    def __init__(self, linear: nn.Linear, role: Role, keep_dequantized_input: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.role, self.keep_dequantized_input = role, keep_dequantized_input
+        self.learner: Operand | None = None
+        self.sampler: Operand | None = None
+        self.published: QuantizedWeight | Tensor | None = None  # what the sampler's operand was made from
+        self.bias_value: Tensor | None = None  # the bias as published, in the compute dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        operand = self.sampler if self.role.sampling else self.learner
+        assert operand is not None, "QuantLinear ran before a snapshot was installed"
+        rows = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and not self.role.sampling:
+            y = _StraightThrough.apply(
+                rows, self.weight, self.bias, self.bias_value, operand, self.keep_dequantized_input
+            )
+        else:
+            y = operand(rows, self.bias_value)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        product = self.learner.product if self.learner else "no operand"
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, {product}"
+
+
+class Role:
+    """Whose forward is running: one object shared by a policy's linears."""
+
+    sampling = False

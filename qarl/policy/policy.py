@@ -1,0 +1,215 @@
+"""The policy: masters, the snapshot made from them, and forwards for learner and sampler on its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from qarl_formats.quantize import QuantizedWeight, quantize_weight
+from qarl_formats.scheme import Scheme, check_shape, is_ignored
+from qarl_kernels.attention import PAGE
+from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qarl.config import QuantConfig
+from qarl.errors import UserError
+from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
+from qarl.policy.linear import (
+    Operand,
+    QuantLinear,
+    Role,
+    fake_quant_operand,
+    full_precision_operand,
+    operand_of,
+)
+from qarl.policy.modules import Embedding, RMSNorm, replace_modules
+from qarl.publish.snapshot import PublishError, Snapshot
+
+
+class Policy:
+    """A Hugging Face causal LM rebuilt on qarl's layers.
+
+    masters: `named_parameters()`, float32. current: the `Snapshot` of the masters at `version`; `refresh` makes a
+    new one after an optimizer step, and the learner's forward reads it. `install_sampler` points the sampler's
+    forward at a published snapshot. Raises UserError for models and schemes that cannot run exactly.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, scheme: Scheme, quant: QuantConfig, dtype: torch.dtype, device: torch.device,
+        max_length: int | None = None,
+    ) -> None:  # fmt: skip
+        self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
+        limit = model.config.max_position_embeddings
+        if max_length is not None and max_length > limit:
+            raise UserError(f"model.max_length: {max_length} is above the model's {limit} positions; lower it")
+        self.max_length = max_length or limit
+        self.role = Role()
+        self.config = model.config
+        self.model = model
+        head = model.get_output_embeddings()
+        if head.bias is not None:
+            raise UserError("model.path: an output layer with a bias is not supported")
+        if not is_ignored("lm_head", quant.ignore):
+            raise UserError(f"quant.ignore: {quant.ignore} must keep 'lm_head': the output layer is never quantized")
+        self.tied = head.weight is model.get_input_embeddings().weight
+        self.head_master: nn.Parameter = head.weight
+        self.linears = self._replace_linears()
+        replace_modules(model, -(-self.max_length // PAGE) * PAGE, dtype, device)
+        model.set_attn_implementation(IMPLEMENTATION)
+        self.model = model.to(device)
+        self.version = 0
+        self.refresh(self.version)
+        self.install_sampler(self.current)
+
+    def _replace_linears(self) -> dict[str, QuantLinear]:
+        linears = {}
+        for name, module in list(self.model.named_modules()):
+            if not isinstance(module, nn.Linear) or name == "lm_head":
+                continue
+            if not is_ignored(name, self.quant.ignore):
+                try:
+                    check_shape(self.scheme, name, module.out_features, module.in_features)
+                except ValueError as error:
+                    raise UserError(f"quant.group_size: {error}") from error
+            linear = QuantLinear(module, self.role, self.quant.ste_input == "dequantized")
+            self.model.set_submodule(name, linear)
+            linears[name] = linear
+        return linears
+
+    # --- masters and snapshots ---------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The float32 masters by Hugging Face name; tied weights once."""
+        return self.model.named_parameters()
+
+    def quantized(self, module: str) -> bool:
+        return self.scheme.quantized and module in self.linears and not is_ignored(module, self.quant.ignore)
+
+    @torch.no_grad()
+    def refresh(self, version: int) -> Snapshot:
+        """Quantize the masters once, as policy `version`, and let the learner's forward read the result.
+
+        Raises UserError naming the tensor when a master is not finite.
+        """
+        tensors: dict[str, Tensor] = {}
+        weights: dict[str, QuantizedWeight] = {}
+        for name, master in self.named_parameters():
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and self.quantized(module):
+                try:
+                    weight = quantize_weight(master.detach(), self.scheme, name)
+                except ValueError as error:
+                    raise UserError(f"quantize version {version}: {error}") from error
+                weights[module] = weight
+                tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in weight.tensors.items()}
+            else:
+                tensors[name] = master.detach().to(self.dtype, copy=True)
+        self.version, self.current = version, Snapshot(version, tensors, weights)
+        self._install_learner()
+        return self.current
+
+    def _install_learner(self) -> None:
+        tensors = self.current.tensors
+        for name, linear in self.linears.items():
+            published = self.current.weights.get(name, tensors.get(f"{name}.weight"))
+            linear.learner = self._learner_operand(linear, published)
+            linear.bias_value = tensors.get(f"{name}.bias")
+        for name, module in self.model.named_modules():
+            if isinstance(module, RMSNorm | Embedding):
+                module.value = tensors[f"{name}.weight"]
+        head = tensors["lm_head.weight" if not self.tied else self._embedding_name()]
+        self.head_value = head.float() if self.device.type == "cpu" else head
+
+    def _learner_operand(self, linear: QuantLinear, published: QuantizedWeight | Tensor) -> Operand:
+        if self.quant.learner == "full_precision":
+            return full_precision_operand(linear.weight, self.dtype)
+        if self.quant.learner == "fake_quant" and isinstance(published, QuantizedWeight):
+            return fake_quant_operand(published, self.dtype)
+        return operand_of(published, self.dtype)
+
+    def _embedding_name(self) -> str:
+        return next(name for name, parameter in self.named_parameters() if parameter is self.head_master)
+
+    def install_sampler(self, snapshot: Snapshot) -> None:
+        """Point the sampler's forward at `snapshot`. An aligned learner reads the same operands already.
+
+        Raises PublishError unless the snapshot is the policy's current one: embeddings and norms are shared.
+        """
+        if snapshot is not self.current:
+            raise PublishError(f"publish of version {snapshot.version}: the learner is at version {self.version}; "
+                               "publish the current snapshot")  # fmt: skip
+        for name, linear in self.linears.items():
+            published = snapshot.weights.get(name, snapshot.tensors.get(f"{name}.weight"))
+            linear.published = published
+            aligned = self.quant.learner == "aligned"
+            linear.sampler = linear.learner if aligned else operand_of(published, self.dtype)
+
+    def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that the sampler's forward stands on, by published name, read from the modules themselves."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, QuantLinear):
+                if isinstance(module.published, QuantizedWeight):
+                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in module.published.tensors.items())
+                elif module.published is not None:
+                    yield f"{name}.weight", module.published
+                if module.bias_value is not None:
+                    yield f"{name}.bias", module.bias_value
+            elif isinstance(module, RMSNorm | Embedding):
+                yield f"{name}.weight", module.value
+        if not self.tied:
+            yield "lm_head.weight", self.current.tensors["lm_head.weight"]
+
+    # --- forwards ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, forwards run as the sampler: on the published operands, without gradient."""
+        self.role.sampling = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.role.sampling = False
+
+    def hidden_states(self, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Final hidden states of a packed batch. ids, positions: (T,) int64. Returns (T, H) of the compute dtype."""
+        base = self.model.base_model
+        output = base(input_ids=ids[None], position_ids=positions[None], use_cache=False, qarl_context=context)
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits (R, V) of hidden states (R, H); no gradient."""
+        return logits_of(hidden, self.head_value)
+
+    def logprobs(
+        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of response tokens under the learner's forward, packed response after response.
+
+        prompts, responses: token ids, pairwise, each prompt with at least one token. chunk: rows of logits held
+        at once. Returns logp (T,) with gradient to the masters, and the entropy (T,) without, float32, in nats.
+        """
+        device = self.device
+        # The last token of a sequence predicts nothing, so it is not run.
+        sequences = [(p + r)[: len(p) + len(r) - 1] for p, r in zip(prompts, responses, strict=True)]
+        context, positions = learner_context([len(s) for s in sequences], device)
+        ids = torch.tensor([t for s in sequences for t in s], device=device)
+        hidden = self.hidden_states(ids, positions, context)
+        rows, start = [], 0
+        for prompt, response, sequence in zip(prompts, responses, sequences, strict=True):
+            rows += range(start + len(prompt) - 1, start + len(prompt) - 1 + len(response))
+            start += len(sequence)
+        targets = torch.tensor([t for r in responses for t in r], device=device)
+        return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.head_value, targets,
+                              truncation, chunk)  # fmt: skip
+
+    def set_gradient_checkpointing(self, on: bool) -> None:
+        """Recompute each layer in the backward instead of keeping its activations."""
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()
+        else:
+            self.model.gradient_checkpointing_disable()
+            self.model.eval()

@@ -1,0 +1,126 @@
+"""The built-in rewards that need nothing but the standard library, and the table of all of them.
+
+Each has TRL's signature; keyword-only parameters are the options of the configuration. They check their options and
+columns before the completions, so that a call with no completions validates them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from qarl.errors import UserError
+
+BUILTINS = {
+    "exact": "qarl.rewards.builtin:exact",
+    "format": "qarl.rewards.builtin:format",
+    "length": "qarl.rewards.builtin:length",
+    "math": "qarl.rewards.mathematics:math",
+    "reasoning_gym": "qarl.rewards.reasoning:reasoning_gym",
+    "regex": "qarl.rewards.builtin:regex",
+}
+
+
+def column_values(columns: dict[str, list], name: str) -> list:
+    """One data column. Raises UserError listing the columns there are."""
+    if name not in columns:
+        raise UserError(f"no data column `{name}`; there are: {', '.join(sorted(columns)) or 'none'}")
+    return columns[name]
+
+
+def final_answer(answer: Any) -> str:
+    """The ground truth as text: what follows the last `####` (GSM8K), or all of it; stripped."""
+    return str(answer).rpartition("####")[2].strip()
+
+
+def exact(
+    completions: list[str],
+    prompts: list[str],
+    *,
+    column: str = "answer",
+    strip: bool = True,
+    casefold: bool = False,
+    **columns: list,
+) -> list[float]:
+    """1 if the completion is the text of `column`, else 0. strip: surrounding white space; casefold: case ignored."""
+
+    def normal(text: str) -> str:
+        text = text.strip() if strip else text
+        return text.casefold() if casefold else text
+
+    answers = column_values(columns, column)
+    return [float(normal(c) == normal(str(a))) for c, a in zip(completions, answers, strict=True)]
+
+
+def regex(
+    completions: list[str],
+    prompts: list[str],
+    *,
+    pattern: str,
+    group: int | str | None = None,
+    column: str = "answer",
+    **columns: list,
+) -> list[float]:
+    """Without `group`: 1 if `pattern` is found in the completion (`re.search`), else 0.
+
+    With `group` (number or name): 1 if the first match's group equals `final_answer` of `column` as text, both
+    stripped. Flags go into the pattern, as in `(?s)`.
+    """
+    compiled = _compile(pattern)
+    if group is None:
+        return [float(compiled.search(completion) is not None) for completion in completions]
+    if group not in {0, *range(1, compiled.groups + 1), *compiled.groupindex}:
+        raise UserError(f"group {group!r} is not in the pattern {pattern!r}")
+    answers = column_values(columns, column)
+    scores = []
+    for completion, answer in zip(completions, answers, strict=True):
+        match = compiled.search(completion)
+        scores.append(float(match is not None and (match[group] or "").strip() == final_answer(answer)))
+    return scores
+
+
+def length(
+    completions: list[str],
+    prompts: list[str],
+    *,
+    unit: Literal["chars", "words"] = "chars",
+    target: int | None = None,
+    max: int | None = None,
+    **columns: list,
+) -> list[float]:
+    """Minus the length n of the completion, in characters or white-space separated words.
+
+    Plain: -n. With `max`: -min(n, max) / max, in [-1, 0]. With `target`: -|n - target| / target, 0 at the target.
+    """
+    if unit not in ("chars", "words"):
+        raise UserError(f"unit must be chars or words, got {unit!r}")
+    if target is not None and max is not None:
+        raise UserError("give target or max, not both")
+    for name, value in (("target", target), ("max", max)):
+        if value is not None and not value > 0:
+            raise UserError(f"{name} must be positive, got {value!r}")
+    sizes = [len(completion) if unit == "chars" else len(completion.split()) for completion in completions]
+    if target is not None:
+        return [-abs(size - target) / target for size in sizes]
+    if max is not None:
+        return [-min(size, max) / max for size in sizes]
+    return [-float(size) for size in sizes]
+
+
+def format(
+    completions: list[str],
+    prompts: list[str],
+    *,
+    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>",
+    **columns: list,
+) -> list[float]:
+    """1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines too), else 0."""
+    compiled = _compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(completion.strip()) is not None) for completion in completions]
+
+
+def _compile(pattern: str, flags: int = 0) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        raise UserError(f"pattern {pattern!r} is not a regular expression: {error}") from error

@@ -1,0 +1,1 @@
+"""Rollout engines: what draws responses from the published policy."""

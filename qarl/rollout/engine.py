@@ -1,0 +1,74 @@
+"""The protocol of a rollout engine: what the training loop asks of a sampler, whichever one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from qarl_kernels.logprob import Truncation
+
+from qarl.publish.snapshot import PublishError, Snapshot
+from qarl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn. The same for every prompt of one `generate`.
+
+    n: responses per prompt. seed: of the random stream; a token's draw depends on (seed, prompt id, sample,
+    position) and on nothing else. max_response_length: tokens, the stop token included. stop_token_ids: end a
+    response and belong to it. stop: strings that end a response; its text is cut before them.
+    """
+
+    n: int
+    seed: int
+    max_response_length: int
+    truncation: Truncation = Truncation()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+Progress = Callable[[int, int], None]  # (finished responses, tokens generated so far)
+
+
+def ignore_progress(finished: int, tokens: int) -> None:
+    """For callers who show nothing."""
+
+
+class RolloutEngine(Protocol):
+    """Draws responses from the policy version last published to it.
+
+    version: of the tensors it holds, None before the first publish.
+    """
+
+    version: int | None
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Take over the snapshot's tensors and prove that they arrived. Raises PublishError."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
+    ) -> list[Rollout]:
+        """n responses to each prompt, in the order (prompt, sample). Raises PublishError if `version` is not held."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back that only generation needs."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to generate again."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; the engine is not used afterwards."""
+        ...
+
+
+def require_version(held: int | None, wanted: int) -> None:
+    """Raise PublishError when an engine is asked to draw from a version that it does not hold."""
+    if held != wanted:
+        state = "nothing was published to it" if held is None else f"it holds version {held}"
+        raise PublishError(f"rollout: the policy is at version {wanted} but the sampler is stale ({state})")

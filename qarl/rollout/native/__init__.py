@@ -1,0 +1,1 @@
+"""The native rollout engine: in process, on the policy's own modules and tensors."""

@@ -1,0 +1,191 @@
+"""What a run shows while it works: progress of long phases, a table of metrics, samples, a summary.
+
+    rich    a live display at a terminal     plain   one short line a step, for pipes and logs     none    nothing
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+TABLE_METRICS = (
+    "reward/mean", "response/length_mean", "response/truncated_frac", "mismatch/delta_abs_max", "policy/entropy",
+    "policy/grad_norm", "quant/codes_changed_frac", "time/step_s",
+)  # fmt: skip
+TABLE_ROWS = 8
+SHOWN_SAMPLES = 3
+SHOWN_CHARACTERS = 600
+SLOW_SECONDS = 1.0  # a phase is worth showing from here on
+
+_HOSTILE_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and other invisibles, lone surrogates
+
+
+def visible(text: str, keep_newlines: bool = False) -> str:
+    """`text` with control, bidirectional and invisible characters as escapes, so that it cannot drive a terminal."""
+    return "".join(
+        char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if unicodedata.category(char) in _HOSTILE_CATEGORIES and not (keep_newlines and char == "\n")
+        else char
+        for char in text
+    )
+
+
+class RunConsole:
+    """The display of one run; use it as a context manager, so that the terminal is restored.
+
+    mode: `rich`, `plain` or `none` (`logging.console`); `rich` becomes `plain` where the stream is no terminal.
+    total_steps: shown behind the step number. A stream that goes away (closed pipe, lost terminal) silences the
+    console and does not stop the run.
+    """
+
+    def __init__(self, mode: str, total_steps: int | None = None, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._console = Console(file=self._stream, highlight=False)
+        self.mode = "plain" if mode == "rich" and not self._console.is_terminal else mode
+        self._total_steps = total_steps
+        self._history: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)
+        self._progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=self._console, auto_refresh=False,
+        )  # fmt: skip
+        self._live: Live | None = None
+
+    def __enter__(self) -> RunConsole:
+        if self.mode == "rich":
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+        """Show progress while the body runs, from its second second on; yields `advance(n=1)`.
+
+        Plain mode prints a line for a slow phase before the first step only: afterwards `time/*_s` tell.
+        """
+        started = time.monotonic()
+        task = self._progress.add_task(name, total=total)
+        try:
+            yield lambda n=1: self._progress.advance(task, n)
+        finally:
+            self._progress.remove_task(task)
+        elapsed = time.monotonic() - started
+        if elapsed >= SLOW_SECONDS and not self._history and self.mode == "plain":
+            self.message(f"{name}: {elapsed:.1f} s")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Add one step to the table (rich) or print its line (plain)."""
+        self._history.append({"step": step, **metrics})
+        if self.mode == "plain":
+            shown = "  ".join(f"{name} {_format(metrics[name])}" for name in TABLE_METRICS if name in metrics)
+            self.message(f"step {self._step_text(step)}  {shown}")
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Print the first rows: `prompt`, `completion` (hostile text) and `reward` of each."""
+        for number, row in enumerate(rows[:SHOWN_SAMPLES], 1):
+            head = f"step {step}, sample {number}, reward {_format(row.get('reward'))}"
+            multiline = self.mode == "rich"
+            prompt = visible(_clip(str(row.get("prompt", "")), tail=True), multiline)
+            completion = visible(_clip(str(row.get("completion", ""))), multiline)
+            if multiline:
+                self._print(Text.assemble((head, "bold"), "\n", (prompt, "dim"), (completion, "green"), "\n"))
+            else:
+                self.message(f"{head}: {prompt} => {completion}")
+
+    def message(self, text: str) -> None:
+        """Print one line as it is: no markup, control characters escaped."""
+        self._print(Text(visible(text)))
+
+    def warn(self, text: str) -> None:
+        self._print(Text(f"warning: {visible(text)}", style="yellow"))
+
+    def summary(self, run_dir: Path, history: list[dict[str, Any]], next_commands: list[str]) -> None:
+        """Print where the run is, what was learned (first against last quarter of `history`), and what to do next.
+
+        history: the records of metrics.jsonl, oldest first.
+        """
+        lines = [f"run: {run_dir}"]
+        if history:
+            lines[0] += f" ({history[-1]['step']} steps)"
+            for name in ("reward/mean", "response/length_mean"):
+                values = [record[name] for record in history if record.get(name) is not None]
+                if values:
+                    quarter = max(1, len(values) // 4)
+                    first, last = sum(values[:quarter]) / quarter, sum(values[-quarter:]) / quarter
+                    lines.append(f"{name}: {_format(first)} in the first quarter, {_format(last)} in the last")
+            gaps = [record["mismatch/delta_abs_max"] for record in history if "mismatch/delta_abs_max" in record]
+            if gaps:
+                worst = None if None in gaps else max(gaps)  # null in the file: not finite
+                lines.append(f"mismatch/delta_abs_max: {_format(worst)} at most")
+        lines += ["next:", *(f"  {command}" for command in next_commands)] if next_commands else []
+        for line in lines:
+            self.message(line)
+
+    def _step_text(self, step: int) -> str:
+        return f"{step}/{self._total_steps}" if self._total_steps else str(step)
+
+    def _print(self, text: Text) -> None:
+        if self.mode == "none":
+            return
+        # A stream that is not UTF-8 gets escapes for what it cannot say, instead of an exception.
+        encoding = self._console.encoding
+        if text.plain.encode(encoding, "replace").decode(encoding) != text.plain:
+            text.plain = text.plain.encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            if self.mode == "rich":
+                self._console.print(text)
+            else:
+                self._stream.write(text.plain + "\n")
+                self._stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            self.mode = "none"
+
+    def _render(self) -> RenderableType:
+        slow = [task for task in self._progress.tasks if (task.elapsed or 0.0) >= SLOW_SECONDS]
+        parts: list[RenderableType] = [self._table()] if self._history else []
+        if slow:
+            parts.append(self._progress.make_tasks_table(slow))
+        return Group(*parts)
+
+    def _table(self) -> Table:
+        rows = list(self._history)  # the display thread reads while the loop appends
+        names = [name for name in TABLE_METRICS if any(name in row for row in rows)]
+        table = Table("step", *(name.replace("/", "\n") for name in names))
+        for column in table.columns:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(self._step_text(row["step"]), *(_format(row.get(name)) for name in names))
+        return table
+
+
+def _clip(text: str, tail: bool = False) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return "..." + text[-SHOWN_CHARACTERS:] if tail else text[:SHOWN_CHARACTERS] + "..."
+
+
+def _format(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return str(value)
+    value = float(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4g}"

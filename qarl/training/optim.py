@@ -1,0 +1,207 @@
+"""Optimizers over FP32 masters: AdamW, or Muon for the hidden matrices with AdamW for the rest.
+
+AdamW runs fused: one elementwise kernel over each parameter on CPU and CUDA, so bitwise repeatable, several times
+faster than the plain loop on a CPU, and without the temporaries of foreach on a GPU.
+
+Muon is `torch.optim.Muon` (Jordan et al. 2024), present in every supported torch. Its Newton-Schulz iteration runs in
+bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`, 0.2 sqrt(max(N, K)) (Liu et al.
+2025, "Muon is scalable for LLM training"), so that one learning rate suits matrices of every shape and the AdamW part
+alike; torch's other choice, `original`, gives updates whose size shrinks with the width of the layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class OptimOptions(Protocol):
+    """The `optim` section of the configuration."""
+
+    name: Literal["adamw", "muon"]
+    lr: float
+    weight_decay: float
+    betas: Sequence[float]
+    eps: float
+    momentum: float
+    adamw_lr: float | None
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: int
+    min_lr_ratio: float
+
+
+class Optimizer:
+    """One or two torch optimizers that step together, with their state addressed by parameter name.
+
+    parts: name -> (torch optimizer, names of its parameters in the order of its groups).
+    """
+
+    def __init__(self, kind: str, parts: dict[str, tuple[torch.optim.Optimizer, list[str]]]) -> None:
+        self.kind = kind
+        self._parts = parts
+
+    def step(self) -> None:
+        for part, _ in self._parts.values():
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part, _ in self._parts.values():
+            part.zero_grad(set_to_none=True)
+
+    def set_lr(self, factor: float) -> None:
+        """Scales every group's configured learning rate by `factor`, as `lr_at` gives it."""
+        for part, _ in self._parts.values():
+            for group in part.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, (part, _) in self._parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, (part, _) in self._parts.items():
+            part.load_state_dict(state[name])
+
+    def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state as named tensors, `model.layers.0.mlp.up_proj.weight/exp_avg`, and JSON-able meta.
+
+        The tensors are the live ones, not copies. A parameter that never had a gradient has no state and no tensors.
+        Hyperparameters are not in it: they come from the configuration, the learning rate from the schedule.
+        """
+        tensors = {
+            f"{name}/{key}": value
+            for part, names in self._parts.values()
+            for name, parameter in zip(names, _parameters(part), strict=True)
+            for key, value in part.state.get(parameter, {}).items()
+        }
+        return tensors, {"optimizer": self.kind, "tensors": sorted(tensors)}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Restores what `state_tensors` gave, copied to the parameters' device; the next step is bit-equal.
+
+        Raises ValueError, before anything is changed, where the state is of another optimizer, is incomplete, or does
+        not fit the parameters.
+        """
+        if meta["optimizer"] != self.kind:
+            raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
+        if sorted(tensors) != meta["tensors"]:
+            different = sorted(set(tensors) ^ set(meta["tensors"]))[0]
+            raise ValueError(f"optimizer state is incomplete: {different} is not in both the tensors and their list")
+
+        shapes = {
+            name: parameter.shape
+            for part, names in self._parts.values()
+            for name, parameter in zip(names, _parameters(part), strict=True)
+        }
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for full_name, value in tensors.items():
+            name, key = full_name.rsplit("/", 1)
+            if name not in shapes:
+                raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
+            if key != "step" and value.shape != shapes[name]:
+                raise ValueError(f"optimizer state {full_name} has shape {list(value.shape)}, not {list(shapes[name])}")
+            by_name.setdefault(name, {})[key] = value.clone()
+
+        for part, names in self._parts.values():
+            state = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
+            part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+
+def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg: OptimOptions) -> Optimizer:
+    """The optimizer of the `optim` section over these parameters; those that need no gradient are left out.
+
+    AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
+    is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None.
+    """
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if optim_cfg.name == "adamw":
+        return Optimizer("adamw", {"adamw": _adamw(trained, optim_cfg.lr, optim_cfg)})
+    assert optim_cfg.name == "muon", f"unknown optimizer {optim_cfg.name!r}"
+    hidden = [(name, parameter) for name, parameter in trained if is_hidden_matrix(name, parameter)]
+    rest = [(name, parameter) for name, parameter in trained if not is_hidden_matrix(name, parameter)]
+    parts = {}
+    if hidden:
+        parts["muon"] = _muon(hidden, optim_cfg)
+    if rest:
+        parts["adamw"] = _adamw(rest, optim_cfg.lr if optim_cfg.adamw_lr is None else optim_cfg.adamw_lr, optim_cfg)
+    return Optimizer("muon", parts)
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon may have it: a matrix inside a numbered block (`model.layers.3.mlp.up_proj.weight`).
+
+    Embeddings, lm_head and the final norm stand outside the numbered blocks in every HF causal LM, under many names.
+    """
+    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
+
+
+def _adamw(
+    named: list[tuple[str, Parameter]], lr: float, optim_cfg: OptimOptions
+) -> tuple[torch.optim.Optimizer, list[str]]:
+    decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
+    plain = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
+    groups = [
+        {"params": [parameter for _, parameter in members], "weight_decay": decay, "initial_lr": lr}
+        for members, decay in ((decayed, optim_cfg.weight_decay), (plain, 0.0))
+        if members
+    ]
+    part = torch.optim.AdamW(groups, lr=lr, betas=tuple(optim_cfg.betas), eps=optim_cfg.eps, fused=True)
+    return part, [name for name, _ in decayed + plain]
+
+
+def _muon(named: list[tuple[str, Parameter]], optim_cfg: OptimOptions) -> tuple[torch.optim.Optimizer, list[str]]:
+    group = {"params": [parameter for _, parameter in named], "initial_lr": optim_cfg.lr}
+    part = torch.optim.Muon(
+        [group],
+        lr=optim_cfg.lr,
+        weight_decay=optim_cfg.weight_decay,
+        momentum=optim_cfg.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return part, [name for name, _ in named]
+
+
+def _parameters(part: torch.optim.Optimizer) -> list[Parameter]:
+    return [parameter for group in part.param_groups for parameter in group["params"]]
+
+
+def lr_at(step: int, total_steps: int, optim_cfg: OptimOptions) -> float:
+    """The learning rate's factor at optimizer step `step`, counted from 0, of `total_steps`.
+
+    Warm-up rises linearly to 1 at its last step, (step + 1) / warmup_steps, so the first step is never lost. Then the
+    schedule: `constant` 1; `linear` and `cosine` from 1 down to min_lr_ratio, which the step after the last would have.
+    """
+    warmup = optim_cfg.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if optim_cfg.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if optim_cfg.schedule == "linear":
+        decay = 1.0 - progress
+    else:
+        assert optim_cfg.schedule == "cosine", f"unknown schedule {optim_cfg.schedule!r}"
+        decay = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim_cfg.min_lr_ratio + (1.0 - optim_cfg.min_lr_ratio) * decay
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float) -> float:
+    """Scales the gradients so that their joint L2 norm is at most `max_norm`; returns the norm before, in fp32.
+
+    max_norm 0 only measures. A non-finite norm is returned as it is and the gradients are left alone: the caller
+    skips the step.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return 0.0
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    norm = torch.linalg.vector_norm(torch.stack(norms)).item()
+    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / norm)
+    return norm

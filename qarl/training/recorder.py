@@ -1,0 +1,152 @@
+"""What a run leaves to read: metrics.jsonl, rollouts/NNNNNN.jsonl, and the configured trackers.
+
+Both kinds of file are strict JSON, one object a line: NaN and infinities, which JSON cannot say, become null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qarl.training.rundir import atomic_write_text, disk_errors, fsync_directory
+from qarl.training.trackers import Tracker, build_trackers
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, oldest first; a line that a kill cut short is left out. Missing file: empty."""
+    if not path.exists():
+        return []
+    return [record for line in path.read_bytes().splitlines() if (record := _parse(line)) is not None]
+
+
+class Recorder:
+    """Writes one run's metrics and sampled rollouts.
+
+    logging: the `logging` section. config: the resolved configuration, for trackers that show it. warn: called with
+    one line when a tracker fails after the start; the tracker is dropped and the run goes on.
+    Call `truncate` with the step the run starts from (0 for a new one) before the first `log`.
+    Raises UserError for a missing or unstartable tracker, and from every method if the disk refuses.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        logging: Any,
+        config: dict[str, Any] | None = None,
+        warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ) -> None:
+        self.metrics_path = Path(run_dir) / "metrics.jsonl"
+        self.rollouts_directory = Path(run_dir) / "rollouts"
+        self._samples = logging.samples
+        self._rollouts_every = logging.rollouts_every
+        self._warn = warn
+        with disk_errors(self.metrics_path):
+            self.rollouts_directory.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115 - closed by close
+        self._trackers = build_trackers(Path(run_dir), logging, config)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append {"step": step, **metrics} durably, then pass the finite values to the trackers.
+
+        metrics: name -> number or one-element tensor. On a full disk the partial line is taken back.
+        """
+        record = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        with disk_errors(self.metrics_path, len(line)):
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+                os.fsync(self._file.fileno())
+            except OSError:
+                with suppress(OSError):  # the first error is the one to report; `truncate` copes with a torn line
+                    self._file.truncate(end)
+                raise
+        finite = {name: value for name, value in record.items() if name != "step" and value is not None}
+        self._track(lambda tracker: tracker.log(step, finite))
+
+    def rollouts_due(self, step: int) -> bool:
+        """Whether `logging.rollouts_every` asks for sampled completions at `step`."""
+        return step % self._rollouts_every == 0
+
+    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> Path:
+        """Write rollouts/NNNNNN.jsonl atomically: the first `logging.samples` rows (0: all) of JSON values."""
+        path = self.rollouts_directory / f"{step:06d}.jsonl"
+        kept = rows[: self._samples] if self._samples else rows
+        text = "".join(json.dumps(_json_value({"step": step, **row}), allow_nan=False) + "\n" for row in kept)
+        with disk_errors(path, len(text)):
+            atomic_write_text(path, text)
+        return path
+
+    def truncate(self, step: int) -> int:
+        """Forget everything after `step`, from which the run goes on; returns how many metrics lines were dropped.
+
+        A line that a kill cut short goes too. Kept lines stay byte for byte.
+        """
+        dropped = 0
+        with disk_errors(self.metrics_path):
+            lines = self.metrics_path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if (r := _parse(line)) is not None and r["step"] <= step]
+            dropped = len(lines) - len(kept)
+            torn = bool(kept) and not kept[-1].endswith(b"\n")  # only its newline is missing
+            if dropped or torn:
+                self._file.close()
+                atomic_write_text(self.metrics_path, b"".join(kept).decode() + "\n" * torn)
+                self._file = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115 - closed by close
+            for path in self.rollouts_directory.glob("*.jsonl"):
+                if path.stem.isdigit() and int(path.stem) > step:
+                    path.unlink()
+            fsync_directory(self.rollouts_directory)
+        self._track(lambda tracker: tracker.truncate(step))
+        return dropped
+
+    def close(self) -> None:
+        self._track(lambda tracker: tracker.close())
+        self._trackers.clear()
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # foreign code and networks: whatever they raise must not cost the run
+                self._trackers.remove(tracker)
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._warn(f"logging.{tracker.name}: stopped for this run: {reason}")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record of a metrics line, None if the line is cut short or is no such record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _number(value: Any) -> float | int | None:
+    value = value if isinstance(value, int) else float(value)
+    return value if math.isfinite(value) else None
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _json_value(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(child) for child in value]
+    return value

@@ -1,0 +1,112 @@
+"""Everything a run needs before its first step, built in an order that refuses bad input before it writes anything."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from qarl_formats.scheme import make_scheme
+from qarl_kernels.logprob import Truncation
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.data import PromptStream, build_prompts
+from qarl.errors import UserError
+from qarl.policy.load import load_model, load_model_config, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.rewards import RewardPool
+from qarl.rollout.engine import RolloutEngine, SamplingParams
+from qarl.rollout.native.engine import NativeEngine
+from qarl.training.console import RunConsole
+from qarl.training.learner import Learner
+from qarl.training.optim import Optimizer, build_optimizer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class Run:
+    """The moving parts of a training run."""
+
+    policy: Policy
+    optimizer: Optimizer
+    learner: Learner
+    engine: RolloutEngine
+    stream: PromptStream
+    rewards: RewardPool
+    sampling: SamplingParams  # of step 0; each step has its own seed
+
+    def close(self) -> None:
+        self.engine.close()
+        self.rewards.close()
+
+
+def pick_device(name: str) -> torch.device:
+    """`model.device`: auto is CUDA where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("model.device: cuda asked for, but torch sees no CUDA device; use auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_determinism(config: Config) -> None:
+    """Seed what is seeded globally, set threads, and ask torch for reproducible algorithms."""
+    seed = config.train.seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+
+
+def build_run(config: Config, console: RunConsole) -> Run:
+    """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit."""
+    device = pick_device(config.model.device)
+    set_determinism(config)
+    with console.phase("tokenizer and data"):
+        tokenizer = load_tokenizer(config.model)
+        limit = load_model_config(config.model).max_position_embeddings
+        context = min(config.model.max_length or limit, limit)
+        prompts, report = build_prompts(config.data, tokenizer, context, config.rollout.max_response_length)
+    console.message(report.summary())
+    if len(prompts) < config.train.prompts_per_step:
+        raise UserError(f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
+                        "prompts of the data; lower it or give more data")  # fmt: skip
+    with console.phase("reward workers"):
+        rewards = RewardPool(config.reward, columns=prompts[0].columns.keys())
+    try:
+        with console.phase("model"):
+            model = load_model(config.model)
+        quant = config.quant
+        scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+        with console.phase("quantize"):
+            policy = Policy(model, scheme, quant, DTYPES[config.model.dtype], device, context)
+        policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
+        sampling = build_sampling(config, policy, tokenizer)
+        optimizer = build_optimizer(policy.named_parameters(), config.optim)
+        engine = NativeEngine(policy, tokenizer, config.rollout)
+    except BaseException:
+        rewards.close()
+        raise
+    stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
+    learner = Learner(policy, optimizer, config, sampling.truncation)
+    return Run(policy, optimizer, learner, engine, stream, rewards, sampling)
+
+
+def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    """The rollout section as sampling parameters; the model's own end-of-sequence tokens stop a response."""
+    rollout = config.rollout
+    stop_ids = set(rollout.stop_token_ids)
+    if not rollout.ignore_eos:
+        declared = getattr(policy.model.generation_config, "eos_token_id", None)
+        stop_ids |= set(declared if isinstance(declared, list) else [declared]) | {tokenizer.eos_token_id}
+    return SamplingParams(
+        n=rollout.n,
+        seed=config.train.seed << 32,
+        max_response_length=rollout.max_response_length,
+        truncation=Truncation(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
+        stop=tuple(rollout.stop),
+        stop_token_ids=frozenset(stop_ids - {None}),
+    )

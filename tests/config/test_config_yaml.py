@@ -1,0 +1,120 @@
+"""Reading and writing YAML: numbers, duplicate keys, broken files, round trips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qarl.config import load_config
+from qarl.config.yaml_io import dump_yaml, parse_yaml
+from qarl.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6), ("1E6", 1e6), ("-2.5e+3", -2500.0), (".5", 0.5), ("1.", 1.0), ("1.0e-06", 1e-6),
+        (".inf", float("inf")), ("7", 7), ("-7", -7), ("1_000", 1000), ("0", 0),
+        ("010", "010"), ("1:30", "1:30"), ("no", "no"), ("on", "on"), ("2024-01-01", "2024-01-01"), ("e5", "e5"),
+        ("1e", "1e"), ("true", True), ("~", None), ("", None), ("null", None), ("'1e-6'", "1e-6"), ("<", "<"),
+    ],
+)  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    parsed = parse_yaml(text, "t")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-6", "no", "1:30", "010", "null", "~", "", "<<", "2024-01-01", "a: b", "{x}", "é\n"]
+)
+def test_strings_that_look_like_something_else_are_quoted_for_both_yaml_versions(value):
+    text = dump_yaml({"key": value})
+    assert parse_yaml(text, "t") == {"key": value}
+    assert yaml.safe_load(text) == {"key": value}
+
+
+def test_learning_rate_in_a_file_may_be_written_1e_6(minimal):
+    minimal.write_text(minimal.read_text() + "optim: {lr: 1e-6}\n")
+    assert load_config(minimal).optim.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3", "t: a: line 3: the key already stands in line 1"),
+        ("a:\n  b: [{c: 1, c: 2}]", "t: a.b.0.c: line 2: the key already stands in line 2"),
+        ("a: {1: x}", "t: a: line 1: key 1 must be a string; put it in quotes"),
+        ("a: [", "t: line 1, column 5: not valid YAML"),
+        ("a: 1\n---\nb: 2", "not valid YAML: but found another document"),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a: \x07", "special characters are not allowed"),
+    ],
+)
+def test_broken_yaml_is_refused_with_its_place(text, message):
+    with pytest.raises(UserError) as caught:
+        parse_yaml(text, "t")
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_merge_keys_and_anchors_work():
+    assert parse_yaml("a: &x {b: 1, c: 2}\nd: {<<: *x, c: 3}", "t")["d"] == {"b": 1, "c": 3}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"# nothing\n", "the file is empty"),
+        (b"- a\n", "holds a list"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content, message):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_config(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="no such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_a_directory_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_an_empty_section_means_its_defaults(minimal):
+    minimal.write_text(minimal.read_text() + "quant:\nlogging:\n")
+    assert load_config(minimal).quant.scheme == "w4a16"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optim={name: muon, lr: 3e-7}", "objective.name=gspo", "quant.scheme=w8a8"],
+        ["quant.ignore=[lm_head, 're:.*o_proj']", "logging.wandb={project: 'no'}", "rollout.stop=['1e-6', \"\\n\"]"],
+        ["reward.functions=[{name: math, options: {a: [1, {b: null}]}}, {name: 'x.py:f', weight: 0}]"],
+    ],
+    ids=len,
+)
+def test_to_yaml_loads_back_to_an_equal_config_from_any_file_name(load, tmp_path, overrides):
+    config = load(*overrides)
+    copy = tmp_path / "config.yaml"
+    copy.write_text(config.to_yaml())
+    assert load_config(copy) == config
+
+
+def test_to_yaml_shows_every_section_and_default(load):
+    text = yaml.safe_load(load().to_yaml())
+    sections = "model quant rollout data reward objective correction optim train checkpoint logging"
+    assert " ".join(text) == sections
+    assert text["quant"]["group_size"] == 128
+    assert text["rollout"]["max_batched_tokens"] == 512

@@ -1,0 +1,99 @@
+"""The memory formulas against counts written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from qarl_formats.scheme import make_scheme
+
+from qarl import memory
+from qarl.config import Config
+from qarl.config.architecture import Architecture
+
+TINY = Architecture("llama", 64, 128, 2, 4, 2, 16, 100, 1024, tied_embeddings=True)
+MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
+PARAMETERS = MATRICES + 2 * 2 * 64 + 64 + 100 * 64
+
+
+def config(**sections) -> Config:
+    base = {
+        "model": {"path": "x"},
+        "data": {"source": "task:arithmetic", "max_prompt_length": 24},
+        "rollout": {"max_response_length": 8, "max_num_seqs": 2},
+        "reward": {"functions": [{"name": "exact"}]},
+        "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5},
+        "quant": {"group_size": 32},
+    }
+    return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
+
+
+def sizes(device="cpu", **sections) -> dict[str, int]:
+    return {item.name.split(" (")[0]: item.bytes for item in memory.estimate(config(**sections), TINY, device)}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        (make_scheme("w4a16", 32), 64 * 96 // 2 + 64 * 3 * 2),
+        (make_scheme("w4a16", -1), 64 * 96 // 2 + 64 * 2),
+        (make_scheme("w4a16", 32, symmetric=False), 64 * 96 // 2 + 64 * 3 * 2 + 64 // 8 * 4 * 3),
+        (make_scheme("w8a8", scale_dtype="float32"), 64 * 96 + 64 * 4),
+        (make_scheme("fp8"), 64 * 96 + 64 * 2),
+    ],
+    ids=["group", "channel", "zero_points", "int8", "fp8"],
+)
+def test_stored_weight(scheme, expected):
+    assert memory.quantized_weight_bytes(scheme, 64, 96) == expected
+
+
+def test_adamw_holds_8_bytes_and_muon_4_on_matrices():
+    assert memory.optimizer_bytes("adamw", 100, 10) == 880
+    assert memory.optimizer_bytes("muon", 100, 10) == 480
+
+
+def test_checkpointing_keeps_layer_inputs_and_one_layer():
+    shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
+    one_layer = memory.activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
+    assert memory.activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
+
+
+def test_masters_and_gradients_are_4_bytes_a_parameter():
+    assert TINY.parameters == PARAMETERS
+    assert sizes()["master weights"] == sizes()["gradients"] == 4 * PARAMETERS
+
+
+def test_cpu_keeps_float32_operands_of_all_weights_and_lm_head():
+    assert sizes()["GEMM operands"] == 4 * (MATRICES + 6400)
+
+
+def test_gpu_keeps_dequantized_weights_in_the_compute_dtype():
+    assert sizes("cuda")["GEMM operands"] == 2 * MATRICES
+
+
+def test_gpu_copies_nothing_for_bf16():
+    quant = {"scheme": "bf16", "group_size": None}
+    assert sizes("cuda", quant=quant)["GEMM operands"] == 0
+    assert sizes("cuda", quant=quant)["unquantized parameters"] == 2 * PARAMETERS
+
+
+def test_a_learner_of_its_own_adds_its_operands():
+    assert sizes(quant={"learner": "full_precision"})["GEMM operands"] == 4 * (2 * MATRICES + 6400)
+
+
+def test_ignored_layers_are_not_stored_as_codes():
+    ignored = sizes(quant={"ignore": ["lm_head", "re:.*mlp"]})
+    assert ignored["codes and scales"] < sizes()["codes and scales"]
+    assert ignored["unquantized parameters"] == sizes()["unquantized parameters"] + 2 * 2 * 3 * 128 * 64
+
+
+def test_kv_cache_holds_keys_and_values_of_every_layer():
+    assert sizes()["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
+
+
+def test_a_micro_batch_holds_at_least_one_sequence():
+    assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
+    assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]
+
+
+def test_peak_takes_the_larger_of_update_and_publish():
+    items = [memory.Item("a", 5, "always"), memory.Item("b", 3, "update"), memory.Item("c", 2, "publish")]
+    assert memory.peak_bytes(items) == 8

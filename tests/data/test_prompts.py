@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from qarl.config.data import DataConfig
+from qarl.data import build_prompts
+from qarl.errors import UserError
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
+    "<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a white-space separated word; a plain text gets <bos> in front."""
+    tokens = Tokenizer(models.WordLevel({"<unk>": 0, "<bos>": 1, "<assistant>": 2}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<bos>", unk_token="<unk>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture
+def source(tmp_path):
+    def write(*rows: dict) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def build(tokenizer, max_context=1000, max_response_length=10, **fields):
+    return build_prompts(DataConfig(**fields), tokenizer, max_context, max_response_length)
+
+
+def words(n: int) -> str:
+    return " ".join("w" for _ in range(n))
+
+
+def test_plain_prompt_gets_the_tokenizers_special_tokens(tokenizer, source):
+    prompts, _ = build(tokenizer, source=source({"prompt": "a b"}), chat_template=False)
+    assert (prompts[0].text, prompts[0].token_ids) == ("a b", [1, 0, 0])
+
+
+def test_chat_prompt_has_only_the_templates_special_tokens(tokenizer, source):
+    prompts, _ = build(tokenizer, source=source({"prompt": "a b"}))
+    assert (prompts[0].text, prompts[0].token_ids) == ("<user> a b <assistant>", [0, 0, 0, 2])
+
+
+def test_system_prompt_goes_first(tokenizer, source):
+    prompts, _ = build(tokenizer, source=source({"prompt": "a"}), system_prompt="be good")
+    assert prompts[0].text == "<system> be good <user> a <assistant>"
+
+
+def test_list_of_messages_is_taken_as_the_conversation(tokenizer, source):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompts, _ = build(tokenizer, source=source({"prompt": messages}))
+    assert prompts[0].text == "<system> s <user> u <assistant>"
+
+
+def test_prompt_template_is_filled_with_source_and_mapped_columns(tokenizer, source):
+    prompts, _ = build(
+        tokenizer,
+        source=source({"question": "12 + 7", "level": 3}),
+        columns={"prompt": "question"},
+        prompt_template="{level} : {prompt} = {question} {{}}",
+        chat_template=False,
+    )
+    assert prompts[0].text == "3 : 12 + 7 = 12 + 7 {}"
+
+
+def test_prompt_template_can_stand_in_for_a_prompt_column(tokenizer, source):
+    prompts, _ = build(tokenizer, source=source({"a": 1}), prompt_template="{a} =", chat_template=False)
+    assert prompts[0].text == "1 ="
+
+
+def test_gsm8k_row_keeps_question_and_answer_for_the_rewards(tokenizer, source):
+    row = {"question": "How many clips?", "answer": "48+24 = <<48+24=72>>72\n#### 72"}
+    prompts, _ = build(tokenizer, source=source(row), columns={"prompt": "question"})
+    assert prompts[0].columns == row
+
+
+def test_mapping_can_rename_a_reward_column(tokenizer, source):
+    row = {"prompt": "p", "solution": "5", "answer": "old"}
+    prompts, _ = build(tokenizer, source=source(row), columns={"answer": "solution"})
+    assert prompts[0].columns == {"solution": "5", "answer": "5"}
+
+
+def test_columns_named_as_reward_arguments_are_left_out(tokenizer, source):
+    row = {"prompt": "p", "completions": "c", "prompts": "x", "answer": "1"}
+    prompts, _ = build(tokenizer, source=source(row))
+    assert prompts[0].columns == {"answer": "1"}
+
+
+def test_length_filter_counts_each_reason(tokenizer, source):
+    # With <bos>, a text of n words has n + 1 tokens: 3, 6, 7, 9, 1 of them here.
+    rows = [{"prompt": text} for text in (words(2), words(5), words(6), words(8), "")]
+    prompts, report = build(
+        tokenizer,
+        source=source(*rows),
+        chat_template=False,
+        max_prompt_length=7,
+        max_context=16,
+        max_response_length=10,
+    )
+    assert [prompt.id for prompt in prompts] == [0, 1, 4]
+    assert (report.rows, report.kept, report.too_long, report.over_context, report.empty) == (5, 3, 1, 1, 0)
+    assert (report.shortest, report.longest) == (1, 9)
+    assert report.summary() == (
+        "3 of 5 prompts kept, 2 dropped: 1 longer than data.max_prompt_length 7; "
+        "1 with rollout.max_response_length 10 over the context of 16; lengths 1 to 9 tokens"
+    )
+
+
+def test_prompt_of_no_tokens_is_dropped_and_counted(source):
+    tokens = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="<unk>")
+    rows = source({"prompt": ""}, {"prompt": "a"})
+    prompts, report = build(bare, source=rows, chat_template=False)
+    assert ([prompt.id for prompt in prompts], report.empty) == ([1], 1)
+
+
+def test_summary_without_drops_says_the_lengths(tokenizer, source):
+    _, report = build(tokenizer, source=source({"prompt": "a"}, {"prompt": "a b"}))
+    assert report.summary() == "2 prompts of 3 to 4 tokens"
+
+
+def test_progress_ends_at_the_number_of_rows(tokenizer, source):
+    seen = []
+    config = DataConfig(source=source({"prompt": "a"}, {"prompt": "b"}))
+    build_prompts(config, tokenizer, 100, 10, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(2, 2)]
+
+
+def fails(message: str):
+    return pytest.raises(UserError, match=message)
+
+
+def test_nothing_left_says_why_and_the_lengths(tokenizer, source):
+    rows = source({"prompt": words(3)}, {"prompt": words(9)})
+    with fails(
+        r"no prompt is left of 2 rows.*1 longer than data.max_prompt_length 8; 1 with .*; lengths 4 to 10 tokens"
+    ):
+        build(tokenizer, source=rows, chat_template=False, max_prompt_length=8, max_context=12)
+
+
+def test_missing_prompt_column_lists_the_columns(tokenizer, source):
+    with fails(r"no column `prompt`; it has: question, answer"):
+        build(tokenizer, source=source({"question": "q", "answer": "a"}))
+
+
+def test_missing_mapped_column_lists_the_columns(tokenizer, source):
+    with fails(r"data.columns.answer: .* has no column `solution`; it has: prompt, result"):
+        build(tokenizer, source=source({"prompt": "q", "result": "a"}), columns={"answer": "solution"})
+
+
+def test_template_of_a_missing_column_lists_the_columns(tokenizer, source):
+    with fails(r"data.prompt_template: there is no column 'question'; there are: prompt"):
+        build(tokenizer, source=source({"prompt": "q"}), prompt_template="{question} =")
+
+
+def test_template_format_fault_names_the_row(tokenizer, source):
+    with fails(r"data.prompt_template: row 1: "):
+        build(tokenizer, source=source({"prompt": 3}, {"prompt": "q"}), prompt_template="{prompt:d}")
+
+
+def test_tokenizer_without_chat_template_names_the_fix(source):
+    tokens = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    with fails(r"no chat template; set data.chat_template: false"):
+        build(PreTrainedTokenizerFast(tokenizer_object=tokens), source=source({"prompt": "q"}))
+
+
+def test_prompt_of_another_type_names_the_row(tokenizer, source):
+    with fails(r"row 1: `prompt` is int \(5\), expected text or a list"):
+        build(tokenizer, source=source({"prompt": "q"}, {"prompt": 5}))
+
+
+def test_messages_need_the_chat_template(tokenizer, source):
+    with fails(r"row 0: `prompt` is a list of messages, which needs data.chat_template: true"):
+        build(tokenizer, source=source({"prompt": [{"role": "user", "content": "u"}]}), chat_template=False)
+
+
+def test_two_system_messages_are_refused(tokenizer, source):
+    with fails(r"data.system_prompt: row 0 brings its own system message"):
+        build(tokenizer, source=source({"prompt": [{"role": "system", "content": "u"}]}), system_prompt="s")
+
+
+def test_conversation_the_template_refuses_names_the_row(tokenizer, source):
+    with fails(r"row 0: the model's chat template refuses the prompt: unknown role tool"):
+        build(tokenizer, source=source({"prompt": [{"role": "tool", "content": "u"}]}))

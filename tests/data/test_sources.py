@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from qarl.config.data import DataConfig
+from qarl.data.sources import load_rows
+from qarl.errors import UserError
+
+ROWS = [
+    {"question": "How many?", "answer": 19, "info": {"a": [1, 2]}},
+    {"question": "Wie viele — «ö»?", "answer": -3, "info": {"a": []}},
+]
+
+
+def load(source: Path | str, **fields) -> list[dict]:
+    return load_rows(DataConfig(source=str(source), **fields))
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_json_list_keeps_nested_values_and_types(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS), encoding="utf-8")
+    assert load(path) == ROWS
+
+
+def test_jsonl_keeps_types_and_skips_blank_lines(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    path.write_text(path.read_text(encoding="utf-8") + "\n  \n", encoding="utf-8")
+    assert load(path) == ROWS
+
+
+def test_parquet_keeps_nested_values_and_types(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert load(path) == ROWS
+
+
+def test_csv_types_a_column_only_if_nothing_of_its_text_is_lost(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('count,code,price,ratio,text\n19,007,3.10,0.5,"a, ""b""\nc"\n-3,8,2.5,1.25,d\n')
+    assert load(path) == [
+        {"count": 19, "code": "007", "price": "3.10", "ratio": 0.5, "text": 'a, "b"\nc'},
+        {"count": -3, "code": "8", "price": "2.5", "ratio": 1.25, "text": "d"},
+    ]
+
+
+def test_a_key_missing_in_some_rows_is_none_there(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
+    assert load(path) == [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "1"}]
+
+
+def test_max_rows_takes_the_first_rows(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": str(i)} for i in range(5)])
+    assert [row["prompt"] for row in load(path, max_rows=2)] == ["0", "1"]
+
+
+def test_directory_split_is_chosen_by_file_name(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "train"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"prompt": "test"}])
+    assert load(tmp_path, split="test") == [{"prompt": "test"}]
+
+
+def test_directory_shards_are_read_in_order(tmp_path):
+    for shard in (1, 0):
+        write_jsonl(tmp_path / "data" / f"train-0000{shard}-of-00002.jsonl", [{"prompt": str(shard)}])
+    assert [row["prompt"] for row in load(tmp_path)] == ["0", "1"]
+
+
+def test_directory_files_without_a_split_word_are_train(tmp_path):
+    write_jsonl(tmp_path / "problems.jsonl", [{"prompt": "a"}])
+    assert load(tmp_path) == [{"prompt": "a"}]
+
+
+def test_directory_ignores_metadata_and_other_files(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "README.md").write_text("x")
+    assert load(tmp_path) == [{"prompt": "a"}]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"prompt": 1}\n{"prompt": }\n', r"a.jsonl line 2 column 12: not valid JSON"),
+        ("a.jsonl", '{"prompt": 1}\n[1]\n', r"a.jsonl line 2: is list, expected an object"),
+        (
+            "a.json",
+            '[\n{"prompt": 1},\n]',
+            r"a.json line 2 column 14: not valid JSON|a.json line 3 column 1: not valid",
+        ),
+        ("a.json", '{"prompt": 1}\n{"prompt": 2}\n', r"a.json line 2 .*one object a line is .jsonl"),
+        ("a.json", '{"prompt": 1}', r"a.json: holds one dict, expected a list of objects"),
+        ("a.json", '[{"prompt": 1}, 2]', r"a.json: element 1 is int, expected an object"),
+        ("a.csv", "prompt,answer\n1,2\n3\n", r"a.csv line 3: 1 cells, the header has 2"),
+        ("a.csv", "prompt,prompt\n1,2\n", r"a.csv line 1: a column name appears twice"),
+        ("a.csv", 'prompt\n"open\n', r"a.csv line \d: not valid CSV"),
+        ("a.parquet", "not parquet", r"a.parquet: not a readable Parquet file"),
+        ("a.txt", "hello", r"a.txt: unknown file type `.txt`"),
+        ("a.jsonl", "", r"a.jsonl` \(split `train`\) has no rows"),
+        ("a.json", "[]", r"has no rows"),
+        ("a.csv", "prompt\n", r"has no rows"),
+    ],
+)
+def test_bad_file_is_one_line_with_its_place(tmp_path, name, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(write(tmp_path / name, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_is_not_utf8_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(UserError, match="not UTF-8"):
+        load(path)
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/missing/dir", "data/of/mine"])
+def test_missing_path_is_refused_without_asking_the_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no file or directory"):
+        load(source)
+
+
+def test_missing_split_of_a_directory_lists_the_splits(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    write_jsonl(tmp_path / "test.jsonl", [{"prompt": "a"}])
+    with pytest.raises(UserError, match=r"no `validation` in .*; there are: test, train"):
+        load(tmp_path, split="validation")
+
+
+def test_split_in_two_formats_is_refused(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    write(tmp_path / "train.csv", "prompt\na\n")
+    with pytest.raises(UserError, match=r"is there as \.csv and \.jsonl"):
+        load(tmp_path)
+
+
+def test_split_of_a_single_file_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    with pytest.raises(UserError, match=r"data.split: a single file has only the split `train`, got `test`"):
+        load(path, split="test")
+
+
+def test_hub_dataset_is_asked_for_subset_split_and_first_rows(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, subset, split):
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load("openai/gsm8k", subset="main", split="test", max_rows=1) == ROWS[:1]
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_hub_failures_become_one_line(monkeypatch):
+    import datasets
+
+    for error, message in (
+        (datasets.exceptions.DatasetNotFoundError("Dataset 'a/b'\n doesn't exist"), "cannot load `a/b` from the hub"),
+        (ConnectionError("Couldn't reach the Hub"), "check the name and the connection"),
+        (ValueError("Unknown split \"x\". Should be one of ['train']."), "Should be one of"),
+    ):
+
+        def load_dataset(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        with pytest.raises(UserError, match=message) as caught:
+            load("a/b")
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import builtins
+import json
+
+import pytest
+
+from qarl.data.tasks import arithmetic, generate
+from qarl.errors import UserError
+
+
+def test_arithmetic_answers_are_right():
+    for row in arithmetic(size=300, operations=["+", "-", "*"], terms=4, max=30):
+        assert row["answer"] == str(eval(row["prompt"]))  # Python's precedence is the arithmetic's
+
+
+def test_arithmetic_rows_are_text():
+    assert arithmetic(size=1, operations=["+"], min=7, max=7) == [{"prompt": "7 + 7", "answer": "14"}]
+
+
+def test_arithmetic_depends_on_the_seed_only():
+    assert arithmetic(size=50, seed=3) == arithmetic(size=50, seed=3)
+    assert arithmetic(size=50, seed=3) != arithmetic(size=50, seed=4)
+
+
+def test_arithmetic_of_a_larger_size_extends_a_smaller_one():
+    assert arithmetic(size=50)[:20] == arithmetic(size=20)
+
+
+def test_arithmetic_stays_what_it_was():
+    # Written down once: a change would change every run that uses the task.
+    assert [row["prompt"] for row in arithmetic(size=3, seed=0)] == ["40 + 37", "25 - 30", "84 - 53"]
+
+
+@pytest.mark.parametrize(("digits", "low", "high"), [(1, 0, 9), (2, 10, 99), (3, 100, 999)])
+def test_arithmetic_digits_bound_the_operands(digits, low, high):
+    rows = arithmetic(size=200, digits=digits, operations=["+"])
+    operands = [int(operand) for row in rows for operand in row["prompt"].split(" + ")]
+    assert low <= min(operands) and max(operands) <= high
+
+
+def test_arithmetic_terms_is_the_number_of_operands():
+    assert all(row["prompt"].count("+") == 4 for row in arithmetic(size=20, terms=5, operations=["+"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, r"data.task.size: must be an integer of at least 1, got 0"),
+        ({"size": "many"}, r"data.task.size.*'many'"),
+        ({"seed": 1.5}, r"data.task.seed"),
+        ({"terms": 1}, r"data.task.terms: must be an integer of at least 2"),
+        ({"operations": ["/"]}, r"data.task.operations.*\['/'\]"),
+        ({"operations": []}, r"data.task.operations"),
+        ({"operations": "+"}, r"data.task.operations"),
+        ({"min": -1}, r"data.task.min"),
+        ({"min": 5, "max": 4}, r"data.task.max: must be an integer of at least min = 5, got 4"),
+        ({"digits": 2, "max": 4}, r"data.task.digits: cannot be given together"),
+        ({"sise": 3}, r"data.task.sise: unknown option .*it takes size, seed, operations"),
+    ],
+)
+def test_arithmetic_refuses_an_impossible_option(options, message):
+    with pytest.raises(UserError, match=message):
+        generate("task:arithmetic", options)
+
+
+def test_unknown_task_is_refused():
+    with pytest.raises(UserError, match=r"unknown task `task:algebra`; the built-in one is `task:arithmetic`"):
+        generate("task:algebra", {})
+
+
+def test_reasoning_gym_rows_carry_the_entry():
+    pytest.importorskip("reasoning_gym")
+    rows = generate("reasoning-gym:chain_sum", {"size": 4, "seed": 1, "max_terms": 3})
+    assert len(rows) == 4
+    for row in rows:
+        assert row["prompt"] == row["entry"]["question"]
+        assert row["answer"] == row["entry"]["answer"]
+        assert row["entry"]["metadata"]["source_dataset"] == "chain_sum"
+        assert row["entry"]["metadata"]["source_options"] == {"max_terms": 3}
+        assert json.dumps(row)
+
+
+def test_reasoning_gym_is_deterministic_without_a_seed():
+    pytest.importorskip("reasoning_gym")
+    first = generate("reasoning-gym:chain_sum", {"size": 3})
+    assert first == generate("reasoning-gym:chain_sum", {"size": 3})
+
+
+def test_reasoning_gym_max_rows_generates_no_more():
+    pytest.importorskip("reasoning_gym")
+    assert len(generate("reasoning-gym:chain_sum", {"size": 10**9}, max_rows=2)) == 2
+
+
+def test_reasoning_gym_unknown_name_lists_close_ones():
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(UserError, match=r"no task `chainsum`; close names: .*chain_sum"):
+        generate("reasoning-gym:chainsum", {})
+
+
+@pytest.mark.parametrize("options", [{"nonsense": 1}, {"min_terms": 5, "max_terms": 2}])
+def test_reasoning_gym_refused_options_become_one_line(options):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(UserError, match=r"data.task: reasoning-gym:chain_sum refuses") as caught:
+        generate("reasoning-gym:chain_sum", options)
+    assert "\n" not in str(caught.value)
+
+
+def test_reasoning_gym_missing_names_the_extra(monkeypatch):
+    real_import = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == "reasoning_gym":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"pip install 'qarl\[tasks\]'"):
+        generate("reasoning-gym:chain_sum", {})

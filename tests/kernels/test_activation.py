@@ -1,0 +1,125 @@
+"""Per-token activation quantization against scalar transcriptions of vLLM's kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from qarl_kernels.activation import FP8_MIN_SCALE, quantize_activation_fp8, quantize_activation_int8
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _rows(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 96, generator=generator) * torch.logspace(-6, 4, 512)[:, None]
+    x[3] = 0.0
+    x[4] = -0.0
+    x[5] = 1e-3 * x[5].sign()
+    x[6, 1:] = 0.0
+    x[7] = torch.arange(-48, 48) / 2  # ties once the scale is a power of two
+    x[7, 0] = 63.5
+    return x.to(dtype)
+
+
+def _vllm_int8(row: np.ndarray) -> tuple[np.ndarray, np.float32]:
+    """dynamic_scaled_int8_quant_kernel for one row, each operation rounded to float32."""
+    absmax = np.float32(np.abs(row).max())
+    inverse = np.float32(0) if absmax == 0 else np.float32(127) / absmax
+    return np.clip(np.rint(row * inverse), -128, 127).astype(np.int8), absmax / np.float32(127)
+
+
+def _vllm_fp8(row: np.ndarray) -> tuple[torch.Tensor, np.float32]:
+    """dynamic_per_token_scaled_fp8_quant_kernel for one row; the cast to e4m3fn searched among all its values."""
+    scale = max(np.float32(np.abs(row).max()) / np.float32(448), np.float32(1) / np.float32(448 * 512))
+    x = np.clip(row / scale, np.float32(-448), np.float32(448)).astype(np.float64)
+    grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()  # 0 .. 448, ascending
+    # Nearest magnitude; of two equally near ones the even mantissa, which is the even index.
+    distance = np.abs(np.abs(x)[:, None] - grid)
+    nearest = distance.argmin(axis=1)
+    upper = np.minimum(nearest + 1, 126)
+    tie = (distance[np.arange(len(x)), nearest] == distance[np.arange(len(x)), upper]) & (upper != nearest)
+    code = np.where(tie & (nearest % 2 == 1), upper, nearest).astype(np.uint8)
+    return torch.from_numpy(code | (np.signbit(x).astype(np.uint8) << 7)), scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_equals_vllms_rule(dtype):
+    x = _rows(dtype)
+    codes, scale = quantize_activation_int8(x)
+    expected = [_vllm_int8(row) for row in x.float().numpy()]
+    assert torch.equal(codes, torch.from_numpy(np.stack([row for row, _ in expected])))
+    assert torch.equal(scale[:, 0], torch.tensor(np.array([value for _, value in expected])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_equals_vllms_rule(dtype):
+    x = _rows(dtype)
+    codes, scale = quantize_activation_fp8(x)
+    expected = [_vllm_fp8(row) for row in x.float().numpy()]
+    assert torch.equal(codes.view(torch.uint8), torch.stack([row for row, _ in expected]))
+    assert torch.equal(scale[:, 0], torch.tensor(np.array([value for _, value in expected])))
+
+
+def test_int8_multiplies_by_127_over_absmax_and_does_not_divide_by_the_scale():
+    # bf16 values in ratios of small integers to their absmax land on rounding ties, where the two rules part.
+    x = torch.randn(4096, 96, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    codes, scale = quantize_activation_int8(x)
+    assert not torch.equal(codes, (x / scale).round().to(torch.int8))
+
+
+@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
+def test_zero_rows_have_zero_codes_and_finite_scales(quantize):
+    codes, scale = quantize(torch.zeros(3, 16, dtype=torch.bfloat16))
+    assert not codes.float().any()
+    assert scale.isfinite().all()
+
+
+def test_fp8_scale_has_vllms_floor():
+    _, scale = quantize_activation_fp8(torch.full((1, 16), 1e-9))
+    assert scale.item() == np.float32(FP8_MIN_SCALE)
+
+
+def test_int8_multiplier_stays_finite_below_the_range_of_its_reciprocal():
+    codes, _ = quantize_activation_int8(torch.tensor([[1e-38, -1e-38, 0.0]]))
+    assert codes.tolist() == [[3, -3, 0]]  # 1e-38 * 3.4e38, where 127 / 1e-38 would be infinite
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 3e38])
+def test_int8_codes_reach_127_and_not_further(magnitude):
+    x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(2)).clamp(-1, 1) * magnitude
+    codes, _ = quantize_activation_int8(x)
+    assert (codes.int().abs().amax(-1) == 127).all()
+
+
+@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nonfinite_row_shows_in_its_scale_and_in_no_other(quantize, value):
+    x = torch.ones(3, 16)
+    x[1, 5] = value
+    _, scale = quantize(x)
+    assert scale.isfinite().flatten().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_of_a_row_do_not_depend_on_the_batch(quantize, dtype):
+    x = _rows(dtype)
+    codes, scale = quantize(x)
+    for rows in (slice(0, 1), slice(17, 50), slice(511, 512)):
+        part, part_scale = quantize(x[rows])
+        assert torch.equal(part.view(torch.uint8), codes[rows].view(torch.uint8))
+        assert torch.equal(part_scale, scale[rows])
+
+
+@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
+def test_leading_dimensions_are_kept(quantize):
+    codes, scale = quantize(torch.randn(2, 3, 16))
+    assert (codes.shape, scale.shape, scale.dtype) == ((2, 3, 16), (2, 3, 1), torch.float32)
+
+
+@pytest.mark.parametrize("quantize", [quantize_activation_int8, quantize_activation_fp8])
+def test_input_is_left_as_it_was(quantize):
+    x = _rows(torch.float32)
+    quantize(x)
+    assert torch.equal(x, _rows(torch.float32))

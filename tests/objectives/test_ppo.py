@@ -1,0 +1,90 @@
+import math
+
+import pytest
+import torch
+from ragged import clip, random_batch
+
+from qarl.config import ObjectiveConfig
+from qarl.objectives.ppo import grpo
+from qarl.objectives.segments import Segments
+from qarl.objectives.surrogate import finish_stats
+
+LENGTHS = [4, 1, 0, 9, 6]
+ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0]
+OPTIONS = ObjectiveConfig(name="grpo", clip_ratio_low=0.1, clip_ratio_high=0.3)
+
+
+def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
+    r = math.exp(clip(l - o, -20, 20))
+    return min(r * a, clip(r, 0.9, 1.3) * a)
+
+
+def run(logp, logp_old, advantages, segments, options=OPTIONS):
+    return grpo(logp, logp_old, logp_old, advantages, segments, options)
+
+
+@pytest.mark.parametrize("spread", [0.2, 30.0])
+def test_value_matches_the_formula(spread):
+    batch = random_batch(LENGTHS, ADVANTAGES, spread)
+    expected = [token_surrogate(*lo, a) for ls, os, _, a in batch.responses() for lo in zip(ls, os, strict=True)]
+    value = run(batch.logp, batch.logp_old, batch.advantages, batch.segments).value
+    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13)
+
+
+def test_gradient_matches_finite_differences_of_the_formula():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.2)
+    run(batch.logp, batch.logp_old, batch.advantages, batch.segments).value.sum().backward()
+    step = 1e-6
+    expected = [
+        (token_surrogate(l + step, o, a) - token_surrogate(l - step, o, a)) / (2 * step)
+        for ls, os, _, a in batch.responses()
+        for l, o in zip(ls, os, strict=True)  # noqa: E741
+    ]
+    torch.testing.assert_close(batch.logp.grad, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-8)
+    assert 0 < int((batch.logp.grad[:14] == 0).sum()) < 14  # of the A != 0 tokens, some were clipped, some not
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [
+        (1.4, 1.0, True),
+        (1.2, 1.0, False),
+        (0.5, 1.0, False),
+        (0.8, -1.0, True),
+        (0.95, -1.0, False),
+        (9.0, -1.0, False),
+    ],
+)
+def test_only_the_side_that_the_advantage_pushes_to_is_clipped(ratio, advantage, clipped):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    result = run(logp, torch.zeros(1).double(), torch.tensor([advantage]).double(), Segments.from_lengths([1]))
+    result.value.sum().backward()
+    assert logp.grad.item() == pytest.approx(0.0 if clipped else ratio * advantage)
+    assert finish_stats(result.stats)["policy/clip_frac"] == float(clipped)
+
+
+def test_a_ratio_on_the_edge_keeps_its_whole_gradient():
+    logp = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    options = ObjectiveConfig(name="grpo", clip_ratio_low=0.0, clip_ratio_high=0.0)
+    run(
+        logp, torch.zeros(1).double(), torch.tensor([2.0]).double(), Segments.from_lengths([1]), options
+    ).value.sum().backward()
+    assert logp.grad.item() == 2.0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize(("l", "o"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
+def test_infinite_log_probs_give_finite_values_and_no_gradient(l, o, advantage):  # noqa: E741
+    logp = torch.tensor([l, -1.0], requires_grad=True)
+    result = run(logp, torch.tensor([o, -1.0]), torch.tensor([advantage]), Segments.from_lengths([2]))
+    result.value.sum().backward()
+    assert result.value.isfinite().all()
+    assert logp.grad.tolist() == [0.0, advantage]
+    assert finish_stats(result.stats)["policy/ratio_clamped_frac"] == (0.0 if l == o else 0.5)
+
+
+def test_kl_k3_matches_its_formula():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.2)
+    stats = finish_stats(run(batch.logp, batch.logp_old, batch.advantages, batch.segments).stats)
+    x = [l - o for ls, os, _, _ in batch.responses() for l, o in zip(ls, os, strict=True)]  # noqa: E741
+    assert stats["policy/kl_k3"] == pytest.approx(sum(math.exp(d) - 1 - d for d in x) / len(x), rel=1e-12)

@@ -1,0 +1,164 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ragged import Batch, clip, geometric_mean, random_batch
+
+from qarl.objectives.segments import Segments
+from qarl.objectives.surrogate import finish_stats
+from qarl.objectives.tbpo import tbpo
+
+PAPER = SimpleNamespace(
+    seq_clip_ratio_high=4e-4,
+    seq_clip_ratio_low=3e-4,
+    neg_seq_clip_ratio_high=7e-4,
+    neg_seq_clip_ratio_low=3e-4,
+    seq_tis_imp_ratio_cap=2.0,
+)
+LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5, 12, 7]
+ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0, -1.5, 0.3]
+
+
+def wide(**changes: float) -> SimpleNamespace:
+    """Bands that random ratios fall on both sides of."""
+    options = dict(vars(PAPER), seq_clip_ratio_high=0.04, neg_seq_clip_ratio_high=0.07, neg_seq_clip_ratio_low=0.03)
+    return SimpleNamespace(**{**options, **changes})
+
+
+def run(batch: Batch, options: SimpleNamespace):
+    return tbpo(batch.logp, batch.logp_old, batch.logp_sampler, batch.advantages, batch.segments, options)
+
+
+def surrogate(l: list[float], o: list[float], b: list[float], a: float, options: SimpleNamespace) -> float:  # noqa: E741
+    """J of one response by the formula, with w' constant. For a dropped A < 0: s held at the bound it left through."""
+    s, w = geometric_mean(l, o), geometric_mean(o, b)
+    weight = clip(w, 1 / options.seq_tis_imp_ratio_cap, options.seq_tis_imp_ratio_cap)
+    if a > 0:
+        return weight * min(s * a, min(s, 1 + options.seq_clip_ratio_high) * a)
+    return weight * a * clip(s, 1 - options.neg_seq_clip_ratio_low, 1 + options.neg_seq_clip_ratio_high)
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.2, 3.0])
+def test_value_matches_the_formula(spread):
+    batch = random_batch(LENGTHS, ADVANTAGES, spread)
+    expected = [surrogate(*response, wide()) for response in batch.responses() for _ in response[0]]
+    # float64 rounding of exp and a mean of at most 30 terms
+    torch.testing.assert_close(
+        run(batch, wide()).value, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_gradient_matches_finite_differences_of_the_formula(spread):
+    batch = random_batch(LENGTHS, ADVANTAGES, spread)
+    run(batch, wide()).value.sum().backward()
+
+    step, t, expected = 1e-6, 0, []
+    for l, o, b, a in batch.responses():  # noqa: E741
+        for i in range(len(l)):
+            up, down = [*l], [*l]
+            up[i] += step
+            down[i] -= step
+            # every one of the response's T tokens carries J
+            slope = (surrogate(up, o, b, a, wide()) - surrogate(down, o, b, a, wide())) / (2 * step)
+            expected.append(slope * len(l))
+            t += 1
+    # central differences: step^2 truncation and 1e-16 / step rounding, times the length
+    torch.testing.assert_close(batch.logp.grad, torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=1e-6)
+    assert 0 < int((batch.logp.grad == 0).sum()) < t  # some responses were dropped and some were not
+
+
+def test_float32_inputs_give_float32_values_near_float64():
+    single = random_batch(LENGTHS, ADVANTAGES, 0.02, dtype=torch.float32)
+    double = Batch(*(x.detach().double() for x in (single.logp, single.logp_old, single.logp_sampler)),
+                   single.advantages.double(), single.segments)  # fmt: skip
+    value = run(single, wide()).value
+    assert value.dtype == torch.float32
+    # log-probs of order 4 carry 2^-22 of absolute rounding into the exponent
+    torch.testing.assert_close(value.double(), run(double, wide()).value, rtol=1e-6, atol=0)
+
+
+def one_response(s: float, advantage: float) -> Batch:
+    """One token whose float64 ratio exp(l - o) is exp(log(s)); the ratio as computed is read back by `ratio_of`."""
+    return Batch(
+        torch.tensor([math.log(s)], dtype=torch.float64, requires_grad=True),
+        torch.zeros(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        Segments.from_lengths([1]),
+    )
+
+
+def gradient(batch: Batch, options: SimpleNamespace) -> float:
+    run(batch, options).value.sum().backward()
+    return batch.logp.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("s", "advantage", "bound"),
+    [
+        (1.25, 1.0, "seq_clip_ratio_high"),
+        (1.25, -1.0, "neg_seq_clip_ratio_high"),
+        (0.75, -1.0, "neg_seq_clip_ratio_low"),
+    ],
+)
+def test_a_ratio_exactly_on_its_edge_keeps_its_gradient_and_one_ulp_beyond_loses_it(s, advantage, bound):
+    batch = one_response(s, advantage)
+    ratio = batch.logp.detach().exp().item()
+    edge = abs(ratio - 1.0)  # exact in binary for 0.5 <= ratio <= 2, so 1 +- edge is the ratio again
+    assert gradient(batch, wide(**{bound: edge})) == pytest.approx(advantage * ratio, rel=1e-15)
+    narrower = edge - 2.0**-52
+    assert gradient(one_response(s, advantage), wide(**{bound: narrower})) == 0.0
+
+
+def test_a_positive_response_below_the_paper_s_lower_bound_keeps_its_gradient():
+    assert gradient(one_response(0.5, 1.0), PAPER) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("delta", "weight"), [(math.log(3.0), 2.0), (-math.log(3.0), 0.5), (math.log(1.5), 1.5)])
+def test_the_mismatch_weight_is_capped_on_both_sides(delta, weight):
+    batch = one_response(1.0, 1.0)
+    batch.logp_sampler = torch.tensor([-delta], dtype=torch.float64)  # o - b = delta
+    assert gradient(batch, PAPER) == pytest.approx(weight, rel=1e-15)
+
+
+def test_drops_are_counted_on_each_of_the_three_sides():
+    ratios = [1.2, 1.0, 0.5, 0.8, 1.2, 1.3, 1.0, 1.2]
+    advantages = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0]
+    batch = Batch(
+        torch.tensor(ratios, dtype=torch.float64).log(),
+        torch.zeros(8, dtype=torch.float64),
+        torch.zeros(8, dtype=torch.float64),
+        torch.tensor([*advantages, 1.0], dtype=torch.float64),
+        Segments.from_lengths([1] * 8 + [0]),  # the last response is empty and is not counted
+    )
+    metrics = finish_stats(run(batch, PAPER).stats)
+    assert metrics["policy/tbpo_clipped_high_frac"] == 1 / 8
+    assert metrics["policy/tbpo_dropped_neg_low_frac"] == 1 / 8
+    assert metrics["policy/tbpo_dropped_neg_high_frac"] == 2 / 8
+    assert metrics["policy/clip_frac"] == 4 / 8
+    assert metrics["policy/ratio_mean"] == pytest.approx(sum(ratios) / 8)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("column", ["logp", "logp_old", "logp_sampler"])
+def test_an_infinite_log_prob_gives_finite_values_and_gradients_and_is_counted(column, advantage):
+    batch = random_batch([3, 2], [advantage, advantage], 0.01)
+    x = getattr(batch, column).detach().clone()
+    x[1] = -math.inf
+    setattr(batch, column, x)
+    batch.logp.requires_grad_()
+    result = run(batch, PAPER)
+    result.value.sum().backward()
+    assert result.value.isfinite().all()
+    assert batch.logp.grad.isfinite().all()
+    assert finish_stats(result.stats)["policy/ratio_clamped_frac"] == 0.5
+
+
+def test_zero_advantage_contributes_nothing_however_far_the_ratio():
+    batch = random_batch([3, 4], [0.0, 0.0], 50.0)
+    result = run(batch, PAPER)
+    result.value.sum().backward()
+    assert not result.value.any()
+    assert not batch.logp.grad.any()

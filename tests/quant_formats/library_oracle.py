@@ -1,0 +1,43 @@
+"""What the compressed-tensors library itself stores for a master weight: the oracle of these tests."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from qarl_formats.scheme import Scheme
+from torch import Tensor
+
+FORMATS = {"w4a16": "pack-quantized", "w4a8": "pack-quantized", "w8a8": "int-quantized", "fp8": "float-quantized"}
+
+
+def library_scheme(scheme: Scheme) -> QuantizationScheme:
+    weights = QuantizationArgs(
+        num_bits=scheme.weight_bits,
+        type=scheme.weight_type,
+        symmetric=scheme.symmetric,
+        strategy="channel" if scheme.group_size is None else "group",
+        group_size=scheme.group_size,
+        scale_dtype=getattr(torch, scheme.scale_dtype),
+    )
+    return QuantizationScheme(targets=["Linear"], weights=weights)
+
+
+def library_tensors(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Scale and zero point by `calculate_qparams`, the scale cast to its stored dtype, then the format's compressor."""
+    library = library_scheme(scheme)
+    groups = weight.unflatten(-1, (scheme.num_groups(weight.shape[1]), -1))
+    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), library.weights)
+    state = {
+        "weight": weight,
+        "weight_scale": scale.to(getattr(torch, scheme.scale_dtype)),
+        "weight_zero_point": zero_point,
+    }
+    compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme.name])
+    return compressor.compress(state, library)
+
+
+def library_dequantized(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
+    compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme.name])
+    return compressor.decompress(tensors, library_scheme(scheme))["weight"]

@@ -1,0 +1,111 @@
+"""Names, shapes and config.json against the compressed-tensors library."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from qarl_formats.compressed import from_state_dict, quantization_config, tensor_specs, to_state_dict
+from qarl_formats.quantize import quantize_weight
+from qarl_formats.scheme import make_scheme
+
+N, K = 20, 64
+SCHEMES = {
+    "W4A16": make_scheme("w4a16", 128),
+    "W4A16_ASYM": make_scheme("w4a16", 128, symmetric=False),
+    "W4A8": make_scheme("w4a8", 128),
+    "W8A8": make_scheme("w8a8"),
+    "FP8_DYNAMIC": make_scheme("fp8"),
+}
+STORED = [
+    make_scheme("w4a16", 32),
+    make_scheme("w4a16", -1),
+    make_scheme("w4a16", 32, symmetric=False, scale_dtype="float16"),
+    make_scheme("w4a16", -1, symmetric=False),
+    make_scheme("w8a8", scale_dtype="float32"),
+    make_scheme("fp8"),
+    make_scheme("w4a8", 32),
+]
+
+
+@pytest.mark.parametrize("preset", SCHEMES)
+def test_config_is_the_librarys_preset(preset):
+    group = quantization_config(SCHEMES[preset], ["lm_head"])["config_groups"]["group_0"]
+    expected = preset_name_to_scheme(preset, ["Linear"]).model_dump(mode="json")
+    assert {**group, "format": None} == expected
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_config_round_trips_through_the_library(scheme):
+    written = quantization_config(scheme, ["lm_head", "re:.*mlp.gate$"])
+    parsed = QuantizationConfig.model_validate(json.loads(json.dumps(written)))
+    dumped = parsed.model_dump(mode="json")
+    assert dumped == {key: written[key] for key in dumped}
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_config_is_what_the_library_writes_to_config_json(scheme, tmp_path):
+    written = quantization_config(scheme, ["lm_head"])
+    ModelCompressor(QuantizationConfig.model_validate(written)).update_config(str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == written
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8"])
+def test_int4_config_says_packed(name):
+    assert quantization_config(make_scheme(name), [])["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_specs_describe_the_tensors_that_quantizing_stores(scheme):
+    tensors = quantize_weight(torch.randn(N, K), scheme, "w").tensors
+    stored = {s: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes) for s, t in tensors.items()}
+    specs = tensor_specs(scheme, N, K)
+    assert {suffix: (spec.shape, spec.dtype, spec.nbytes) for suffix, spec in specs.items()} == stored
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_state_dict_gives_back_the_same_tensors(scheme):
+    quantized = quantize_weight(torch.randn(N, K), scheme, "w")
+    loaded = from_state_dict("layers.0.q_proj", to_state_dict("layers.0.q_proj", quantized), scheme)
+    assert loaded.shape == (N, K)
+    assert all(loaded.tensors[suffix] is tensor for suffix, tensor in quantized.tensors.items())
+
+
+def test_state_dict_names_are_the_modules():
+    quantized = quantize_weight(torch.randn(N, K), make_scheme("w4a16", 32, symmetric=False), "w")
+    assert list(to_state_dict("layers.0.q_proj", quantized)) == [
+        "layers.0.q_proj.weight_packed",
+        "layers.0.q_proj.weight_scale",
+        "layers.0.q_proj.weight_zero_point",
+        "layers.0.q_proj.weight_shape",
+    ]
+
+
+@pytest.mark.parametrize("scheme", STORED)
+def test_missing_tensor_is_named(scheme):
+    tensors = to_state_dict("q_proj", quantize_weight(torch.randn(N, K), scheme, "w"))
+    for name in tensors:
+        with pytest.raises(ValueError, match=rf"^{name}: missing"):
+            from_state_dict("q_proj", {key: tensors[key] for key in tensors if key != name}, scheme)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(N, 2), r"q_proj\.weight_scale: float32 \[20, 2\], but scheme w4a16 stores bfloat16 \[20, 2\]"),
+        (
+            torch.zeros(N, 1, dtype=torch.bfloat16),
+            r"q_proj\.weight_scale: bfloat16 \[20, 1\], but scheme w4a16 stores bfloat16 \[20, 2\]",
+        ),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_wrong_tensor_is_named(wrong, message):
+    scheme = make_scheme("w4a16", 32)
+    tensors = to_state_dict("q_proj", quantize_weight(torch.randn(N, K), scheme, "w"))
+    with pytest.raises(ValueError, match=message):
+        from_state_dict("q_proj", {**tensors, "q_proj.weight_scale": wrong}, scheme)

@@ -1,0 +1,214 @@
+"""Codes, scales and zero points against the compressed-tensors library, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from library_oracle import library_dequantized, library_scheme, library_tensors
+from qarl_formats.quantize import codes_changed, dequantize_weight, quantize_weight, unpack_codes
+from qarl_formats.scheme import make_scheme
+
+N, K = 24, 256
+
+
+def _scheme_id(scheme):
+    group = "channel" if scheme.group_size is None else f"g{scheme.group_size}"
+    return f"{scheme.name}-{group}-{'sym' if scheme.symmetric else 'asym'}-{scheme.scale_dtype}"
+
+
+SCHEMES = [
+    *(make_scheme("w4a16", g, scale_dtype=d) for g in (32, 64, 128, -1) for d in ("bfloat16", "float16", "float32")),
+    *(make_scheme("w4a16", g, False, scale_dtype=d) for g in (32, 128, -1) for d in ("bfloat16", "float16", "float32")),
+    *(make_scheme(name, scale_dtype=d) for name in ("w8a8", "fp8") for d in ("bfloat16", "float16", "float32")),
+    make_scheme("w4a8", 32),
+    make_scheme("w4a8", -1),
+]
+
+
+def _normal(seed: int) -> torch.Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed))
+
+
+def _adversarial() -> dict[str, torch.Tensor]:
+    weights = {
+        "normal": _normal(0),
+        "small": _normal(1) * 0.02,
+        "zero": torch.zeros(N, K),
+        "negative zero": torch.full((N, K), -0.0),
+        "zero rows": _normal(2).index_fill(0, torch.tensor([0, 7]), 0.0),
+        "all negative": -_normal(4).abs() - 0.5,
+        "all positive": _normal(5).abs() + 0.5,
+        "constant rows": torch.linspace(-2, 2, N)[:, None].expand(N, K).contiguous(),
+        "tiny": _normal(6) * 1e-30,
+        "scale underflow": _normal(7) * 1e-40,
+        "smallest denormals": torch.randint(-3, 4, (N, K)) * 2.0**-149,
+        "fp16 scale underflow": _normal(8) * 1e-7,
+        "fp16 scale overflow": _normal(9) * 1e6,
+        "near the fp32 limit": _normal(10).clamp(-3, 3) * 1e38,
+        "one sign near the fp32 limit": _normal(11).abs().clamp(max=3) * 1e38,
+        "absmax of both signs": _normal(12).sign() * 0.37,
+    }
+    weights["zero groups"] = _normal(13)
+    weights["zero groups"][:, 64:96] = 0.0
+    weights["zero groups"][3, 128:] = 0.0
+    weights["single outlier"] = _normal(14) * 1e-3
+    weights["single outlier"][:, 5] = 3e4
+    # Quotients exactly halfway: the group's absmax makes the scale a power of two, all else is (j + 1/2) * scale.
+    for name, absmax in (("int4 ties", 7.5), ("int8 ties", 127.5), ("asymmetric ties", 7.0)):
+        halves = torch.randint(-14, 14, (N, K)).float() / 2
+        halves[:, ::32] = absmax
+        halves[:, 1::32] = -8.0 if name == "asymmetric ties" else -absmax
+        weights[name] = halves * 2.0**-6
+    weights["fp8 ties"] = torch.randint(-36, 37, (N, K)).float() / 2
+    weights["fp8 ties"][:, 0] = 448.0
+    return weights
+
+
+ADVERSARIAL = _adversarial()
+
+
+@pytest.mark.parametrize("case", ADVERSARIAL)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_stored_tensors_equal_the_library(scheme, case):
+    weight = ADVERSARIAL[case]
+    expected = library_tensors(weight, scheme)
+    tensors = quantize_weight(weight, scheme, "w").tensors
+    assert tensors.keys() == expected.keys()
+    for suffix, tensor in tensors.items():
+        want = expected[suffix]
+        assert (tensor.dtype, tensor.shape) == (want.dtype, want.shape), suffix
+        if tensor.dtype == torch.float8_e4m3fn:  # as bytes, so that +0 and -0 differ
+            tensor, want = tensor.view(torch.uint8), want.view(torch.uint8)
+        assert torch.equal(tensor, want), suffix
+
+
+@pytest.mark.parametrize("case", ADVERSARIAL)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_dequantized_equals_the_library_in_the_scale_dtype(scheme, case):
+    quantized = quantize_weight(ADVERSARIAL[case], scheme, "w")
+    dtype = getattr(torch, scheme.scale_dtype)
+    assert torch.equal(dequantize_weight(quantized, dtype), library_dequantized(quantized.tensors, scheme))
+
+
+@pytest.mark.parametrize("scheme_name", ["w4a16", "w4a8"])
+@pytest.mark.parametrize("case", ADVERSARIAL)
+def test_symmetric7_is_absmax_over_7_on_plus_minus_7(scheme_name, case):
+    scheme = make_scheme(scheme_name, 32, grid="symmetric7")
+    weight = ADVERSARIAL[case]
+    quantized = quantize_weight(weight, scheme, "w")
+    # The library has no such grid: its scale is absmax / 7 in fp32, its codes are the library's for that scale.
+    scale = (weight.unflatten(-1, (-1, 32)).abs().amax(-1) / torch.tensor(7.0)).to(torch.bfloat16)
+    scale[scale == 0] = torch.finfo(torch.bfloat16).eps
+    codes = quantize(weight, scale, None, library_scheme(make_scheme("w4a16", 32)).weights, torch.int8).clamp(min=-7)
+    assert torch.equal(quantized.tensors["weight_scale"], scale)
+    assert torch.equal(unpack_codes(quantized), codes)
+
+
+def test_symmetric7_never_stores_minus_8_when_the_scale_saturates():
+    quantized = quantize_weight(torch.full((1, 32), -1e6), make_scheme("w4a16", 32, True, "symmetric7", "float16"), "w")
+    assert unpack_codes(quantized).min() == -7
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_codes_are_computed_from_the_stored_scale(scheme):
+    weight = ADVERSARIAL["normal"]
+    quantized = quantize_weight(weight, scheme, "w")
+    scale = quantized.tensors["weight_scale"].double()
+    error = (dequantize_weight(quantized, torch.float32).double() - weight).unflatten(-1, (scale.shape[1], -1)).abs()
+    # Half a step for integers inside the grid; the clamped ends (7.5 -> 7, and a rounded zero point) add at most one.
+    # e4m3fn has 3 mantissa bits: half a step at the top binade, 256..448, is 16 scales.
+    bound = {"int": 1.01, "float": 16.01}[scheme.weight_type]
+    assert (error <= bound * scale.unsqueeze(-1)).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_zero_weight_dequantizes_to_zero_with_a_finite_nonzero_scale(scheme):
+    quantized = quantize_weight(torch.zeros(N, K), scheme, "w")
+    assert quantized.tensors["weight_scale"].isfinite().all()
+    assert (quantized.tensors["weight_scale"] > 0).all()
+    assert not unpack_codes(quantized).float().any()
+    assert not dequantize_weight(quantized, torch.float32).any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_dequantized_bf16_is_the_float64_product_rounded_once(symmetric):
+    scheme = make_scheme("w4a16", 32, symmetric)
+    quantized = quantize_weight(ADVERSARIAL["small"], scheme, "w")
+    step = quantized.tensors["weight_scale"].double().repeat_interleave(32, dim=1)
+    codes = unpack_codes(quantized).double()
+    if not scheme.symmetric:
+        words = quantized.tensors["weight_zero_point"].long()  # [N/8, groups], row r in bits 4 * (r % 8)
+        nibbles = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], dim=1).flatten(0, 1)
+        codes -= (nibbles - 8).double().repeat_interleave(32, dim=1)
+    assert torch.equal(dequantize_weight(quantized, torch.bfloat16), (codes * step).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_nonfinite_master_is_an_error_that_names_the_tensor(value, symmetric):
+    weight = _normal(0)
+    weight[3, 17] = value
+    with pytest.raises(ValueError, match=r"^layers\.0\.q_proj: 1 of 6144 values are NaN or infinite"):
+        quantize_weight(weight, make_scheme("w4a16", 32, symmetric), "layers.0.q_proj")
+
+
+def test_group_size_that_does_not_divide_is_an_error_that_names_the_tensor():
+    with pytest.raises(ValueError, match=r"^q_proj: group_size 64 does not divide its 96 input features"):
+        quantize_weight(torch.zeros(8, 96), make_scheme("w4a16", 64), "q_proj")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_master_is_left_as_it_was(scheme):
+    weight = ADVERSARIAL["normal"].clone()
+    quantize_weight(weight, scheme, "w")
+    assert torch.equal(weight, ADVERSARIAL["normal"])
+
+
+def test_noncontiguous_master_gives_the_same_tensors():
+    weight, scheme = _normal(3), make_scheme("w4a16", 32)
+    expected = quantize_weight(weight, scheme, "w").tensors
+    tensors = quantize_weight(weight.t().contiguous().t(), scheme, "w").tensors
+    assert all(torch.equal(tensors[suffix], expected[suffix]) for suffix in expected)
+
+
+def test_quantizing_a_dequantized_symmetric7_weight_keeps_its_codes():
+    scheme = make_scheme("w4a16", 32, grid="symmetric7")
+    first = quantize_weight(_normal(3), scheme, "w")
+    again = quantize_weight(dequantize_weight(first, torch.float32), scheme, "w")
+    assert codes_changed(first, again) == (0, N * K)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_codes_changed_counts_single_codes(scheme):
+    before = quantize_weight(_normal(3), scheme, "w")
+    after = quantize_weight(_normal(3) + 0.2 * _normal(4), scheme, "w")
+    same = unpack_codes(before).view(torch.uint8) == unpack_codes(after).view(torch.uint8)
+    assert codes_changed(before, after) == (N * K - int(same.sum()), N * K)
+
+
+def test_codes_changed_does_not_count_the_padding_of_a_row():
+    weight = _normal(3)[:, :13].contiguous()
+    quantized = quantize_weight(weight, make_scheme("w4a16", -1), "w")
+    other = quantize_weight(-weight.flip(0), make_scheme("w4a16", -1), "w")
+    differ = int((unpack_codes(quantized) != unpack_codes(other)).sum())
+    assert codes_changed(quantized, other) == (differ, N * 13)
+
+
+def test_codes_changed_refuses_another_scheme():
+    quantized = quantize_weight(_normal(3), make_scheme("w4a16", 32), "w")
+    with pytest.raises(ValueError, match="cannot be compared"):
+        codes_changed(quantized, quantize_weight(_normal(3), make_scheme("w4a16", 64), "w"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "nbytes"),
+    [
+        (make_scheme("w4a16", 32), N * K // 2 + N * K // 32 * 2 + 16),
+        (make_scheme("w4a16", 32, symmetric=False), N * K // 2 + N * K // 32 * 2 + 16 + N * K // 32 // 2),
+        (make_scheme("w8a8"), N * K + 2 * N),
+    ],
+    ids=["w4a16", "w4a16-asymmetric", "w8a8"],
+)
+def test_nbytes_is_what_the_tensors_hold(scheme, nbytes):
+    assert quantize_weight(_normal(3), scheme, "w").nbytes == nbytes

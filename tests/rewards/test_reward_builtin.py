@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from qarl.config.reward import BUILTIN_REWARDS
+from qarl.data.tasks import generate
+from qarl.errors import UserError
+from qarl.rewards.builtin import BUILTINS, exact, final_answer, format, length, regex
+from qarl.rewards.mathematics import math
+
+GSM8K = (
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+    "Natalia sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\n#### 72"
+)
+
+
+def score(function, completions: list[str], answer: object = None, **kwargs) -> list[float]:
+    columns = {} if answer is None else {"answer": [answer] * len(completions)}
+    return function(completions=completions, prompts=["p"] * len(completions), other=[1], **columns, **kwargs)
+
+
+def test_config_knows_the_same_builtins():
+    assert sorted(BUILTIN_REWARDS) == sorted(BUILTINS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(GSM8K, "72"), ("#### 1\n#### 2 ", "2"), (" 72 ", "72"), (72, "72"), ("#### -1,000", "-1,000")],
+)
+def test_final_answer(answer, text):
+    assert final_answer(answer) == text
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (GSM8K, 1.0),
+        ("The answer is 72.", 1.0),
+        (r"Adding up, \boxed{72}", 1.0),
+        ("48/2 = 24, then 48 + 24 = $72$.", 1.0),
+        ("She sold 72.0 clips", 1.0),
+        ("She sold 24 in May and 72 in total", 1.0),
+        ("72 in total, of which in May 24", 0.0),
+        ("#### 71", 0.0),
+        ("many", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_math_against_a_gsm8k_answer(completion, expected):
+    assert score(math, [completion], GSM8K) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "expected"),
+    [
+        ("#### 1,000", "It costs 1000 dollars", 1.0),
+        ("1000", "It costs $1,000", 1.0),
+        (r"\frac{1}{2}", "0.5", 1.0),
+        ("1/2", r"$\frac{2}{4}$", 1.0),
+        ("x^2 + 1", r"\boxed{1 + x^2}", 1.0),
+        ("x^2 + 1", "1", 0.0),
+        (r"We get \boxed{(1, 2)}.", "$(1, 2)$", 1.0),
+        (r"We get \boxed{(1, 2)}.", "$(2, 1)$", 0.0),
+        (-4, "4 - 8 = -4", 1.0),
+        (-4, "4", 0.0),
+    ],
+)
+def test_math_compares_values_not_texts(answer, completion, expected):
+    assert score(math, [completion], answer) == [expected]
+
+
+def test_math_reads_the_column_of_its_option():
+    assert math(["5"], ["p"], column="solution", solution=["#### 5"], answer=["6"]) == [1.0]
+
+
+def test_math_refuses_an_unparsable_ground_truth():
+    with pytest.raises(ValueError, match="no answer in the ground truth"):
+        score(math, ["5"], "#### ")
+
+
+def test_math_gives_up_on_a_monster_within_its_limit():
+    assert score(math, ["$9^{9^{9^{9^9}}}$"], "1", timeout_s=1) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.0, 1.0, 0.0, 0.0]),
+        ({"strip": False}, [1.0, 0.0, 0.0, 0.0]),
+        ({"casefold": True}, [1.0, 1.0, 1.0, 0.0]),
+    ],
+)
+def test_exact(options, expected):
+    assert score(exact, ["Yes", " Yes\n", "yes", "Yes."], "Yes", **options) == expected
+
+
+def test_exact_compares_a_number_as_text():
+    assert score(exact, ["19", "019"], 19) == [1.0, 0.0]
+
+
+def test_regex_without_group_scores_a_match():
+    assert score(regex, ["so 12", "none"], pattern=r"\d+") == [1.0, 0.0]
+
+
+def test_regex_group_is_compared_with_the_answer():
+    completions = ["19", " 19 and more", "-19", "the 19", "", "190"]
+    scores = score(regex, completions, "19", pattern=r"^\s*(-?\d+)", group=1)
+    assert scores == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_regex_named_group_is_compared_with_the_final_answer_of_gsm8k():
+    assert score(regex, ["#### 72", "#### 7"], GSM8K, pattern=r"#### (?P<n>\d+)", group="n") == [1.0, 0.0]
+
+
+def test_regex_group_that_took_no_part_scores_zero():
+    assert score(regex, ["b"], "a", pattern="(a)|b", group=1) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.0, -5.0, -11.0]),
+        ({"unit": "words"}, [0.0, -1.0, -3.0]),
+        ({"max": 10}, [0.0, -0.5, -1.0]),
+        ({"target": 10}, [-1.0, -0.5, -0.1]),
+        ({"unit": "words", "target": 2}, [-1.0, -0.5, -0.5]),
+    ],
+)
+def test_length(options, expected):
+    assert score(length, ["", "abcde", "one two six"], **options) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("  <think></think><answer></answer>\n", 1.0),
+        ("<answer>4</answer>", 0.0),
+        ("so <think>a</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer> done", 0.0),
+    ],
+)
+def test_format_default_is_think_then_answer(completion, expected):
+    assert score(format, [completion]) == [expected]
+
+
+def test_format_takes_a_pattern():
+    assert score(format, ["a\nb", "ab", "b"], pattern="a.*b") == [1.0, 1.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def chain_sum() -> dict[str, list]:
+    pytest.importorskip("reasoning_gym")
+    rows = generate("reasoning-gym:chain_sum", {"size": 3, "seed": 0})
+    return {name: [row[name] for row in rows] for name in ("answer", "entry")}
+
+
+def test_reasoning_gym_scores_the_bare_answer(chain_sum):
+    from qarl.rewards.reasoning import reasoning_gym
+
+    completions = [f" {chain_sum['answer'][0]}\n", "wrong", ""]
+    assert reasoning_gym(completions, ["p"] * 3, **chain_sum) == [1.0, 0.0, 0.0]
+
+
+def test_reasoning_gym_pattern_takes_the_last_match(chain_sum):
+    from qarl.rewards.reasoning import reasoning_gym
+
+    right = [f"<answer>no</answer>\n<answer>\n{answer}\n</answer>" for answer in chain_sum["answer"]]
+    scores = reasoning_gym(
+        [right[0], chain_sum["answer"][1], right[2]], ["p"] * 3, pattern="<answer>(.*?)</answer>", **chain_sum
+    )
+    assert scores == [1.0, 0.0, 1.0]
+
+
+def test_reasoning_gym_scores_with_the_options_of_the_task():
+    # decimal_arithmetic forgives one unit in the last of its configured places, by default the sixth.
+    pytest.importorskip("reasoning_gym")
+    from qarl.rewards.reasoning import reasoning_gym
+
+    def off_by_a_hundredth(**options: int) -> float:
+        (row,) = generate("reasoning-gym:decimal_arithmetic", {"size": 1, "seed": 3, **options})
+        return reasoning_gym([str(Decimal(row["answer"]) + Decimal("0.01"))], ["p"], entry=[row["entry"]])[0]
+
+    assert off_by_a_hundredth() == 0.0
+    assert off_by_a_hundredth(min_num_decimal_places=2, max_num_decimal_places=2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (exact, {"column": "gold"}, "no data column `gold`; there are: answer, other"),
+        (math, {"column": "gold"}, "no data column `gold`"),
+        (math, {"timeout_s": 0.5}, "timeout_s must be a whole number"),
+        (regex, {"pattern": "("}, "is not a regular expression"),
+        (regex, {"pattern": "a", "group": 1}, "group 1 is not in the pattern"),
+        (regex, {"pattern": "(a)", "group": 1, "column": "gold"}, "no data column `gold`"),
+        (format, {"pattern": "["}, "is not a regular expression"),
+        (length, {"unit": "tokens"}, "unit must be chars or words, got 'tokens'"),
+        (length, {"target": 5, "max": 5}, "target or max, not both"),
+        (length, {"max": 0}, "max must be positive, got 0"),
+    ],
+)
+def test_options_and_columns_are_checked_on_an_empty_batch(function, options, message):
+    with pytest.raises(UserError, match=message):
+        function([], [], answer=[], other=[], **options)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+
+from qarl.config.reward import RewardConfig
+from qarl.errors import UserError
+from qarl.rewards import RewardPool
+
+GOOD = "def f(completions, prompts, **columns):\n    return [float(len(c)) for c in completions]\n"
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def pool(name: str, columns: list[str] | None = None, **options) -> RewardPool:
+    return RewardPool(RewardConfig(functions=[{"name": name, "options": options}]), columns)
+
+
+def write(path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_function_of_a_file(tmp_path):
+    write(tmp_path / "sub" / "mine.py", GOOD)
+    with pool("sub/mine.py:f") as rewards:
+        assert rewards.score(["abc"], ["p"], {}).total == [3.0]
+
+
+def test_function_of_a_file_can_import_its_neighbour(tmp_path):
+    write(tmp_path / "sub" / "neighbour.py", GOOD)
+    write(tmp_path / "sub" / "mine.py", "from neighbour import f\n")
+    with pool("sub/mine.py:f") as rewards:
+        assert rewards.score(["abc"], ["p"], {}).total == [3.0]
+
+
+def test_files_of_one_stem_are_two_modules(tmp_path):
+    write(tmp_path / "a" / "mine.py", GOOD)
+    write(tmp_path / "b" / "mine.py", GOOD.replace("len(c)", "7"))
+    config = RewardConfig(functions=[{"name": "a/mine.py:f"}, {"name": "b/mine.py:f"}])
+    with RewardPool(config) as rewards:
+        assert rewards.score(["abc"], ["p"], {}).by_function == {"f": [3.0], "f#2": [7.0]}
+
+
+def test_function_of_a_package_in_the_working_directory(tmp_path):
+    write(tmp_path / "my_rewards" / "__init__.py", "")
+    write(tmp_path / "my_rewards" / "lengths.py", GOOD)
+    with pool("my_rewards.lengths:f") as rewards:
+        assert rewards.score(["abc"], ["p"], {}).total == [3.0]
+
+
+def test_options_reach_the_users_function(tmp_path):
+    write(tmp_path / "mine.py", "def f(completions, factor, **columns):\n    return [factor for c in completions]\n")
+    with pool("mine.py:f", factor=2.5) as rewards:
+        assert rewards.score(["abc"], ["p"], {}).total == [2.5]
+
+
+def test_column_named_like_a_builtins_option_is_not_taken_for_it():
+    with pool("regex", columns=["group", "max", "pattern", "column"], pattern="a") as rewards:
+        columns = {name: ["x"] for name in ("group", "max", "pattern", "column")}
+        assert rewards.score(["cat"], ["p"], columns).total == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("mine.py:g", GOOD, r"`mine.py:g`: there is no `g` in it; its functions: f$"),
+        ("mine.py:f", "f = 3\n", r"`f` is int, not a function"),
+        ("mine.py:f", "import nowhere_to_be_found\n", r"does not import: ModuleNotFoundError: .*\(mine.py:1\)"),
+        ("mine.py:f", "x = 1\ny = x / 0\n", r"does not import: ZeroDivisionError: division by zero \(mine.py:2\)"),
+        ("mine.py:f", "def f(:\n", r"does not import: SyntaxError: invalid syntax \(mine.py, line 1\)$"),
+        ("mine.py:f", "import sys\nsys.exit(3)\n", r"does not import: SystemExit: 3 \(mine.py:2\)"),
+        ("mine.py:f", "import os\nos._exit(3)\n", r"`f`: while it was loaded, its worker process exited with code 3"),
+        ("mine.py:f", "def f(completions, prompts): pass\n", r"must be f\(completions, prompts, \*\*columns\)"),
+        ("mine.py:f", "def f(texts, /, **columns): pass\n", r"cannot be called: missing a required"),
+        ("mine.py:f", "def f(completions, solution, **columns): pass\n", r"'solution'.*data columns: answer"),
+        ("elsewhere.py:f", None, r"no file `elsewhere.py` \(working directory"),
+        ("no_such_package.rewards:f", None, r"does not import: ModuleNotFoundError: No module named"),
+        ("json:nothing", None, r"there is no `nothing` in it"),
+        ("mine.py:f(x)", GOOD, r"after the colon must stand a function's name"),
+        ("exactly", None, r"no built-in reward \(did you mean `exact`\?\)"),
+    ],
+)
+def test_unloadable_function_is_one_line(tmp_path, name, text, message):
+    if text is not None:
+        write(tmp_path / "mine.py", text)
+    config = RewardConfig.model_construct(functions=[_Function(name)], workers=1, timeout_s=10.0, max_failed_frac=0.5)
+    with pytest.raises(UserError, match=message) as caught:
+        RewardPool(config, columns=["answer"])
+    assert "\n" not in str(caught.value)
+
+
+class _Function:
+    """A `reward.functions` item that the configuration itself would refuse, for some of the cases."""
+
+    weight = 1.0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.options: dict = {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "columns", "message"),
+    [
+        ("regex", {}, None, r"`regex`: needs the option `pattern`"),
+        ("regex", {"patern": "a"}, None, r"`regex`: unknown option `patern`; it takes pattern, group, column"),
+        ("regex", {"pattern": "("}, None, r"`regex`: pattern '\(' is not a regular expression"),
+        ("regex", {"pattern": 5}, None, r"`regex`: an option has the wrong type"),
+        ("exact", {}, ["question"], r"`exact`: no data column `answer`; there are: question"),
+        ("math", {"column": "gold"}, ["answer"], r"`math`: no data column `gold`"),
+        ("length", {"max": -1}, None, r"`length`: max must be positive"),
+    ],
+)
+def test_builtin_is_checked_when_the_pool_starts(name, options, columns, message):
+    with pytest.raises(UserError, match=message):
+        pool(name, columns, **options)
+
+
+def test_module_that_never_finishes_importing_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl.rewards.process.START_LIMIT_S", 0.5)
+    write(tmp_path / "mine.py", "while True: pass\n")
+    with pytest.raises(UserError, match=r"`f`: while it was loaded, no answer within 0.5 s"):
+        pool("mine.py:f")

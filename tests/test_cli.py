@@ -1,0 +1,167 @@
+"""The command line: exit codes, what is printed, and what is never imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from qarl import __version__, cli
+from qarl.config import load_config
+from qarl.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "datasets")
+CONFIG = """\
+model: {path: MODEL}
+quant: {group_size: 32}
+data: {source: "task:arithmetic", max_prompt_length: 64}
+rollout: {max_response_length: 64}
+reward: {functions: [{name: exact}]}
+train: {steps: 3}
+"""
+MODEL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG.replace("MODEL", str(tmp_path / "model")))
+    return path
+
+
+@pytest.fixture
+def loop(monkeypatch) -> types.ModuleType:
+    """A stand-in for the training loop, which needs torch; tests set its `train`."""
+    module = types.ModuleType("qarl.training.loop")
+    monkeypatch.setitem(sys.modules, "qarl.training.loop", module)
+    return module
+
+
+def run(*argv: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(arg) for arg in argv])
+    return caught.value.code or 0
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats"))
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_version_is_printed(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_schema_prints_json(capsys):
+    assert run("schema") == 0
+    assert "quant" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_path):
+    assert run("check", config, "optim.lr=1e-5") == 0
+    out = capsys.readouterr().out
+    text, _, rest = out.partition("\n\n")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(text)
+    assert load_config(copy) == load_config(config, ["optim.lr=1e-5"])
+    assert "64 responses a step" in rest
+    assert "Memory estimate (cpu)" in rest
+    assert "master weights" in rest and "peak" in rest
+
+
+def test_check_says_what_an_estimate_needs_when_a_hub_model_is_not_cached(config, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert run("check", config, "model.path=some-org/some-model") == 0
+    assert "need the model's config.json locally" in capsys.readouterr().out
+
+
+def test_check_writes_nothing(config, tmp_path, monkeypatch):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    run("check", config)
+    assert list(folder.iterdir()) == []
+
+
+def test_every_fault_is_an_error_line_on_stderr_and_exit_2(config, capsys):
+    assert run("check", config, "quant.scheme=w5", "train.steps=0") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: command line: ") for line in lines)
+
+
+@pytest.mark.parametrize("argv", [["nope"], ["check"], ["check", "--nope", "x"], ["train"]], ids=" ".join)
+def test_wrong_usage_exits_2(argv):
+    assert run(*argv) == 2
+
+
+def test_train_passes_the_config_and_returns_its_exit_code(config, loop):
+    seen = []
+    loop.train = lambda given: seen.append(given) or 7
+    assert run("train", config, "train.steps=5") == 7
+    assert [given.train.steps for given in seen] == [5]
+
+
+def test_train_checks_files_before_the_loop_starts(config, loop, capsys):
+    loop.train = lambda given: pytest.fail("the loop started")
+    assert run("train", config, "data.source=absent.jsonl") == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_an_error_of_the_loop_is_one_line_without_traceback(config, loop, capsys):
+    def fail(given):
+        raise UserError("data.columns: no column 'question'")
+
+    loop.train = fail
+    assert run("train", config) == 2
+    assert capsys.readouterr().err == "error: data.columns: no column 'question'\n"
+
+
+def test_a_bug_is_not_hidden(config, loop):
+    def fail(given):
+        raise ZeroDivisionError
+
+    loop.train = fail
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", str(config)])
+
+
+def test_a_leftover_interrupt_exits_130(config, loop):
+    def interrupt(given):
+        raise KeyboardInterrupt
+
+    loop.train = interrupt
+    assert run("train", config) == 130
+
+
+@pytest.mark.parametrize("module", ["qarl", "qarl.config", "qarl.cli", "qarl.memory"])
+def test_import_is_free_of_heavy_libraries(module):
+    done = python(f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("model", ["", "model.path=some-org/some-model"], ids=["local", "hub"])
+def test_check_is_free_of_heavy_libraries(config, model):
+    argv = ["check", str(config), *([model] if model else [])]
+    done = python(
+        "import sys\nfrom qarl.cli import main\n"
+        f"try:\n    main({argv})\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print([m for m in {HEAVY} if m in sys.modules])"
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

@@ -1,0 +1,296 @@
+import json
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch.nn import Parameter
+
+from qarl.config import OptimConfig
+from qarl.training.optim import build_optimizer, clip_grad_norm, lr_at
+
+SHAPES = {
+    "model.embed_tokens.weight": (11, 6),
+    "model.layers.0.mlp.up_proj.weight": (8, 6),
+    "model.layers.0.mlp.up_proj.bias": (8,),
+    "model.layers.0.input_layernorm.weight": (6,),
+    "model.layers.1.mlp.down_proj.weight": (6, 8),
+    "model.norm.weight": (6,),
+    "lm_head.weight": (11, 6),
+}
+ADAMW = OptimConfig(name="adamw", lr=1e-2, weight_decay=0.1)
+MUON = OptimConfig(name="muon", lr=1e-2, adamw_lr=3e-3, weight_decay=0.1)
+BOTH = pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
+
+
+def parameters(seed: int = 0) -> dict[str, Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def set_gradients(named: dict[str, Parameter], seed: int, skip: str | None = None) -> None:
+    generator = torch.Generator().manual_seed(100 + seed)
+    for name, parameter in named.items():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = None if name == skip else gradient
+
+
+def trained(config: OptimConfig, steps: int, skip: str | None = None):
+    named = parameters()
+    optimizer = build_optimizer(named.items(), config)
+    for step in range(steps):
+        set_gradients(named, step, skip)
+        optimizer.step()
+    return named, optimizer
+
+
+def clone(named: dict[str, Parameter]) -> dict[str, Parameter]:
+    return {name: Parameter(parameter.detach().clone()) for name, parameter in named.items()}
+
+
+@BOTH
+@pytest.mark.parametrize("skip", [None, "model.layers.1.mlp.down_proj.weight"])
+def test_state_tensors_round_trip_gives_bit_equal_parameters_after_a_further_step(config, skip):
+    named, optimizer = trained(config, 3, skip)
+    copy = clone(named)
+    restored = build_optimizer(copy.items(), config)
+    tensors, meta = optimizer.state_tensors()
+    restored.load_state_tensors(load(save(tensors)), json.loads(json.dumps(meta)))
+    for these, one in ((named, optimizer), (copy, restored)):
+        set_gradients(these, 3)
+        one.set_lr(0.5)
+        one.step()
+    assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
+
+
+@BOTH
+def test_loaded_state_shares_no_memory_with_its_source(config):
+    named, optimizer = trained(config, 1)
+    tensors, meta = optimizer.state_tensors()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    copy = clone(named)
+    restored = build_optimizer(copy.items(), config)
+    restored.load_state_tensors(tensors, meta)
+    set_gradients(copy, 1)
+    restored.step()
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+
+
+@BOTH
+def test_state_dict_round_trip_gives_bit_equal_parameters_after_a_further_step(config):
+    named, optimizer = trained(config, 2)
+    copy = clone(named)
+    restored = build_optimizer(copy.items(), config)
+    restored.load_state_dict(deepcopy(optimizer.state_dict()))
+    for these, one in ((named, optimizer), (copy, restored)):
+        set_gradients(these, 2)
+        one.step()
+    assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
+
+
+@BOTH
+def test_state_is_addressed_by_name_whatever_the_order_of_the_parameters(config):
+    named, optimizer = trained(config, 2)
+    copy = dict(reversed(clone(named).items()))
+    restored = build_optimizer(copy.items(), config)
+    restored.load_state_tensors(*optimizer.state_tensors())
+    for these, one in ((named, optimizer), (copy, restored)):
+        for name, parameter in these.items():
+            parameter.grad = torch.full_like(parameter, float(len(name)))
+        one.step()
+    assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
+
+
+def test_state_before_the_first_step_is_empty_and_loads():
+    optimizer = build_optimizer(parameters().items(), MUON)
+    tensors, meta = optimizer.state_tensors()
+    assert tensors == {}
+    build_optimizer(parameters().items(), MUON).load_state_tensors(tensors, meta)
+
+
+def test_state_names_are_parameter_slash_key():
+    _, optimizer = trained(MUON, 1)
+    tensors, _ = optimizer.state_tensors()
+    assert "model.layers.0.mlp.up_proj.weight/momentum_buffer" in tensors
+    assert {name for name in tensors if name.startswith("model.norm")} == {
+        "model.norm.weight/exp_avg", "model.norm.weight/exp_avg_sq", "model.norm.weight/step"
+    }  # fmt: skip
+
+
+def test_state_of_another_optimizer_is_refused():
+    _, optimizer = trained(MUON, 1)
+    with pytest.raises(ValueError, match=r"'muon' does not fit optim\.name 'adamw'"):
+        build_optimizer(parameters().items(), ADAMW).load_state_tensors(*optimizer.state_tensors())
+
+
+def test_incomplete_state_is_refused_by_name():
+    _, optimizer = trained(ADAMW, 1)
+    tensors, meta = optimizer.state_tensors()
+    del tensors["lm_head.weight/exp_avg"]
+    with pytest.raises(ValueError, match=r"lm_head\.weight/exp_avg"):
+        build_optimizer(parameters().items(), ADAMW).load_state_tensors(tensors, meta)
+
+
+def test_state_of_another_shape_is_refused_by_name():
+    _, optimizer = trained(ADAMW, 1)
+    tensors, meta = optimizer.state_tensors()
+    tensors["lm_head.weight/exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"lm_head\.weight/exp_avg has shape \[3, 3\], not \[11, 6\]"):
+        build_optimizer(parameters().items(), ADAMW).load_state_tensors(tensors, meta)
+
+
+def test_state_of_an_unknown_parameter_is_refused_by_name():
+    _, optimizer = trained(ADAMW, 1)
+    fewer = {name: parameter for name, parameter in parameters().items() if name != "lm_head.weight"}
+    with pytest.raises(ValueError, match=r"lm_head\.weight/.* the model does not have"):
+        build_optimizer(fewer.items(), ADAMW).load_state_tensors(*optimizer.state_tensors())
+
+
+def test_adamw_decays_matrices_and_leaves_vectors():
+    named = parameters()
+    before = clone(named)
+    optimizer = build_optimizer(named.items(), ADAMW)
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in named.items():
+        expected = before[name] * (1 - 1e-2 * 0.1) if parameter.ndim == 2 else before[name]
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=0)  # one float32 multiplication
+
+
+def test_adamw_matches_its_formula_over_two_steps():
+    w = Parameter(torch.tensor([[0.5, -1.0]], dtype=torch.float64))
+    config = OptimConfig(lr=0.1, weight_decay=0.01, betas=(0.8, 0.9), eps=1e-3)
+    optimizer = build_optimizer([("w", w)], config)
+    expected, m, v = [0.5, -1.0], [0.0, 0.0], [0.0, 0.0]
+    for t, gradient in enumerate([[1.0, -3.0], [0.5, 2.0]], start=1):
+        w.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        for i, g in enumerate(gradient):
+            m[i] = 0.8 * m[i] + 0.2 * g
+            v[i] = 0.9 * v[i] + 0.1 * g * g
+            update = m[i] / (1 - 0.8**t) / (math.sqrt(v[i] / (1 - 0.9**t)) + 1e-3)
+            expected[i] = expected[i] * (1 - 0.1 * 0.01) - 0.1 * update
+    assert w.tolist()[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_muon_takes_the_matrices_of_the_blocks_only():
+    _, optimizer = trained(MUON, 1)
+    tensors, _ = optimizer.state_tensors()
+    assert {name.split("/")[0] for name in tensors if name.endswith("/momentum_buffer")} == {
+        "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
+    }  # fmt: skip
+
+
+def test_muon_updates_have_the_size_of_adamw_s_whatever_the_shape():
+    # an orthogonal [N, K] matrix has rms 1 / sqrt(max(N, K)); match_rms_adamw scales it to 0.2. Newton-Schulz leaves
+    # the singular values between about 0.7 and 1.2.
+    for shape in [(16, 64), (64, 16), (128, 128)]:
+        w = Parameter(torch.zeros(shape))
+        optimizer = build_optimizer([("layers.0.weight", w)], OptimConfig(name="muon", lr=1.0, weight_decay=0.0))
+        w.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        assert 0.2 * 0.7 < w.square().mean().sqrt().item() < 0.2 * 1.2
+
+
+def test_adamw_lr_is_the_rate_of_muon_s_adamw_part():
+    named = parameters()
+    before = clone(named)
+    optimizer = build_optimizer(named.items(), MUON)
+    set_gradients(named, 0)
+    optimizer.step()
+    # Adam's first step is lr * sign(gradient), up to eps
+    step = (named["model.norm.weight"] - before["model.norm.weight"]).abs()
+    torch.testing.assert_close(step, torch.full((6,), 3e-3), rtol=1e-3, atol=0)
+
+
+@BOTH
+def test_set_lr_scales_every_part(config):
+    named = parameters()
+    before = clone(named)
+    optimizer = build_optimizer(named.items(), config)
+    set_gradients(named, 0)
+    optimizer.set_lr(0.0)
+    optimizer.step()
+    assert all(torch.equal(named[name], before[name]) for name in SHAPES)
+
+
+def test_set_lr_is_relative_to_the_configured_rate_each_time():
+    named, once = trained(ADAMW, 1)
+    copy, twice = trained(ADAMW, 1)
+    once.set_lr(0.5)
+    twice.set_lr(0.1)
+    twice.set_lr(0.5)
+    for these, one in ((named, once), (copy, twice)):
+        set_gradients(these, 1)
+        one.step()
+    assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
+
+
+def test_parameters_without_gradient_are_left_out():
+    frozen = Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = build_optimizer([("frozen", frozen), *parameters().items()], ADAMW)
+    optimizer.step()
+    assert frozen.equal(torch.ones(2, 2))
+
+
+@BOTH
+def test_zero_grad_clears_every_part(config):
+    named, optimizer = trained(config, 1)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in named.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        (
+            "cosine",
+            [0.25, 0.5, 0.75, 1.0, 1.0, 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6, 0.2 + 0.4 * (1 - math.sqrt(0.5))],
+        ),
+    ],
+)
+def test_schedule(schedule, expected):
+    minimum = 0.0 if schedule == "constant" else 0.2
+    config = OptimConfig(schedule=schedule, warmup_steps=4, min_lr_ratio=minimum)
+    assert [lr_at(step, 8, config) for step in range(8)] == pytest.approx(expected)
+
+
+def test_schedule_stays_at_its_minimum_beyond_the_end():
+    assert lr_at(99, 8, OptimConfig(schedule="cosine", min_lr_ratio=0.3)) == pytest.approx(0.3)
+
+
+def gradients(*rows: list[float]) -> list[Parameter]:
+    out = []
+    for row in rows:
+        out.append(Parameter(torch.zeros(len(row))))
+        out[-1].grad = torch.tensor(row)
+    return out
+
+
+def test_clip_scales_the_joint_norm_to_the_maximum():
+    named = gradients([3.0, 0.0], [4.0])
+    assert clip_grad_norm(named, 1.0) == 5.0
+    assert named[0].grad.tolist() == pytest.approx([0.6, 0.0])
+    assert named[1].grad.tolist() == pytest.approx([0.8])
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 5.0, 9.0])
+def test_clip_leaves_gradients_within_the_maximum_or_with_clipping_off_untouched(max_norm):
+    named = gradients([3.0], [4.0])
+    assert clip_grad_norm(named, max_norm) == 5.0
+    assert [parameter.grad.item() for parameter in named] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_norm_is_returned_and_the_gradients_are_left(bad):
+    named = gradients([bad], [4.0])
+    assert not math.isfinite(clip_grad_norm(named, 1.0))
+    assert named[1].grad.item() == 4.0
+
+
+def test_clip_ignores_parameters_without_gradient():
+    assert clip_grad_norm([Parameter(torch.ones(2))], 1.0) == 0.0

@@ -1,0 +1,304 @@
+"""metrics.jsonl, rollouts, trackers, and what the console prints."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from qarl.config.logging import LoggingConfig
+from qarl.errors import UserError
+from qarl.training import recorder as module
+from qarl.training.console import RunConsole, visible
+from qarl.training.recorder import Recorder, read_metrics
+
+
+def settings(**values) -> LoggingConfig:
+    return LoggingConfig(**{"tensorboard": False, **values})
+
+
+def strict(line: str) -> dict:
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
+
+
+def test_each_step_is_one_line_on_disk_at_once(tmp_path):
+    recorder = Recorder(tmp_path, settings())
+    recorder.log(1, {"reward/mean": 0.1, "count": 3, "loss": torch.tensor(0.5)})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.1, "count": 3, "loss": 0.5}\n'
+
+
+def test_values_that_json_cannot_say_become_null(tmp_path):
+    recorder = Recorder(tmp_path, settings())
+    recorder.log(1, {"a": float("nan"), "b": float("inf"), "c": -0.0})
+    recorder.rollouts(1, [{"reward": float("nan"), "logprobs": {"min": float("-inf")}, "completion": "\ud800"}])
+    assert strict((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": -0.0}
+    assert strict((tmp_path / "rollouts" / "000001.jsonl").read_text()) == {
+        "step": 1, "reward": None, "logprobs": {"min": None}, "completion": "\ud800",
+    }  # fmt: skip
+
+
+def test_truncate_forgets_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path):
+    with Recorder(tmp_path, settings()) as recorder:
+        for step in (1, 2, 3):
+            recorder.log(step, {"x": step / 3})
+            recorder.rollouts(step, [{"completion": str(step)}])
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    with Recorder(tmp_path, settings()) as recorder:
+        assert recorder.truncate(2) == 1
+        recorder.log(3, {"x": 7})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines[0] + lines[1] + b'{"step": 3, "x": 7}\n'
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["000001.jsonl", "000002.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "x": 0.', b'{"step"', b"\x00\x00", b"2"])
+def test_a_torn_last_line_goes(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "x": 1}\n' + torn)
+    assert read_metrics(path) == [{"step": 1, "x": 1}]
+    with Recorder(tmp_path, settings()) as recorder:
+        recorder.truncate(5)
+        recorder.log(2, {"x": 2})
+    assert path.read_bytes() == b'{"step": 1, "x": 1}\n{"step": 2, "x": 2}\n'
+
+
+def test_a_last_line_that_only_lost_its_newline_is_kept_apart_from_the_next(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "x": 1}')
+    with Recorder(tmp_path, settings()) as recorder:
+        recorder.truncate(1)
+        recorder.log(2, {"x": 2})
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_full_disk_is_a_user_error_and_takes_the_partial_line_back(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, settings())
+    recorder.log(1, {"x": 1})
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "fsync", full)
+        with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: No space .*bytes needed") as caught:
+            recorder.log(2, {"x": 2})
+    assert "\n" not in str(caught.value)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 1}]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_the_real_error_of_a_full_device_is_a_user_error(tmp_path):
+    recorder = Recorder(tmp_path, settings())
+    with open("/dev/full", "ab", buffering=0) as recorder._file, pytest.raises(UserError, match="No space left"):
+        recorder.log(1, {"x": 1})
+
+
+@pytest.mark.parametrize("samples, kept", [(2, 2), (0, 5), (9, 5)])
+def test_rollouts_keep_the_configured_number_of_rows(tmp_path, samples, kept):
+    path = Recorder(tmp_path, settings(samples=samples)).rollouts(10, [{"completion": str(i)} for i in range(5)])
+    assert path.name == "000010.jsonl"
+    rows = [strict(line) for line in path.read_text().splitlines()]
+    assert [row["completion"] for row in rows] == ["0", "1", "2", "3", "4"][:kept]
+
+
+def test_rollouts_are_due_at_every_nth_step(tmp_path):
+    recorder = Recorder(tmp_path, settings(rollouts_every=4))
+    assert [step for step in range(1, 13) if recorder.rollouts_due(step)] == [4, 8, 12]
+
+
+def test_tensorboard_hides_the_steps_that_were_taken_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Recorder(tmp_path, settings(tensorboard=True)) as recorder:
+        recorder.truncate(0)
+        for step in (1, 2, 3):
+            recorder.log(step, {"x": float(step), "bad": float("nan")})
+    with Recorder(tmp_path, settings(tensorboard=True)) as recorder:
+        recorder.truncate(1)
+        recorder.log(2, {"x": 20.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1.0), (2, 20.0)]
+    assert "bad" not in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_tracker_is_a_user_error_naming_the_package(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=f"logging.{name}: .*pip install {name}"):
+        Recorder(tmp_path, settings(**{name: {"project": "p"}}))
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict]] = []
+        self.failing = False
+        self.finished = False
+
+    def log(self, metrics: dict, step: int) -> None:
+        if self.failing:
+            raise ConnectionError("gone\naway")
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def tracker(monkeypatch, request):
+    module, run, starts = ModuleType(request.param), FakeRun(), []
+    module.init = lambda **arguments: starts.append(arguments) or run
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return SimpleNamespace(name=request.param, run=run, starts=starts)
+
+
+both = pytest.mark.parametrize("tracker", ["wandb", "trackio"], indirect=True)
+
+
+@both
+def test_trackers_get_finite_metrics_and_the_configuration(tmp_path, tracker):
+    with Recorder(tmp_path / "demo", settings(**{tracker.name: {"project": "p"}}), config={"seed": 3}) as recorder:
+        recorder.log(1, {"x": 1.0, "y": float("nan")})
+    start = tracker.starts[0]
+    assert (start["project"], start["name"], start["config"]) == ("p", "demo", {"seed": 3})
+    assert tracker.run.logged == [(1, {"x": 1.0})] and tracker.run.finished
+
+
+@both
+def test_a_tracker_that_fails_later_is_dropped_with_one_warning(tmp_path, tracker):
+    warnings: list[str] = []
+    recorder = Recorder(tmp_path, settings(**{tracker.name: {"project": "p"}}), warn=warnings.append)
+    tracker.run.failing = True
+    recorder.log(1, {"x": 1.0})
+    recorder.log(2, {"x": 2.0})
+    assert warnings == [f"logging.{tracker.name}: stopped for this run: gone away"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize("tracker", ["wandb"], indirect=True)
+def test_a_resumed_run_joins_the_same_wandb_run(tmp_path, tracker):
+    for _ in range(2):
+        Recorder(tmp_path, settings(wandb={"project": "p"})).close()
+    first, second = tracker.starts
+    assert first["id"] == second["id"] and second["resume"] == "allow"
+
+
+@pytest.mark.parametrize("tracker", ["wandb"], indirect=True)
+def test_a_tracker_that_does_not_start_is_a_user_error(tmp_path, tracker):
+    def refuse(**arguments):
+        raise RuntimeError("no API key\nconfigured")
+
+    sys.modules["wandb"].init = refuse
+    with pytest.raises(UserError, match=r"logging\.wandb: does not start: no API key configured; .* null"):
+        Recorder(tmp_path, settings(wandb={"project": "p"}))
+
+
+HOSTILE = "\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(mode: str, stream: io.StringIO | None = None, **options) -> tuple[RunConsole, io.StringIO]:
+    stream = stream or Terminal()
+    return RunConsole(mode, stream=stream, **options), stream
+
+
+def test_hostile_characters_become_escapes():
+    assert visible(HOSTILE) == r"\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
+    assert visible("a\nb\tπ\U0001f600", keep_newlines=True) == "a\nb\\tπ\U0001f600"
+
+
+@pytest.mark.parametrize("mode", ["plain", "rich"])
+def test_a_hostile_completion_is_printed_inert(mode, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    console, stream = shown(mode)
+    console.samples(10, [{"prompt": "2+2=", "completion": HOSTILE, "reward": 0.5}])
+    text = stream.getvalue()
+    assert "[bold red]x[/bold red] [/nope]" in text and "reward 0.5" in text
+    assert "\x1b[2J" not in text and "\u202e" not in text and "\x07" not in text and "\x9b" not in text
+
+
+def test_without_a_terminal_there_is_one_line_a_step():
+    console, stream = shown("rich", io.StringIO(), total_steps=20)
+    with console:
+        with console.phase("rollout", total=3) as advance:
+            advance()
+        console.step(1, {"reward/mean": 0.25, "mismatch/delta_abs_max": 0.0, "time/step_s": 12.3456, "other": 1.0})
+        console.step(2, {"reward/mean": float("nan")})
+    assert stream.getvalue().splitlines() == [
+        "step 1/20  reward/mean 0.25  mismatch/delta_abs_max 0  time/step_s 12.35",
+        "step 2/20  reward/mean nan",
+    ]
+
+
+def test_the_rich_table_shows_the_metrics(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    console, stream = shown("rich")
+    with console:
+        console.step(7, {"reward/mean": 0.4375, "policy/grad_norm": None, "other": 9.0})
+    text = stream.getvalue()
+    assert "0.4375" in text and "grad_norm" in text and "other" not in text
+
+
+def test_slow_phases_alone_are_displayed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("qarl.training.console.SLOW_SECONDS", 0.3)
+    console, stream = shown("rich")
+    with console:
+        with console.phase("quick"):
+            pass
+        with console.phase("slow one", total=4) as advance:
+            advance(3)
+            time.sleep(0.8)
+    assert "slow one" in stream.getvalue() and "3/4" in stream.getvalue() and "quick" not in stream.getvalue()
+
+
+def test_none_prints_nothing(tmp_path):
+    console, stream = shown("none")
+    with console, console.phase("rollout") as advance:
+        advance()
+        console.step(1, {"reward/mean": 1.0})
+        console.samples(1, [{"completion": "x"}])
+        console.warn("w")
+        console.summary(tmp_path, [], ["qarl export"])
+    assert stream.getvalue() == ""
+
+
+def test_a_stream_that_cannot_say_a_character_gets_an_escape():
+    raw = io.BytesIO()
+    console = RunConsole("plain", stream=io.TextIOWrapper(raw, encoding="ascii"))
+    console.message("π done")
+    assert raw.getvalue() == b"\\u03c0 done\n"
+
+
+def test_a_closed_pipe_silences_the_console():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    console = RunConsole("plain", stream=os.fdopen(write_end, "w"))
+    console.message("nobody listens")
+    assert console.mode == "none"
+    with pytest.raises(BrokenPipeError):
+        console._stream.close()
+
+
+def test_the_summary_compares_the_first_quarter_with_the_last(tmp_path):
+    console, stream = shown("plain")
+    history = [{"step": i, "reward/mean": float(i), "mismatch/delta_abs_max": 0.0} for i in range(1, 9)]
+    history[3]["reward/mean"] = None
+    console.summary(tmp_path, history, ["tensorboard --logdir runs/demo"])
+    assert stream.getvalue().splitlines() == [
+        f"run: {tmp_path} (8 steps)",
+        "reward/mean: 1 in the first quarter, 8 in the last",
+        "mismatch/delta_abs_max: 0 at most",
+        "next:",
+        "  tensorboard --logdir runs/demo",
+    ]
