@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BASE_TILE = 32
-CANDIDATES = (512, 128, 8)  # besides the base tile
+CANDIDATES = (512, 128, 64, 8)  # besides the base tile
 MAX_OUTPUT = 1 << 23  # elements: a tile whose product is larger than this (32 MiB) is not worth its cache misses
 
 

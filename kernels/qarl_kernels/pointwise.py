@@ -29,11 +29,30 @@ def silu(x: Tensor) -> Tensor:
     return _SiLU.apply(x)
 
 
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x and one number a row for the backward, not the float32 intermediates."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return weight * (wide * inverse).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed = x.float() * inverse
+        wide = grad.float()
+        grad_weight = (wide * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        scaled = wide * weight.float()
+        grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * round(x / sqrt(mean(x^2) + eps)), the mean over the last axis in float32 (Llama's and Qwen's order).
 
     x: (..., H) contiguous; weight: (H,) of x's dtype. Returns x's shape and dtype.
     """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return _RMSNorm.apply(x, weight, eps)

@@ -188,19 +188,25 @@ class Policy:
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of response tokens under the learner's forward, packed response after response.
 
-        prompts, responses: token ids, pairwise, each prompt with at least one token. chunk: rows of logits held
-        at once. Returns logp (T,) with gradient to the masters, and the entropy (T,) without, float32, in nats.
+        prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
+        its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once. Returns logp (T,) with gradient to the masters, and the entropy (T,) without, float32, in nats.
         """
         device = self.device
-        # The last token of a sequence predicts nothing, so it is not run.
-        sequences = [(p + r)[: len(p) + len(r) - 1] for p, r in zip(prompts, responses, strict=True)]
-        context, positions = learner_context([len(s) for s in sequences], device)
-        ids = torch.tensor([t for s in sequences for t in s], device=device)
-        hidden = self.hidden_states(ids, positions, context)
-        rows, start = [], 0
-        for prompt, response, sequence in zip(prompts, responses, sequences, strict=True):
-            rows += range(start + len(prompt) - 1, start + len(prompt) - 1 + len(response))
-            start += len(sequence)
+        groups: list[tuple[int, list[int]]] = []
+        ids: list[int] = []
+        rows: list[int] = []
+        before: list[int] | None = None
+        for prompt, response in zip(prompts, responses, strict=True):
+            if prompt != before:
+                groups.append((len(prompt), []))
+                ids += prompt
+                before, last_of_prompt = prompt, len(ids) - 1
+            # The last token of a response predicts nothing, so it is not run.
+            groups[-1][1].append(len(response) - 1)
+            rows += [last_of_prompt, *range(len(ids), len(ids) + len(response) - 1)]
+            ids += response[:-1]
+        context, positions = learner_context(groups, device)
+        hidden = self.hidden_states(torch.tensor(ids, device=device), positions, context)
         targets = torch.tensor([t for r in responses for t in r], device=device)
         return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.head_value, targets,
                               truncation, chunk)  # fmt: skip

@@ -20,7 +20,8 @@ def math(
 ) -> list[float]:
     """1 if the completion's final answer equals the ground truth mathematically, else 0 (math-verify).
 
-    The ground truth is `final_answer` of `column`: a number, LaTeX, or a text with `\\boxed{}` or `$...$` in it.
+    The ground truth is `final_answer` of `column`: a number, LaTeX, or a text with `\\boxed{}` or `$...$` in it. Where
+    it is written with `####`, a completion may be too, and what follows its last `####` counts.
     timeout_s: whole seconds for each of parsing and comparing one completion; past them it scores 0. math-verify
     keeps that limit with SIGALRM, so this runs in a main thread only.
 
@@ -31,7 +32,9 @@ def math(
     scores = []
     for completion, answer in zip(completions, column_values(columns, column), strict=True):
         gold = _parse_gold(answer, timeout_s)
-        candidate = math_verify.parse(completion, parsing_timeout=timeout_s)
+        # math-verify knows no `####`: of a GSM8K solution it may take a number before it.
+        text = final_answer(completion) if "####" in str(answer) else completion
+        candidate = math_verify.parse(text, parsing_timeout=timeout_s)
         scores.append(float(math_verify.verify(gold, candidate, timeout_seconds=timeout_s)))
     return scores
 

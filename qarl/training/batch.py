@@ -17,13 +17,15 @@ from qarl.types import Prompt, Rollout
 class Batch:
     """Scored responses of one step; index r counts responses, in the order the sampler gave them.
 
-    prompts, responses: token ids of each response's prompt and of the response.
+    prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the
+    position of its prompt in the step.
     advantages: (R,) float32. logp_sampler: R tensors (T_r,) float32, as the sampler reported (behaviour policy).
     logp_old: R tensors (T_r,) float32 or None until the learner has recomputed them at the rollout's snapshot.
     """
 
     prompts: list[list[int]]
     responses: list[list[int]]
+    groups: list[int]
     advantages: Tensor
     logp_sampler: list[Tensor]
     logp_old: list[Tensor | None]
@@ -32,7 +34,7 @@ class Batch:
         return len(self.responses)
 
     def tokens(self, index: int) -> int:
-        """Tokens of prompt and response together: what a forward of response `index` costs."""
+        """Tokens of prompt and response together."""
         return len(self.prompts[index]) + len(self.responses[index])
 
     def segments(self, indices: list[int], device: torch.device) -> Segments:
@@ -48,33 +50,49 @@ def build_batch(
 ) -> Batch:
     """Rollouts (n for each prompt, in order) and their rewards -> a `Batch` with advantages over each prompt's group."""
     by_group = [p for p in prompts for _ in range(len(rollouts) // len(prompts))]
-    groups = torch.tensor([i for i in range(len(prompts)) for _ in range(len(rollouts) // len(prompts))])
+    groups = [i for i in range(len(prompts)) for _ in range(len(rollouts) // len(prompts))]
     assert [p.id for p in by_group] == [r.prompt_id for r in rollouts], "rollouts are not in the order of the prompts"
     return Batch(
         prompts=[p.token_ids for p in by_group],
         responses=[r.token_ids for r in rollouts],
-        advantages=compute_advantages(torch.tensor(rewards, dtype=torch.float32), groups, advantage),
+        groups=groups,
+        advantages=compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage),
         logp_sampler=[torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts],
         logp_old=[None] * len(rollouts),
     )
 
 
-def minibatches(count: int, size: int, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """Response indices shuffled and cut into minibatches; a function of (seed, step, epoch) alone."""
-    order = list(range(count))
+def minibatches(groups: list[int], size: int, seed: int, step: int, epoch: int) -> list[list[int]]:
+    """Response indices cut into minibatches of `size`, shuffled as a function of (seed, step, epoch) alone.
+
+    groups: of each response, members side by side. Whole groups are shuffled where `size` is a multiple of the group
+    size, so that responses keep sharing their prompt's forward; single responses otherwise.
+    """
+    count = len(groups)
+    members = groups.count(groups[0])
+    unit = members if size % members == 0 else 1
+    units = [list(range(start, start + unit)) for start in range(0, count, unit)]
     if size < count:
-        random.Random(f"minibatch-{seed}-{step}-{epoch}").shuffle(order)
+        random.Random(f"minibatch-{seed}-{step}-{epoch}").shuffle(units)
+    order = [index for unit_ in units for index in unit_]
     return [order[start : start + size] for start in range(0, count, size)]
 
 
 def micro_batches(batch: Batch, indices: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut a minibatch into parts of at most `max_tokens` tokens (one response at least), similar lengths together."""
+    """Cut a minibatch into parts whose forward runs at most `max_tokens` tokens (one response at least).
+
+    Responses to one prompt stay side by side, and groups of similar length come together.
+    """
+    longest = {g: max(len(batch.responses[i]) for i in indices if batch.groups[i] == g) + len(batch.prompts[j])
+               for j, g in ((i, batch.groups[i]) for i in indices)}  # fmt: skip
     parts: list[list[int]] = []
-    room = 0
-    for index in sorted(indices, key=lambda i: (batch.tokens(i), i)):
-        if not parts or batch.tokens(index) > room:
+    used = 0
+    for index in sorted(indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i)):
+        shared = bool(parts) and batch.groups[parts[-1][-1]] == batch.groups[index]
+        cost = len(batch.responses[index]) + (0 if shared else len(batch.prompts[index]))
+        if not parts or used + cost > max_tokens:
             parts.append([])
-            room = max_tokens
+            used, cost = 0, batch.tokens(index)
         parts[-1].append(index)
-        room -= batch.tokens(index)
+        used += cost
     return parts

@@ -57,7 +57,7 @@ class Learner:
         total = _Totals()
         self.optimizer.set_lr(lr_at(step, train.steps, self.config.optim))
         for epoch in range(train.epochs):
-            parts = minibatches(len(batch), self.config.minibatch_size, train.seed, step, epoch)
+            parts = minibatches(batch.groups, self.config.minibatch_size, train.seed, step, epoch)
             if epoch == 0:
                 self._recompute([i for part in parts[1:] for i in part], batch, total)
             for indices in parts:

@@ -1,7 +1,7 @@
 """Optimizers over FP32 masters: AdamW, or Muon for the hidden matrices with AdamW for the rest.
 
-AdamW runs fused: one elementwise kernel over each parameter on CPU and CUDA, so bitwise repeatable, several times
-faster than the plain loop on a CPU, and without the temporaries of foreach on a GPU.
+AdamW runs fused: one elementwise pass over each parameter and its state on CPU and CUDA, without the temporaries of
+foreach, and bitwise repeatable, since no element depends on the order of any sum.
 
 Muon is `torch.optim.Muon` (Jordan et al. 2024), present in every supported torch. Its Newton-Schulz iteration runs in
 bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`, 0.2 sqrt(max(N, K)) (Liu et al.

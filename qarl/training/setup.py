@@ -19,6 +19,7 @@ from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer
@@ -65,6 +66,8 @@ def build_run(config: Config, console: RunConsole) -> Run:
     """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit."""
     device = pick_device(config.model.device)
     set_determinism(config)
+    if device.type == "cpu":
+        keep_freed_memory()
     with console.phase("tokenizer and data"):
         tokenizer = load_tokenizer(config.model)
         limit = load_model_config(config.model).max_position_embeddings

@@ -44,6 +44,8 @@ def test_final_answer(answer, text):
         ("She sold 24 in May and 72 in total", 1.0),
         ("72 in total, of which in May 24", 0.0),
         ("#### 71", 0.0),
+        ("to get the answer divide: 28 / 7 days\n#### 72", 1.0),
+        ("the answer is 72\n#### 71", 0.0),
         ("many", 0.0),
         ("", 0.0),
     ],

@@ -178,17 +178,17 @@ def test_only_the_guilty_completion_scores_zero(pool, order, message):
 
 @pytest.mark.parametrize("order", ["sleep", "hold the GIL"])
 def test_hanging_function_is_killed_and_replaced(pool, order):
-    rewards = pool(timeout_s=0.4)
+    rewards = pool(timeout_s=1.0)
     started = time.monotonic()
     result = score(rewards, "1", order, "3")
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 10.0
     assert result.total == [1.0, 0.0, 3.0]
-    assert "no answer within 0.4 s" in result.messages[1]
+    assert "no answer within 1 s" in result.messages[1]
     assert score(rewards, "7").total == [7.0]
 
 
 def test_hanging_function_takes_its_children_with_it(pool, tmp_path):
-    score(pool(timeout_s=0.4, max_failed_frac=1.0), f"child {tmp_path / 'pid'}")
+    score(pool(timeout_s=1.0, max_failed_frac=1.0), f"child {tmp_path / 'pid'}")
     child = int((tmp_path / "pid").read_text())
     assert wait_until(lambda: not running(child))
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
 from qarl.errors import UserError
-from qarl.policy.attention import Span, build_context
+from qarl.policy.attention import Span, sampler_context
 from qarl.policy.policy import Policy
 from qarl.publish.snapshot import Snapshot, verify
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, require_version
@@ -141,7 +141,7 @@ class NativeEngine:
             positions += range(chunk.start, chunk.stop)
             row += count
         device = self.policy.device
-        context = build_context(spans, device, self._caches)
+        context = sampler_context(spans, device, self._caches)
         return self.policy.hidden_states(
             torch.tensor(ids, device=device), torch.tensor(positions, device=device), context
         )
