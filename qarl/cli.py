@@ -111,3 +111,6 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"]) -> None:
     if device == "cpu":
         table.add_row("this machine", "", f"{psutil.virtual_memory().total / 2**30:.2f}")
     Console().print(table)
+
+if __name__ == "__main__":
+    main()

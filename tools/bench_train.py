@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Run one configuration under several sets of overrides and tabulate what the runs recorded.
+
+    python tools/bench_train.py configs/quickstart.yaml --out benchmarks/results/quickstart.json \
+        --case seed0 "train.seed=0" --case seed1 "train.seed=1" -- train.steps=20
+
+Each case is `qarl train CONFIG COMMON... CASE...` in a process of its own, so that its wall time includes start-up and
+its peak memory is its own. Seconds are medians over the steps after the first, which pays for calibration and warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TIMES = ("step", "rollout", "reward", "learner", "publish")
+
+
+def run_case(config: str, overrides: list[str], directory: Path) -> dict:
+    command = [sys.executable, "-m", "qarl.cli", "train", config, *overrides, f"train.run_dir={directory}",
+               "logging.console=plain"]  # fmt: skip
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    wall = time.perf_counter() - start
+    shown = " ".join(["qarl", "train", config, *map(shlex.quote, overrides)])
+    if done.returncode != 0:
+        return {"command": shown, "error": done.stderr.strip().splitlines()[-1:] or [f"exit {done.returncode}"]}
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {"command": shown, "wall_s": wall, **summary(records),
+            "environment": json.loads((directory / "environment.json").read_text())}  # fmt: skip
+
+
+def summary(records: list[dict]) -> dict:
+    rewards = [r["reward/mean"] for r in records]
+    quarter = max(1, len(rewards) // 4)
+    timed = records[1:] or records
+    median = lambda key: statistics.median(r[key] for r in timed)  # noqa: E731
+    return {
+        "steps": len(records),
+        "reward_first_quarter": statistics.fmean(rewards[:quarter]),
+        "reward_last_quarter": statistics.fmean(rewards[-quarter:]),
+        "mismatch_delta_abs_mean": statistics.fmean(r["mismatch/delta_abs_mean"] for r in records),
+        "mismatch_delta_abs_max": max(r["mismatch/delta_abs_max"] for r in records),
+        "memory_peak_gib": max(r["memory/peak_gib"] for r in records),
+        **{f"{name}_s": median(f"time/{name}_s") for name in TIMES},
+        "rollout_tokens_per_s": median("throughput/rollout_tokens_per_s"),
+        "learner_tokens_per_s": median("throughput/learner_tokens_per_s"),
+        "reward_curve": rewards,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--case", nargs=2, action="append", metavar=("NAME", "OVERRIDES"), required=True)
+    parser.add_argument("common", nargs="*", help="overrides of every case, after --")
+    args = parser.parse_args()
+    cases = {}
+    for name, overrides in args.case:
+        with tempfile.TemporaryDirectory() as scratch:
+            cases[name] = run_case(args.config, [*args.common, *shlex.split(overrides)], Path(scratch) / "run")
+        print_row(name, cases[name])
+    environment = next((c.pop("environment") for c in cases.values() if "environment" in c), None)
+    for case in cases.values():
+        case.pop("environment", None)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"command": shlex.join(["python", *sys.argv]), "environment": environment,
+                                    "cases": cases}, indent=1) + "\n")  # fmt: skip
+
+
+def print_row(name: str, case: dict) -> None:
+    if "error" in case:
+        print(f"{name:24} FAILED {case['error']}", flush=True)
+        return
+    print(f"{name:24} reward {case['reward_first_quarter']:.3f} -> {case['reward_last_quarter']:.3f}  "
+          f"delta mean {case['mismatch_delta_abs_mean']:.2e} max {case['mismatch_delta_abs_max']:.2e}  "
+          f"step {case['step_s']:.2f} s (rollout {case['rollout_s']:.2f}, learner {case['learner_s']:.2f}, "
+          f"publish {case['publish_s']:.2f})  {case['memory_peak_gib']:.2f} GiB  wall {case['wall_s']:.0f} s",
+          flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
