@@ -2,7 +2,7 @@
 """Run one configuration under several sets of overrides and tabulate what the runs recorded.
 
     python tools/bench_train.py configs/quickstart.yaml --out benchmarks/results/quickstart.json \
-        --case seed0 "train.seed=0" --case seed1 "train.seed=1" -- train.steps=20
+        --common train.steps=20 --case seed0 "train.seed=0" --case seed1 "train.seed=1"
 
 Each case is `qarl train CONFIG COMMON... CASE...` in a process of its own, so that its wall time includes start-up and
 its peak memory is its own. Seconds are medians over the steps after the first, which pays for calibration and warm-up.
@@ -31,7 +31,7 @@ def run_case(config: str, overrides: list[str], directory: Path) -> dict:
     wall = time.perf_counter() - start
     shown = " ".join(["qarl", "train", config, *map(shlex.quote, overrides)])
     if done.returncode != 0:
-        return {"command": shown, "error": done.stderr.strip().splitlines()[-1:] or [f"exit {done.returncode}"]}
+        return {"command": shown, "error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return {"command": shown, "wall_s": wall, **summary(records),
             "environment": json.loads((directory / "environment.json").read_text())}  # fmt: skip
@@ -61,12 +61,12 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--case", nargs=2, action="append", metavar=("NAME", "OVERRIDES"), required=True)
-    parser.add_argument("common", nargs="*", help="overrides of every case, after --")
+    parser.add_argument("--common", default="", metavar="OVERRIDES", help="overrides of every case")
     args = parser.parse_args()
     cases = {}
     for name, overrides in args.case:
         with tempfile.TemporaryDirectory() as scratch:
-            cases[name] = run_case(args.config, [*args.common, *shlex.split(overrides)], Path(scratch) / "run")
+            cases[name] = run_case(args.config, [*shlex.split(args.common), *shlex.split(overrides)], Path(scratch) / "run")
         print_row(name, cases[name])
     environment = next((c.pop("environment") for c in cases.values() if "environment" in c), None)
     for case in cases.values():
