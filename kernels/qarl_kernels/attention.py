@@ -4,19 +4,22 @@ One function serves prefill, chunked prefill, decode and the learner's full-sequ
 the same in all of them: pages of a fixed number of tokens; scores and weighted values of one page are products of a
 fixed shape; the maximum is exact in any order; sums run over one page and then over pages in order; a page wholly
 after the query adds exact zeros.
+
+Every listed page must hold finite values in all its slots, written or not: a hidden value has weight 0, and 0 * NaN is
+NaN. Hidden keys may be anything, and pages that are not listed are never read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 PAGE = 64  # tokens of one KV page
 TILE = 16  # query tokens of one prefill tile
-MAX_SCORES = 1 << 24  # score elements (64 MiB in float32) held at once
+MAX_ELEMENTS = 1 << 24  # scores, keys and values held at once (64 MiB in float32)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class QueryTiles:
         return QueryTiles(self.rows.to(device), self.positions.to(device), self.pages.to(device))
 
 
-@lru_cache(maxsize=None)
+@cache
 def decode_rows(rep: int, head_dim: int, threads: int) -> int:
     """Rows of a decode tile (one token, `rep` query heads): the fewest that give a prefill tile's bits here."""
     del threads
@@ -59,9 +62,15 @@ def paged_attention(
 ) -> Tensor:
     """softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
 
-    q: (T, H, D); k_cache, v_cache: (P, H_kv, PAGE, D), H a multiple of H_kv; tiles: see `QueryTiles`, together
-    covering each of the T rows once. window: a query sees its last `window` tokens only. Operands keep the
-    dtype of q, products and softmax are float32, the result (T, H, D) is rounded once to q's dtype.
+    Args:
+        q: (T, H, D) bf16/fp16/fp32.
+        k_cache, v_cache: (P, H_kv, PAGE, D), H a multiple of H_kv; values of q's dtype, held in it or in float32.
+        tiles: together they hold each of the T rows once.
+        scale: multiplies the scores.
+        window: a query sees its last `window` tokens only; None means all.
+
+    Returns:
+        (T, H, D), rounded once to q's dtype; products, softmax and sums are float32.
     """
     out = torch.empty_like(q)
     heads, dim = q.shape[1:]
@@ -69,11 +78,10 @@ def paged_attention(
     rep = heads // kv_heads
     for group in tiles:
         n, t = group.rows.shape
-        p = group.pages.shape[1]
         rows = t * rep
         if t == 1 and q.device.type == "cpu":
             rows = decode_rows(rep, dim, torch.get_num_threads())
-        step = max(1, MAX_SCORES // (kv_heads * p * rows * PAGE))
+        step = max(1, MAX_ELEMENTS // (kv_heads * PAGE * (group.pages.shape[1] * rows + 2 * dim)))
         for start in range(0, n, step):
             part = slice(start, start + step)
             _attend(out, q, k_cache, v_cache, group.rows[part], group.positions[part], group.pages[part],
@@ -85,37 +93,47 @@ def _attend(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, index: Tensor, positions: Tensor, pages: Tensor,
     rows: int, scale: float, window: int | None,
 ) -> None:  # fmt: skip
+    """Some tiles of one shape, written into out. rows: t * rep query rows, padded up for a decode."""
     n, t = index.shape
     p = pages.shape[1]
     heads, dim = q.shape[1:]
     kv_heads = k_cache.shape[1]
     rep = heads // kv_heads
-    # (n, t, H, D) -> (n, H_kv, t * rep, D): the query heads that share keys become rows of one product
-    query = q[index.clamp(min=0)].view(n, t, kv_heads, rep, dim).permute(0, 2, 1, 3, 4).reshape(n, kv_heads, t * rep, dim)
+    batch = n * kv_heads
+    # (n, t, H, D) -> (n * H_kv, t * rep, D): the query heads that share keys become rows of one product
+    query = q[index.clamp(min=0)].view(n, t, kv_heads, rep, dim).permute(0, 2, 1, 3, 4)
+    query = query.reshape(batch, t * rep, dim).float() * scale
     row_position = positions.repeat_interleave(rep, dim=1)  # (n, t * rep)
     if rows != t * rep:
         query = torch.nn.functional.pad(query, (0, 0, 0, rows - t * rep))
         row_position = torch.nn.functional.pad(row_position, (0, rows - t * rep))
-    query = query.float()[:, None].expand(n, p, kv_heads, rows, dim).reshape(n * p * kv_heads, rows, dim)
-    keys = k_cache[pages].float().view(n * p * kv_heads, PAGE, dim)
-    scores = torch.bmm(query, keys.transpose(1, 2)).view(n, p, kv_heads, rows, PAGE).mul_(scale)
-    key_position = torch.arange(p * PAGE, device=q.device).view(1, p, 1, 1, PAGE)
-    row_position = row_position.view(n, 1, 1, rows, 1)
+
+    # Page by page: one page's keys and values at a time stay in cache, and queries need no copy per page.
+    scores = query.new_empty(p, batch, rows, PAGE)
+    for page in range(p):
+        torch.bmm(query, _page_of(k_cache, pages[:, page]).transpose(1, 2), out=scores[page])
+    key_position = torch.arange(p * PAGE, device=q.device).view(p, 1, 1, 1, PAGE)
+    row_position = row_position.view(1, n, 1, rows, 1)
     hidden = key_position > row_position
     if window is not None:
-        hidden = hidden | (key_position <= row_position - window)
-    scores.masked_fill_(hidden, float("-inf"))
-    top = scores.amax(dim=(1, 4), keepdim=True)
+        hidden |= key_position <= row_position - window
+    scores.view(p, n, kv_heads, rows, PAGE).masked_fill_(hidden, float("-inf"))
+    top = scores.amax(-1, keepdim=True).amax(0)
     weights = scores.sub_(top).exp_()
-    values = torch.bmm(weights.view(n * p * kv_heads, rows, PAGE), v_cache[pages].float().view(-1, PAGE, dim))
-    values = values.view(n, p, kv_heads, rows, dim)
-    totals = weights.sum(-1)  # (n, p, H_kv, rows)
-    total, value = totals[:, 0], values[:, 0]
+    totals = weights.sum(-1)  # (p, n * H_kv, rows)
+    total = totals[0]
+    value = torch.bmm(weights[0], _page_of(v_cache, pages[:, 0]))
     for page in range(1, p):  # pages in order: a fixed order of summation, and later pages add exact zeros
-        total = total + totals[:, page]
-        value = value + values[:, page]
-    result = (value / total[..., None])[:, :, : t * rep]
+        total = total + totals[page]
+        value += torch.bmm(weights[page], _page_of(v_cache, pages[:, page]))
+
+    result = (value / total[..., None])[:, : t * rep]
     result = result.view(n, kv_heads, t, rep, dim).permute(0, 2, 1, 3, 4).reshape(n * t, heads, dim).to(q.dtype)
     index = index.reshape(-1)
     real = index >= 0
     out[index[real]] = result[real]
+
+
+def _page_of(cache: Tensor, page: Tensor) -> Tensor:
+    """One page of each tile as float32 (n * H_kv, PAGE, D). page: (n,) int64."""
+    return cache[page].float().flatten(0, 1)

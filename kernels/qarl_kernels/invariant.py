@@ -11,7 +11,7 @@ it: 576 x 1536 runs at 81 GFLOP/s with 32 rows and 128 with 512 (2 cores, AVX2).
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ CANDIDATES = (512, 128, 64, 8)  # besides the base tile
 MAX_OUTPUT = 1 << 23  # elements: a tile whose product is larger than this (32 MiB) is not worth its cache misses
 
 
-@lru_cache(maxsize=None)
+@cache
 def row_tiles(n: int, k: int, threads: int) -> tuple[int, ...]:
     """Row counts, descending, whose products agree bit for bit with the base tile for a weight of shape [n, k].
 
@@ -34,21 +34,23 @@ def row_tiles(n: int, k: int, threads: int) -> tuple[int, ...]:
     rows = max([BASE_TILE, *sizes])
     weight = torch.randn(n, k, generator=generator)
     x = torch.randn(rows, k, generator=generator)
-    base = torch.cat([F.linear(part, weight) for part in x.split(BASE_TILE)])
-    good = [t for t in sizes if _agrees(x, weight, base, t)]
+    base = _in_tiles(x, weight, BASE_TILE)
+    good = [t for t in sizes if torch.equal(_in_tiles(x, weight, t), base[: rows // t * t])]
     return tuple(sorted([BASE_TILE, *good], reverse=True))
 
 
-def _agrees(x: Tensor, weight: Tensor, base: Tensor, tile: int) -> bool:
-    rows = x.shape[0] // tile * tile
-    parts = [F.linear(part, weight) for part in x[:rows].split(tile)]
-    return torch.equal(torch.cat(parts), base[:rows])
+def _in_tiles(x: Tensor, weight: Tensor, tile: int) -> Tensor:
+    """The product of all whole tiles of x."""
+    out = x.new_empty(x.shape[0] // tile * tile, weight.shape[0])
+    for start in range(0, out.shape[0], tile):
+        torch.mm(x[start : start + tile], weight.t(), out=out[start : start + tile])
+    return out
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in FP32, each row's bits independent of the other rows and of their number.
 
-    x: (M, K) float32, weight: (N, K) float32, both on the CPU. Returns (M, N) float32.
+    x: (M, K) float32, weight: (N, K) float32, contiguous, both on the CPU. Returns (M, N) float32, without gradient.
     """
     m, k = x.shape
     n = weight.shape[0]
@@ -58,9 +60,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     if padded != m:
         x = F.pad(x, (0, 0, 0, padded - m))
     x = x.contiguous()
-    if padded in tiles:
-        return F.linear(x, weight)[:m]
-    out = torch.empty(padded, n)
+    out = x.new_empty(padded, n)
     start = 0
     for tile in tiles:
         while padded - start >= tile:

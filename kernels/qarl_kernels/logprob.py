@@ -6,6 +6,7 @@ and the backward recomputes a chunk's logits. On the CPU a row's bits do not dep
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,9 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden @ weight^T as float32. hidden: (R, H); weight: (V, H), float32 on the CPU, hidden's dtype on a GPU."""
     if hidden.device.type == "cpu":
         return invariant.matmul(hidden.float(), weight)
-    return torch.mm(hidden, weight.to(hidden.dtype).t(), out_dtype=torch.float32) if hidden.dtype != torch.float32 \
-        else hidden @ weight.t()  # fmt: skip
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
 def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
@@ -53,7 +55,7 @@ def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
         kth = logits.topk(truncation.top_k, dim=-1).values[:, -1:]
         cut |= logits < kth
     if truncation.min_p > 0.0:
-        cut |= logits < top + torch.log(torch.tensor(truncation.min_p))
+        cut |= logits < top + math.log(truncation.min_p)
     if truncation.top_p < 1.0:
         kept = torch.log_softmax(logits.masked_fill(cut, float("-inf")), -1).exp()
         order = kept.argsort(dim=-1, descending=True, stable=True)
@@ -82,7 +84,7 @@ class _TokenLogProbs(torch.autograd.Function):
             part = slice(start, start + chunk)
             rows = log_probs_of(logits_of(hidden[part], weight), truncation)
             logp[part] = rows.gather(-1, targets[part, None])[:, 0]
-            entropy[part] = torch.special.entr(rows.exp_()).sum(-1)
+            entropy[part] = -rows.exp().mul_(rows).sum(-1)  # finite: a logit cut off is far down, not -inf
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -100,6 +102,12 @@ class _TokenLogProbs(torch.autograd.Function):
             rows.mul_(grad[part, None] / ctx.truncation.temperature)
             if cut is not None:  # a cut logit is a constant, and a cut target gives no gradient at all
                 rows.masked_fill_(cut | cut.gather(-1, targets[part, None]), 0.0)
+            if weight.dtype == torch.bfloat16:  # on a GPU: operands in bf16, sums in float32
+                rows = rows.bfloat16()
+                grad_hidden[part] = rows @ weight
+                if grad_weight is not None:
+                    grad_weight += torch.mm(rows.t(), hidden[part], out_dtype=torch.float32)
+                continue
             grad_hidden[part] = (rows @ weight.float()).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(rows.t(), hidden[part].float())

@@ -33,26 +33,27 @@ class _RMSNorm(torch.autograd.Function):
     """Keeps x and one number a row for the backward, not the float32 intermediates."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, master: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, inverse)
         return weight * (wide * inverse).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         normed = x.float() * inverse
         wide = grad.float()
-        grad_weight = (wide * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        scaled = wide * weight.float()
-        grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        return grad_x.to(x.dtype), grad_weight, None
+        grad_master = (wide * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        scaled = wide.mul_(weight) if wide is not grad else wide * weight
+        grad_x = scaled.sub(normed * (scaled * normed).mean(-1, keepdim=True)).mul_(inverse)
+        return grad_x.to(x.dtype), grad_master, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, master: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """weight * round(x / sqrt(mean(x^2) + eps)), the mean over the last axis in float32 (Llama's and Qwen's order).
 
-    x: (..., H) contiguous; weight: (H,) of x's dtype. Returns x's shape and dtype.
+    x: (..., H) contiguous; master: (H,) float32 parameter that takes the weight's gradient unrounded, or None;
+    weight: (H,) of x's dtype, the values the forward uses. Returns x's shape and dtype.
     """
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, master, weight, eps)

@@ -16,6 +16,7 @@ from qarl_kernels.activation import quantize_activation_fp8, quantize_activation
 # 127 * 128 * 1024 < 2**24: partial sums of this many int8 products are integers that float32 holds exactly, so the
 # FP32 units compute the int32 accumulation without error, in any order.
 INT8_EXACT_K = 1024
+INT4_EXACT_K = 16_384  # 127 * 8 * 16,384 < 2**24
 
 
 def _matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -67,8 +68,8 @@ def w4a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = N
     """y = sum over groups of (qx_g @ codes_g^T) * s_w,g, in group order in fp32, times s_x; qx int8 per token.
 
     x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding int4 values; weight_scale: (N, K / group). Returns (M, N)
-    of x's dtype. Each group's product is exact (see INT8_EXACT_K; 8 * 127 * K < 2**24 for K <= 16,384), so only the
-    ordered sum over groups rounds.
+    of x's dtype. A group's product is exact up to INT4_EXACT_K features (longer ones are summed in parts of that size,
+    in order), so only the ordered sum over groups rounds.
     """
     qx, scale = quantize_activation_int8(x)
     qx = qx.float()
@@ -77,9 +78,8 @@ def w4a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = N
     weight_scale = weight_scale.float()
     acc = torch.zeros(x.shape[0], codes.shape[0], device=x.device)
     for g in range(groups):
-        part = torch.zeros_like(acc)
-        for start in range(g * size, (g + 1) * size, 16_384):
-            stop = min(start + 16_384, (g + 1) * size)
-            part += qx[:, start:stop] @ codes[:, start:stop].t()
-        acc += part * weight_scale[:, g]
+        first, last = g * size, (g + 1) * size
+        for start in range(first, last, INT4_EXACT_K):
+            stop = min(start + INT4_EXACT_K, last)
+            acc += (qx[:, start:stop] @ codes[:, start:stop].t()).mul_(weight_scale[:, g])
     return _epilogue(acc * scale, bias, x.dtype)

@@ -26,7 +26,7 @@ class OptimConfig(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
     warmup_steps: int = Field(
-        0, ge=0, description="Optimizer steps over which the learning rate rises linearly to its peak."
+        0, ge=0, description="Training steps over which the learning rate rises linearly to its peak."
     )
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak learning rate."

@@ -64,9 +64,7 @@ class AttentionContext:
     backward: Backward | None = None
 
 
-def sampler_context(
-    spans: list[Span], device: torch.device, caches: list[tuple[Tensor, Tensor]]
-) -> AttentionContext:
+def sampler_context(spans: list[Span], device: torch.device, caches: list[tuple[Tensor, Tensor]]) -> AttentionContext:
     """Attention of a packed batch over the sampler's KV cache."""
     return AttentionContext(torch.tensor(_slots(spans), device=device), _tiles(spans, device), caches)
 
@@ -156,8 +154,8 @@ def _backward(sequences: list[tuple[list[int], int]], device: torch.device) -> B
 def _write_and_attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: tuple[Tensor, Tensor],
                       scale: float, window: int | None) -> Tensor:  # fmt: skip
     page, offset = context.slots // PAGE, context.slots % PAGE
-    cache[0][page, :, offset] = k if context.sources is None else k[context.sources]
-    cache[1][page, :, offset] = v if context.sources is None else v[context.sources]
+    for pages, rows in zip(cache, (k, v), strict=True):
+        pages[page, :, offset] = (rows if context.sources is None else rows[context.sources]).to(pages.dtype)
     return paged_attention(q, *cache, context.tiles, scale, window)
 
 
@@ -167,7 +165,9 @@ class _LearnerAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.layout, ctx.scale, ctx.window = context.backward, scale, window
         shape = (context.fresh_pages, k.shape[1], PAGE, k.shape[2])
-        cache = (k.new_zeros(shape), v.new_zeros(shape))
+        # A page is read by many tiles, and the CPU's products are float32: convert once, here.
+        held = torch.float32 if k.device.type == "cpu" else k.dtype
+        cache = (k.new_zeros(shape, dtype=held), v.new_zeros(shape, dtype=held))
         return _write_and_attend(q, k, v, context, cache, scale, window)
 
     @staticmethod

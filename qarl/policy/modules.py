@@ -9,24 +9,14 @@ from __future__ import annotations
 import torch
 from qarl_kernels import pointwise
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
+from qarl.config.architecture import FAMILIES
 from qarl.errors import UserError
 
 
-class _RoundedParameter(torch.autograd.Function):
-    """The published value in the forward, the master in the backward."""
-
-    @staticmethod
-    def forward(ctx, master, value):
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.float(), None
-
-
 class RMSNorm(nn.Module):
-    """`qarl_kernels.pointwise.rms_norm` with a float32 master weight (H,)."""
+    """`qarl_kernels.pointwise.rms_norm` with a float32 master weight (H,); value: the weight as published."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -35,17 +25,21 @@ class RMSNorm(nn.Module):
         self.value: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = _RoundedParameter.apply(self.weight, self.value) if torch.is_grad_enabled() else self.value
-        return pointwise.rms_norm(x.contiguous(), weight, self.eps)
+        return pointwise.rms_norm(x.contiguous(), self.weight, self.value, self.eps)
 
 
 class SiLU(nn.Module):
+    """`qarl_kernels.pointwise.silu` as a module."""
+
     def forward(self, x: Tensor) -> Tensor:
         return pointwise.silu(x.contiguous())
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position, computed once, so that a position's values never depend on the batch."""
+    """cos and sin of every position, computed once, so that a position's values never depend on the batch.
+
+    cos, sin: (positions, D) of `dtype`, computed in float32 by the model's own module and rounded once.
+    """
 
     def __init__(self, rotary: nn.Module, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -60,34 +54,54 @@ class RotaryTable(nn.Module):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, master, value):
+    def forward(ctx, ids, master, value, padding_id):
         ctx.save_for_backward(ids)
-        ctx.shape = master.shape
+        ctx.rows, ctx.padding_id = master.shape[0], padding_id
         return value[ids]
 
     @staticmethod
     def backward(ctx, grad):
         (ids,) = ctx.saved_tensors
         wide = grad.float().reshape(-1, grad.shape[-1])
-        return None, torch.ops.aten.embedding_dense_backward(wide, ids.reshape(-1), ctx.shape[0], -1, False), None
+        summed = torch.ops.aten.embedding_dense_backward(wide, ids.reshape(-1), ctx.rows, ctx.padding_id, False)
+        return None, summed, None, None
 
 
 class Embedding(nn.Module):
-    """Token embedding: published values (V, H) in the compute dtype, float32 gradient to the master."""
+    """Token embedding: published values (V, H) in the compute dtype, float32 gradient to the master.
+
+    The padding token gets no gradient from its look-ups, as in `nn.Embedding`. Its row may be all zeros, and a norm's
+    gradient at a zero row is 1 / sqrt(eps) = 1000 times too large to be of use.
+    """
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.weight = embedding.weight
+        self.padding_id = -1 if embedding.padding_idx is None else embedding.padding_idx
         self.value: Tensor | None = None
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _Lookup.apply(ids, self.weight, self.value) if torch.is_grad_enabled() else self.value[ids]
+        return _Lookup.apply(ids, self.weight, self.value, self.padding_id)
+
+
+def check_family(config: PreTrainedConfig) -> None:
+    """Raise UserError unless the model is one whose every operation has a row-invariant twin here.
+
+    A family outside the list may scale or cap its scores or logits, which neither the attention nor the output layer
+    of the policy would do.
+    """
+    if config.model_type not in FAMILIES:
+        raise UserError(f"model.path: model type '{config.model_type}' is not supported; "
+                        f"use one of {', '.join(FAMILIES)}")  # fmt: skip
+    if config.hidden_act not in ("silu", "swish"):
+        raise UserError(f"model.path: activation '{config.hidden_act}' is not supported; use a model with silu")
 
 
 def replace_modules(model: nn.Module, positions: int, dtype: torch.dtype, device: torch.device) -> None:
     """Put the stand-ins in place, in `model`, and prove each norm's on random input.
 
-    Raises UserError naming the module when the model has a parameter outside what qarl can run exactly.
+    positions: rows of the rotary table. Raises UserError for a norm of another kind and for a rotary embedding that
+    changes with the length of the sequence.
     """
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
@@ -103,8 +117,10 @@ def replace_modules(model: nn.Module, positions: int, dtype: torch.dtype, device
             setattr(owner, leaf, SiLU())
         elif leaf == "rotary_emb":
             if module.rope_type in ("dynamic", "longrope"):
-                raise UserError(f"model.path: rope type '{module.rope_type}' changes with sequence length, which no "
-                                "batch-invariant forward can follow; use a model with default, linear, llama3 or yarn")  # fmt: skip
+                raise UserError(
+                    f"model.path: rope type '{module.rope_type}' changes with sequence length, which no "
+                    "batch-invariant forward can follow; use a model with default, linear, llama3 or yarn"
+                )
             setattr(owner, leaf, RotaryTable(module, positions, dtype, device))
 
 
@@ -113,5 +129,5 @@ def _prove_norm(name: str, original: nn.Module, norm: RMSNorm) -> None:
     norm.value = norm.weight.detach()
     with torch.no_grad():
         if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6):
-            raise UserError(f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; supported "
-                            "families are Llama, Mistral, Qwen2 and Qwen3")  # fmt: skip
+            raise UserError(f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; "
+                            f"use a model of {', '.join(FAMILIES)}")  # fmt: skip

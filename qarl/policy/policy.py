@@ -24,7 +24,7 @@ from qarl.policy.linear import (
     full_precision_operand,
     operand_of,
 )
-from qarl.policy.modules import Embedding, RMSNorm, replace_modules
+from qarl.policy.modules import Embedding, RMSNorm, check_family, replace_modules
 from qarl.publish.snapshot import PublishError, Snapshot
 
 
@@ -40,6 +40,7 @@ class Policy:
         self, model: PreTrainedModel, scheme: Scheme, quant: QuantConfig, dtype: torch.dtype, device: torch.device,
         max_length: int | None = None,
     ) -> None:  # fmt: skip
+        check_family(model.config)
         self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
         limit = model.config.max_position_embeddings
         if max_length is not None and max_length > limit:
@@ -105,10 +106,20 @@ class Policy:
                 weights[module] = weight
                 tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in weight.tensors.items()}
             else:
-                tensors[name] = master.detach().to(self.dtype, copy=True)
+                tensors[name] = self._rounded(name, master, version)
         self.version, self.current = version, Snapshot(version, tensors, weights)
         self._install_learner()
         return self.current
+
+    def _rounded(self, name: str, master: Tensor, version: int) -> Tensor:
+        value = master.detach().to(self.dtype, copy=True)
+        if not value.isfinite().all():
+            bad = value.isfinite().logical_not_().sum().item()
+            raise UserError(
+                f"quantize version {version}: {name}: {bad} of {value.numel()} values are NaN or infinite in "
+                f"{self.dtype}; go back to an earlier checkpoint or lower the learning rate"
+            )
+        return value
 
     def _install_learner(self) -> None:
         tensors = self.current.tensors
@@ -189,7 +200,8 @@ class Policy:
         """Log-probs of response tokens under the learner's forward, packed response after response.
 
         prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
-        its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once. Returns logp (T,) with gradient to the masters, and the entropy (T,) without, float32, in nats.
+        its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once.
+        Returns logp (T,) with gradient to the masters, and the entropy (T,) without, float32, in nats.
         """
         device = self.device
         groups: list[tuple[int, list[int]]] = []

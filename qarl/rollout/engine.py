@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from qarl_kernels.logprob import Truncation
@@ -18,13 +18,13 @@ class SamplingParams:
 
     n: responses per prompt. seed: of the random stream; a token's draw depends on (seed, prompt id, sample,
     position) and on nothing else. max_response_length: tokens, the stop token included. stop_token_ids: end a
-    response and belong to it. stop: strings that end a response; its text is cut before them.
+    response and belong to it. stop: strings that end a response; its text is cut before the first of them.
     """
 
     n: int
     seed: int
     max_response_length: int
-    truncation: Truncation = Truncation()
+    truncation: Truncation = field(default_factory=Truncation)
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -51,7 +51,12 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
     ) -> list[Rollout]:
-        """n responses to each prompt, in the order (prompt, sample). Raises PublishError if `version` is not held."""
+        """n responses to each prompt, in the order (prompt, sample).
+
+        A prompt id that occurs again continues its samples at n, 2n, ..., so that each occurrence has its own random
+        stream. progress: called after every step; what it raises ends the call and leaves the engine usable.
+        Raises PublishError if `version` is not held, UserError for what does not fit the context or the KV cache.
+        """
         ...
 
     def sleep(self) -> None:

@@ -33,9 +33,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.responses)
 
-    def tokens(self, index: int) -> int:
-        """Tokens of prompt and response together."""
-        return len(self.prompts[index]) + len(self.responses[index])
+    def forward_tokens(self, indices: list[int]) -> int:
+        """Tokens of one forward over `indices`: each response, and its prompt unless its left neighbour shares it."""
+        before = [None, *indices]
+        return sum(
+            len(self.responses[i]) + (0 if j is not None and self.groups[i] == self.groups[j] else len(self.prompts[i]))
+            for j, i in zip(before, indices, strict=False)
+        )
 
     def segments(self, indices: list[int], device: torch.device) -> Segments:
         return Segments.from_lengths([len(self.responses[i]) for i in indices], device)
@@ -48,9 +52,13 @@ class Batch:
 def build_batch(
     prompts: list[Prompt], rollouts: list[Rollout], rewards: list[float], advantage: AdvantageKind
 ) -> Batch:
-    """Rollouts (n for each prompt, in order) and their rewards -> a `Batch` with advantages over each prompt's group."""
-    by_group = [p for p in prompts for _ in range(len(rollouts) // len(prompts))]
-    groups = [i for i in range(len(prompts)) for _ in range(len(rollouts) // len(prompts))]
+    """Rollouts (n for each prompt, in order) and their rewards -> a `Batch` with advantages over each prompt's group.
+
+    A prompt that was dealt twice in the step is two groups.
+    """
+    n = len(rollouts) // len(prompts)
+    by_group = [p for p in prompts for _ in range(n)]
+    groups = [i for i in range(len(prompts)) for _ in range(n)]
     assert [p.id for p in by_group] == [r.prompt_id for r in rollouts], "rollouts are not in the order of the prompts"
     return Batch(
         prompts=[p.token_ids for p in by_group],
@@ -83,16 +91,18 @@ def micro_batches(batch: Batch, indices: list[int], max_tokens: int) -> list[lis
 
     Responses to one prompt stay side by side, and groups of similar length come together.
     """
-    longest = {g: max(len(batch.responses[i]) for i in indices if batch.groups[i] == g) + len(batch.prompts[j])
-               for j, g in ((i, batch.groups[i]) for i in indices)}  # fmt: skip
+    longest: dict[int, int] = {}  # of each group, prompt and longest response
+    for i in indices:
+        group = batch.groups[i]
+        longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
     parts: list[list[int]] = []
     used = 0
-    for index in sorted(indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i)):
-        shared = bool(parts) and batch.groups[parts[-1][-1]] == batch.groups[index]
-        cost = len(batch.responses[index]) + (0 if shared else len(batch.prompts[index]))
+    for i in sorted(indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i)):
+        shares = bool(parts) and batch.groups[parts[-1][-1]] == batch.groups[i]
+        cost = len(batch.responses[i]) + (0 if shares else len(batch.prompts[i]))
         if not parts or used + cost > max_tokens:
             parts.append([])
-            used, cost = 0, batch.tokens(index)
-        parts[-1].append(index)
+            used, cost = 0, batch.forward_tokens([i])
+        parts[-1].append(i)
         used += cost
     return parts

@@ -7,10 +7,6 @@
 
 A save goes into `.tmp-000010-<pid>-<host>`, every file and then the directory is fsynced, and one rename makes it
 visible. So a directory named by digits is complete, and the digests tell whether it still is.
-
-The tensors are written here in the safetensors layout (https://github.com/huggingface/safetensors#format) rather
-than by `safetensors.torch.save_file`: bytes are hashed as they go out, tensors that are not contiguous or live on a
-device are copied one at a time instead of all at once, and a full disk arrives as an OSError with its errno.
 """
 
 from __future__ import annotations
@@ -22,28 +18,21 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.training.rundir import disk_errors, free_bytes, fsync_directory
+from qarl.training.disk import disk_errors, free_bytes, fsync_directory
+from qarl.training.tensorfile import safetensors_chunks, write_file
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 4 * 2**30
-CHUNK_BYTES = 16 * 2**20
-
-DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 _CHECKPOINT_NAME = re.compile(r"\d{6,}")
 _LEFTOVER_NAME = re.compile(r"\.(tmp|old)-(\d+)-(\d+)-(.+)")
@@ -245,11 +234,11 @@ def _write_checkpoint(directory: Path, step: int, tensors: dict[str, dict[str, T
         names = [f"{group}-{i:05d}.safetensors" for i in range(1, len(shards) + 1)]
         groups[group] = names if len(shards) > 1 else [f"{group}.safetensors"]
         for name, shard in zip(groups[group], shards, strict=True):
-            files[name] = _write(directory / name, _safetensors_chunks(shard))
-    files["state.json"] = _write(directory / "state.json", [state_json])
+            files[name] = write_file(directory / name, safetensors_chunks(shard))
+    files["state.json"] = write_file(directory / "state.json", [state_json])
     manifest = {"format_version": FORMAT_VERSION, "step": step, "groups": groups, "files": files}
     manifest["sha256"] = _manifest_digest(manifest)
-    _write(directory / "manifest.json", [json.dumps(manifest, indent=1).encode()])
+    write_file(directory / "manifest.json", [json.dumps(manifest, indent=1).encode()])
     fsync_directory(directory)
 
 
@@ -263,36 +252,6 @@ def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         shards[-1][name] = tensor
         size += tensor.nbytes
     return shards
-
-
-def _safetensors_chunks(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
-    # Widest dtype first, as the library orders them: every tensor then starts at a multiple of its item size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in names:
-        start, end = end, end + tensors[name].nbytes
-        dtype = DTYPE_NAMES[tensors[name].dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little") + encoded
-    for name in names:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        for start in range(0, flat.size, CHUNK_BYTES):
-            yield memoryview(flat[start : start + CHUNK_BYTES])
-
-
-def _write(path: Path, chunks: Iterable[memoryview | bytes]) -> dict[str, Any]:
-    """Write and fsync a new file; returns its manifest entry."""
-    digest = hashlib.sha256()
-    with open(path, "xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:

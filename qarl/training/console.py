@@ -115,26 +115,26 @@ class RunConsole:
     def warn(self, text: str) -> None:
         self._print(Text(f"warning: {visible(text)}", style="yellow"))
 
-    def summary(self, run_dir: Path, history: list[dict[str, Any]], next_commands: list[str]) -> None:
+    def summary(self, run_dir: Path, history: list[dict[str, Any]], next_commands: list[tuple[str, str]]) -> None:
         """Print where the run is, what was learned (first against last quarter of `history`), and what to do next.
 
-        history: the records of metrics.jsonl, oldest first.
+        history: the records of metrics.jsonl, oldest first. next_commands: (what for, command).
         """
         lines = [f"run: {run_dir}"]
         if history:
-            lines[0] += f" ({history[-1]['step']} steps)"
+            minutes = sum(record.get("time/step_s") or 0.0 for record in history) / 60
+            lines[0] += f" ({history[-1]['step']} steps in {minutes:.1f} minutes)"
+            quarter = max(1, len(history) // 4)
+            span = "step" if quarter == 1 else f"{quarter} steps"
             for name in ("reward/mean", "response/length_mean"):
-                values = [record[name] for record in history if record.get(name) is not None]
-                if values:
-                    quarter = max(1, len(values) // 4)
-                    first, last = sum(values[:quarter]) / quarter, sum(values[-quarter:]) / quarter
-                    lines.append(f"{name}: {_format(first)} in the first quarter, {_format(last)} in the last")
-            gaps = [record["mismatch/delta_abs_max"] for record in history if "mismatch/delta_abs_max" in record]
-            if gaps:
-                worst = None if None in gaps else max(gaps)  # null in the file: not finite
-                lines.append(f"mismatch/delta_abs_max: {_format(worst)} at most")
-        lines += ["next:", *(f"  {command}" for command in next_commands)] if next_commands else []
-        for line in lines:
+                first, last = _mean(history[:quarter], name), _mean(history[-quarter:], name)
+                lines.append(f"{name}: {_format(first)} over the first {span}, {_format(last)} over the last")
+            gaps = [record.get("mismatch/delta_abs_max") for record in history]
+            worst = None if None in gaps else max(gaps)  # null in the file: not finite
+            equal = ": learner and sampler are bit-equal" if worst == 0 else ""
+            lines.append(f"mismatch/delta_abs_max: {_format(worst)} at most{equal}")
+        width = max((len(purpose) for purpose, _ in next_commands), default=0)
+        for line in [*lines, *(f"{purpose:{width}}  {command}" for purpose, command in next_commands)]:
             self.message(line)
 
     def _step_text(self, step: int) -> str:
@@ -178,6 +178,11 @@ def _clip(text: str, tail: bool = False) -> str:
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return "..." + text[-SHOWN_CHARACTERS:] if tail else text[:SHOWN_CHARACTERS] + "..."
+
+
+def _mean(records: list[dict[str, Any]], name: str) -> float | None:
+    values = [record[name] for record in records if record.get(name) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _format(value: Any) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 
-class Interrupted(Exception):
-    """Raised at a safe point after a signal; `exit_code` is the shell's, 128 + the signal."""
+class Interrupted(BaseException):
+    """Raised after a signal; `exit_code` is the shell's, 128 + the signal.
+
+    Like KeyboardInterrupt no Exception, so that a library's broad `except` does not swallow it.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -15,14 +19,16 @@ class Interrupted(Exception):
 
 
 class InterruptGuard:
-    """While entered, the first SIGINT or SIGTERM is only noted; `check` raises `Interrupted` where stopping is safe.
+    """While entered, SIGINT and SIGTERM raise `Interrupted` where the program is: there is nothing to save yet.
 
-    A second SIGINT raises KeyboardInterrupt wherever the program is. say: gets one line at the first signal.
+    After `defer` the first one is only noted; `check` raises `Interrupted` where stopping is safe, and a second SIGINT
+    raises KeyboardInterrupt wherever the program is. say: gets one line at the first signal.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self.signum: int | None = None
+        self._deferred = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> InterruptGuard:
@@ -34,12 +40,20 @@ class InterruptGuard:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
+    def defer(self) -> None:
+        """From now on the run has something to lose: stop at `check` only."""
+        self._deferred = True
+
     def _note(self, signum: int, frame: object) -> None:
-        if self.signum is not None and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.signum is None:
-            self.signum = signum
-            self.say(f"{signal.Signals(signum).name}: saving a checkpoint at the next safe point; Ctrl-C stops at once")
+        if self.signum is not None:
+            if signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.signum = signum
+        if not self._deferred:
+            raise Interrupted(signum)
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
+            self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops at once, unsaved")
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal came."""

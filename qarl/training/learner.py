@@ -1,4 +1,5 @@
-"""The learner: log-probs on the policy's own low-bit tensors, gradients to the FP32 masters, one quantization a step."""
+"""The learner: log-probs on the policy's own low-bit tensors, gradients to the FP32 masters, one quantization
+a step."""
 
 from __future__ import annotations
 
@@ -46,37 +47,43 @@ class Learner:
         self.objective = build_objective(config.objective, config.correction)
         self.skipped_in_a_row = 0
 
+    def forwards(self, responses: int) -> int:
+        """Responses run by `learn` for a batch of this many: once an epoch, and for `logp_old` but the first part."""
+        return responses * (self.config.train.epochs + 1) - min(self.config.minibatch_size, responses)
+
     def learn(self, batch: Batch, step: int, advance: Advance) -> dict[str, float]:
         """All optimizer steps on one batch. Fills `batch.logp_old`; returns the learner's metrics.
 
         `logp_old` is the learner at the rollout's snapshot. Before the first optimizer step the current parameters
         *are* that snapshot, so the first minibatch takes it from its own training forward; the rest is recomputed
-        beforehand. advance(n): called as n responses are done.
+        beforehand. A minibatch whose advantages are all 0 makes no optimizer step. advance(n): called as n of the
+        `forwards` are done.
         """
         train = self.config.train
         total = _Totals()
-        self.optimizer.set_lr(lr_at(step, train.steps, self.config.optim))
+        lr_factor = lr_at(step, train.steps, self.config.optim)
+        self.optimizer.set_lr(lr_factor)
         for epoch in range(train.epochs):
             parts = minibatches(batch.groups, self.config.minibatch_size, train.seed, step, epoch)
             if epoch == 0:
-                self._recompute([i for part in parts[1:] for i in part], batch, total)
+                self._recompute([i for part in parts[1:] for i in part], batch, total, advance)
             for indices in parts:
                 self._optimizer_step(indices, batch, total, advance)
-        self.optimizer.zero_grad()
         metrics = finish_stats(total.stats)
         steps = train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
+        measured = steps - total.skipped
         metrics["policy/loss"] = total.loss / steps
-        metrics["policy/entropy"] = total.entropy / max(total.entropy_tokens, 1)
-        metrics["policy/grad_norm"] = sum(total.grad_norms) / steps
+        metrics["policy/entropy"] = total.entropy / total.entropy_tokens
+        metrics["policy/grad_norm"] = sum(total.grad_norms) / measured if measured else math.nan
         metrics["policy/skipped_steps"] = float(total.skipped)
         metrics["policy/zero_advantage_frac"] = float((batch.advantages == 0).float().mean())
         metrics["policy/version"] = float(self.policy.version)
-        metrics["optim/lr"] = lr_at(step, train.steps, self.config.optim) * self.config.optim.lr
+        metrics["optim/lr"] = lr_factor * self.config.optim.lr
         metrics["learner_tokens"] = float(total.tokens)
         return metrics
 
     def _logprobs(self, indices: list[int], batch: Batch, total: _Totals) -> tuple[Tensor, Tensor]:
-        total.tokens += sum(batch.tokens(i) for i in indices)
+        total.tokens += batch.forward_tokens(indices)
         return self.policy.logprobs(
             [batch.prompts[i] for i in indices], [batch.responses[i] for i in indices], self.truncation,
             self.config.train.logprob_chunk,
@@ -90,15 +97,15 @@ class Learner:
         total.entropy_tokens += entropy.numel()
 
     @torch.no_grad()
-    def _recompute(self, indices: list[int], batch: Batch, total: _Totals) -> None:
+    def _recompute(self, indices: list[int], batch: Batch, total: _Totals, advance: Advance) -> None:
         for part in micro_batches(batch, indices, self.config.train.micro_batch_tokens):
             self._keep_old(part, batch, *self._logprobs(part, batch, total), total)
+            advance(len(part))
 
     def _optimizer_step(self, indices: list[int], batch: Batch, total: _Totals, advance: Advance) -> None:
         totals = Totals(
             len(indices), sum(len(batch.responses[i]) for i in indices), self.config.rollout.max_response_length
         )
-        self.optimizer.zero_grad()
         # A response with advantage 0 gives exactly no gradient, so it needs no backward.
         live = [i for i in indices if batch.advantages[i] != 0]
         idle = [i for i in indices if batch.advantages[i] == 0]
@@ -112,6 +119,7 @@ class Learner:
                 advance(len(part))
         if live:
             self._update(total)
+            self.optimizer.zero_grad()
 
     def _loss(self, part: list[int], batch: Batch, totals: Totals, total: _Totals) -> Tensor:
         device = self.policy.device

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qarl.config import Config
 from qarl.diagnostics.mismatch import mismatch_metrics
+from qarl.errors import UserError
 from qarl.objectives import Segments
+from qarl.rewards import RewardResult
 from qarl.training.batch import Batch, build_batch
 from qarl.training.checkpoint import CheckpointStore
 from qarl.training.console import RunConsole
@@ -21,6 +24,7 @@ from qarl.training.metrics import (
     reward_metrics,
     rollout_rows,
 )
+from qarl.training.noise import quiet_libraries, rewards_logged
 from qarl.training.recorder import Recorder, read_metrics
 from qarl.training.rundir import RunDirectory
 from qarl.training.setup import Run, build_run
@@ -31,20 +35,23 @@ from qarl.types import Prompt, Rollout
 def train(config: Config) -> int:
     """Run `config` to its last step. Returns the exit code: 0 done, 130 or 143 stopped by a signal with a checkpoint.
 
-    Raises UserError for whatever the user can fix; steps finished before it are in the run directory.
+    Raises UserError for whatever the user can fix. Refused before its first step, a new run leaves no directory;
+    later, the steps finished before it are in the run directory.
     """
     console = RunConsole(config.logging.console, config.train.steps)
-    with console, InterruptGuard(console.warn) as guard:
-        run = build_run(config, console)
+    with console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
         try:
             with RunDirectory.open(config, config.checkpoint.resume) as directory:
-                for change in directory.environment_changes:
-                    console.warn(change)
-                code = Loop(config, run, directory, console, guard).run_all()
-        except Interrupted as stop:  # before the first step: there is nothing to save
+                rewards_log = directory.path / "rewards.log"
+                run = build_run(config, console, rewards_log)
+                try:
+                    with rewards_logged(rewards_log):
+                        code = Loop(config, run, directory, console, guard).run_all()
+                finally:
+                    run.close()
+        except Interrupted as stop:
+            console.message("stopped before a step of this start: nothing to save, the same command starts again")
             return stop.exit_code
-        finally:
-            run.close()
     if code == 0:
         console.summary(config.run_dir, read_metrics(config.run_dir / "metrics.jsonl"), next_commands(config))
     return code
@@ -56,59 +63,84 @@ class Loop:
     def __init__(
         self, config: Config, run: Run, directory: RunDirectory, console: RunConsole, guard: InterruptGuard
     ) -> None:
-        self.config, self.run, self.console, self.guard = config, run, console, guard
-        self.path = directory.path
+        self.config, self.run, self.directory, self.console, self.guard = config, run, directory, console, guard
         self.store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last)
-        self.saved_step: int | None = None
+        self.saved_step = 0  # of a new run there is nothing to save before its first step
 
     def run_all(self) -> int:
         """All steps that are left. Returns the exit code."""
         config, run = self.config, self.run
         step = self._resume()
         run.engine.publish(run.policy.current)
-        with Recorder(self.path, config.logging, config.model_dump(mode="json"), self.console.warn) as recorder:
+        with Recorder(
+            self.directory.path, config.logging, config.model_dump(mode="json"), self.console.warn
+        ) as recorder:
+            for change in self.directory.begin():
+                self.console.warn(f"since the last start {change}")
             recorder.truncate(step)
+            self.guard.defer()
             position = run.stream.state()
-            try:
-                while step < config.train.steps:
-                    self.guard.check()
-                    metrics, rows = self.step(step)
-                    step += 1
-                    recorder.log(step, metrics)
-                    if recorder.rollouts_due(step):
-                        recorder.rollouts(step, rows)
-                        self.console.samples(step, rows)
-                    self.console.step(step, metrics)
-                    position = run.stream.state()
-                    if step % config.checkpoint.every == 0:
-                        self._save(step, position)
-            except Interrupted as stop:
-                self._save(step, position)
-                self.console.message(f"stopped after step {step}, saved; the same command goes on from there")
-                return stop.exit_code
+            while step < config.train.steps:
+                try:
+                    prompts, rollouts, scores = self.draw(step)
+                    metrics, rows = self.learn(step, prompts, rollouts, scores)
+                except Interrupted as stop:
+                    self._save(step, position)
+                    self.console.message(f"stopped after step {step}, saved; {self._how_to_go_on()} goes on from there")
+                    return stop.exit_code
+                step += 1
+                position = run.stream.state()
+                recorder.log(step, metrics)
+                if recorder.rollouts_due(step):
+                    recorder.rollouts(step, rows)
+                    self.console.samples(step, rows)
+                self.console.step(step, metrics)
+                if step % config.checkpoint.every == 0:
+                    self._save(step, position)
             if config.checkpoint.save_final:
                 self._save(step, position)
         return 0
 
-    def step(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """One RL step: sample, score, learn, publish. Returns its metrics and a record of each response.
+    def draw(self, step: int) -> tuple[list[Prompt], list[Rollout], RewardResult]:
+        """Sample and score: the first half of an RL step, which changes nothing but the data position.
 
-        Until learning starts only the data position has moved, so a signal may end the step there (`Interrupted`).
+        So a signal may end it anywhere (`Interrupted`), and a reward that is out of order loses no finished step.
         """
-        config, run, clock = self.config, self.run, Clock()
-
+        config, run = self.config, self.run
+        position = run.stream.state()
+        self.clock = Clock()
+        self.guard.check()
         prompts = run.stream.next(config.train.prompts_per_step)
         rollouts = self._sample(prompts, step)
-        clock.lap("rollout")
-        scores = self._score(prompts, rollouts)
-        clock.lap("reward")
+        self.clock.lap("rollout")
+        try:
+            scores = self._score(prompts, rollouts)
+        except UserError:
+            self._save(step, position)
+            raise
+        self.clock.lap("reward")
         self.guard.check()
+        return prompts, rollouts, scores
 
+    def learn(
+        self, step: int, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Learn and publish: the second half. Returns the step's metrics and a record of each response.
+
+        Until the first optimizer step the policy is what it was, and a signal may end the step (`Interrupted`).
+        """
+        config, run, clock = self.config, self.run, self.clock
         batch = build_batch(prompts, rollouts, scores.total, config.objective.advantage)
-        published = run.policy.current
+        published, skipped = run.policy.current, run.learner.skipped_in_a_row
         run.engine.sleep()
-        with self.console.phase("learner", len(batch) * config.train.epochs) as advance:
-            learned = run.learner.learn(batch, step, advance)
+        with self.console.phase("learner", run.learner.forwards(len(batch))) as advance:
+
+            def progress(responses: int) -> None:
+                advance(responses)
+                if run.policy.version == published.version and run.learner.skipped_in_a_row == skipped:
+                    self.guard.check()
+
+            learned = run.learner.learn(batch, step, progress)
         run.engine.wake()
         clock.lap("learner")
 
@@ -135,7 +167,7 @@ class Loop:
 
             return run.engine.generate(prompts, sampling, run.policy.version, progress)
 
-    def _score(self, prompts: list[Prompt], rollouts: list[Rollout]):
+    def _score(self, prompts: list[Prompt], rollouts: list[Rollout]) -> RewardResult:
         by_response = [p for p in prompts for _ in range(self.config.rollout.n)]
         columns = {name: [p.columns[name] for p in by_response] for name in prompts[0].columns}
         with self.console.phase("rewards"):
@@ -143,7 +175,7 @@ class Loop:
         for message in scores.messages[:3]:
             self.console.warn(message)
         if len(scores.messages) > 3:
-            self.console.warn(f"and {len(scores.messages) - 3} more failed rewards in this step")
+            self.console.warn(f"and {len(scores.messages) - 3} more failed rewards in this step, see rewards.log")
         return scores
 
     def _resume(self) -> int:
@@ -154,14 +186,19 @@ class Loop:
             found = self.store.latest_valid(self.console.warn)
         elif choice != "never":
             found = self.store.load(Path(choice))
-        start = found.step if found else 0
-        for step in self.store.discard_after(start):
+        if found is None:
+            return 0
+        restore(self.run, found)
+        for step in self.store.discard_after(found.step):
             self.console.warn(f"checkpoint {step} is later than the one resumed from, and was removed")
-        if found is not None:
-            restore(self.run, found)
-            self.console.message(f"resumed from {found.path} (step {start})")
-            self.saved_step = start
-        return start
+        if found.path == self.store.path(found.step).resolve():  # and not that of another run
+            self.saved_step = found.step
+        self.console.message(f"resumed from {found.path} (step {found.step})")
+        return found.step
+
+    def _how_to_go_on(self) -> str:
+        same = "the same command"
+        return same if self.config.checkpoint.resume == "auto" else f"{same} with checkpoint.resume=auto"
 
     def _save(self, step: int, position: dict[str, Any]) -> None:
         if step == self.saved_step:
@@ -181,9 +218,15 @@ def mismatch_of(batch: Batch) -> dict[str, float]:
     )
 
 
-def next_commands(config: Config) -> list[str]:
-    """What a user may want to do with a finished run."""
-    commands = [f"head {config.run_dir}/rollouts/*.jsonl"]
+def next_commands(config: Config) -> list[tuple[str, str]]:
+    """What a user may want to do with a finished run: (what for, command)."""
+    directory = shlex.quote(str(config.run_dir))
+    commands = []
+    last = config.train.steps - config.train.steps % config.logging.rollouts_every
+    if last:
+        answers = f"{directory}/rollouts/{last:06d}.jsonl"
+        commands.append(("to read its answers:", f"python -m json.tool --json-lines {answers}"))
     if config.logging.tensorboard:
-        commands.append(f"tensorboard --logdir {config.run_dir}/tensorboard")
-    return [*commands, f"qarl train {config.run_dir}/config.yaml train.steps={2 * config.train.steps}"]
+        commands.append(("to see its curves:", f"tensorboard --logdir {directory}/tensorboard"))
+    more = f"qarl train {directory}/config.yaml train.steps={2 * config.train.steps}"
+    return [*commands, ("to train it further:", more)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from qarl_formats.quantize import codes_changed
 
@@ -30,7 +32,7 @@ class Clock:
         self._last = now
 
     def metrics(self, rollout_tokens: int, learner_tokens: float) -> dict[str, float]:
-        """rollout_tokens: sampled in this step. learner_tokens: prompt and response tokens run by the learner."""
+        """rollout_tokens: sampled in this step. learner_tokens: run by the learner, see `Batch.forward_tokens`."""
         named = {f"time/{phase}_s": seconds for phase, seconds in self.laps.items()}
         return {
             "time/step_s": time.perf_counter() - self._start,
@@ -70,16 +72,12 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most this process has held: device memory on a GPU, resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    memory = psutil.Process().memory_info()
-    return max(memory.rss, _peak_rss()) / 2**30
-
-
-def _peak_rss() -> int:
-    import resource
-    import sys
-
+    status = Path("/proc/self/status")  # not getrusage: its peak survives exec, so a large parent's would show
+    if status.exists():
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def rollout_rows(

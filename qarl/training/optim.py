@@ -170,7 +170,9 @@ def _parameters(part: torch.optim.Optimizer) -> list[Parameter]:
 
 
 def lr_at(step: int, total_steps: int, optim_cfg: OptimOptions) -> float:
-    """The learning rate's factor at optimizer step `step`, counted from 0, of `total_steps`.
+    """The learning rate's factor at training step `step`, counted from 0, of `total_steps` training steps.
+
+    All optimizer steps of a training step share it.
 
     Warm-up rises linearly to 1 at its last step, (step + 1) / warmup_steps, so the first step is never lost. Then the
     schedule: `constant` 1; `linear` and `cosine` from 1 down to min_lr_ratio, which the step after the last would have.

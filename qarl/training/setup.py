@@ -1,9 +1,11 @@
-"""Everything a run needs before its first step, built in an order that refuses bad input before it writes anything."""
+"""Everything a run needs before its first step; what is likely to be refused comes before what takes long."""
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer
+from qarl.training.trackers import require_trackers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -59,18 +62,29 @@ def set_determinism(config: Config) -> None:
     torch.manual_seed(seed)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    # Filling every new tensor with NaN costs a pass over it; nothing here reads memory it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def build_run(config: Config, console: RunConsole) -> Run:
-    """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit."""
-    device = pick_device(config.model.device)
+def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
+    """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit.
+
+    rewards_log: gets what the reward functions print.
+    """
     set_determinism(config)
+    device = pick_device(config.model.device)
+    require_trackers(config.logging)
     if device.type == "cpu":
         keep_freed_memory()
     with console.phase("tokenizer and data"):
         tokenizer = load_tokenizer(config.model)
-        limit = load_model_config(config.model).max_position_embeddings
+        limit = getattr(load_model_config(config.model), "max_position_embeddings", None)
+        if limit is None:
+            raise UserError(f"model.path: '{config.model.path}' does not say its max_position_embeddings; supported "
+                            "families are Llama, Mistral, Qwen2 and Qwen3")  # fmt: skip
         context = min(config.model.max_length or limit, limit)
         prompts, report = build_prompts(config.data, tokenizer, context, config.rollout.max_response_length)
     console.message(report.summary())
@@ -78,7 +92,7 @@ def build_run(config: Config, console: RunConsole) -> Run:
         raise UserError(f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
                         "prompts of the data; lower it or give more data")  # fmt: skip
     with console.phase("reward workers"):
-        rewards = RewardPool(config.reward, columns=prompts[0].columns.keys())
+        rewards = RewardPool(config.reward, prompts[0].columns.keys(), rewards_log)
     try:
         with console.phase("model"):
             model = load_model(config.model)

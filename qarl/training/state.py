@@ -41,17 +41,22 @@ def restore(run: Run, checkpoint: Checkpoint) -> None:
         odd = sorted(masters.keys() ^ parameters.keys())[0]
         raise UserError(f"{checkpoint.path}: made for another model ('{odd}' is in one of the two only)")
     for name, parameter in parameters.items():
+        if masters[name].shape != parameter.shape:
+            raise UserError(f"{checkpoint.path}: made for another model ('{name}' has shape "
+                            f"{list(masters[name].shape)} there, {list(parameter.shape)} here)")  # fmt: skip
+    run.stream.load_state(checkpoint.state["data"])
+    for name, parameter in parameters.items():
         parameter.copy_(masters[name])
     try:
         run.optimizer.load_state_tensors(checkpoint.tensors.get("optimizer", {}), checkpoint.state["optimizer"])
     except ValueError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
-    run.stream.load_state(checkpoint.state["data"])
     run.learner.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
     run.policy.refresh(checkpoint.state["version"])
     if snapshot_digest(run.policy.current) != checkpoint.state["snapshot_sha256"]:
         raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
-                        "resume with the package versions in environment.json, or start another train.run_dir")  # fmt: skip
+                        "resume with that run's quant section and the package versions in its environment.json, "
+                        "or choose another train.run_dir")  # fmt: skip
 
 
 def snapshot_digest(snapshot: Snapshot) -> str:

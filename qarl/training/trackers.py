@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from qarl.errors import UserError
-from qarl.training.rundir import atomic_write_text, disk_errors
+from qarl.training.disk import atomic_write_text, disk_errors
 
 
 class Tracker(Protocol):
@@ -39,6 +39,13 @@ def build_trackers(run_dir: Path, logging: Any, config: dict[str, Any] | None) -
     if logging.trackio is not None:
         trackers.append(Trackio(run_dir, logging.trackio, config))
     return trackers
+
+
+def require_trackers(logging: Any) -> None:
+    """Raise UserError if the `logging` section asks for a package that is not there. Starts none of them."""
+    for name in ("tensorboard", "wandb", "trackio"):
+        if getattr(logging, name):
+            _import(name, name)
 
 
 def _import(module: str, key: str) -> ModuleType:

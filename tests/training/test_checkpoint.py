@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from qarl.errors import UserError
 from qarl.training import checkpoint as module
+from qarl.training import tensorfile
 from qarl.training.checkpoint import CheckpointDamaged, CheckpointStore
 
 
@@ -54,7 +55,7 @@ def fail_disk_after(monkeypatch: pytest.MonkeyPatch, files: int, code: int) -> N
 
 
 def test_every_dtype_shape_and_layout_comes_back_bit_equal(tmp_path):
-    dtypes = list(module.DTYPE_NAMES)
+    dtypes = list(tensorfile.DTYPE_NAMES)
     tensors = {str(dtype): torch.randn(3, 5).mul(50).to(dtype) for dtype in dtypes}
     tensors["transposed"] = torch.randn(7, 4).t()
     tensors["strided"] = torch.randn(40)[::3]
@@ -86,7 +87,7 @@ def test_state_comes_back_equal(tmp_path):
 
 def test_a_group_above_the_shard_size_is_split_and_joined(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 96)
+    monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 96)
     tensors = {f"t{i}": torch.randn(100) for i in range(7)}
     path = store(tmp_path).save(1, {"masters": tensors}, {})
     assert sorted(p.name for p in path.glob("*.safetensors")) == [f"masters-{i:05d}.safetensors" for i in range(1, 5)]

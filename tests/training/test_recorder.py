@@ -269,7 +269,7 @@ def test_none_prints_nothing(tmp_path):
         console.step(1, {"reward/mean": 1.0})
         console.samples(1, [{"completion": "x"}])
         console.warn("w")
-        console.summary(tmp_path, [], ["qarl export"])
+        console.summary(tmp_path, [], [("go on", "qarl export")])
     assert stream.getvalue() == ""
 
 
@@ -292,13 +292,15 @@ def test_a_closed_pipe_silences_the_console():
 
 def test_the_summary_compares_the_first_quarter_with_the_last(tmp_path):
     console, stream = shown("plain")
-    history = [{"step": i, "reward/mean": float(i), "mismatch/delta_abs_max": 0.0} for i in range(1, 9)]
-    history[3]["reward/mean"] = None
-    console.summary(tmp_path, history, ["tensorboard --logdir runs/demo"])
+    same = {"response/length_mean": 5.0, "mismatch/delta_abs_max": 0.0, "time/step_s": 3.0}
+    history = [{"step": i, "reward/mean": float(i), **same} for i in range(1, 9)]
+    history[1]["reward/mean"] = None
+    console.summary(tmp_path, history, [("to see it:", "tensorboard"), ("to go on:", "qarl train")])
     assert stream.getvalue().splitlines() == [
-        f"run: {tmp_path} (8 steps)",
-        "reward/mean: 1 in the first quarter, 8 in the last",
-        "mismatch/delta_abs_max: 0 at most",
-        "next:",
-        "  tensorboard --logdir runs/demo",
+        f"run: {tmp_path} (8 steps in 0.4 minutes)",
+        "reward/mean: 1 over the first 2 steps, 7.5 over the last",
+        "response/length_mean: 5 over the first 2 steps, 5 over the last",
+        "mismatch/delta_abs_max: 0 at most: learner and sampler are bit-equal",
+        "to see it:  tensorboard",
+        "to go on:   qarl train",
     ]

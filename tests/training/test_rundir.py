@@ -15,7 +15,8 @@ import pytest
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.training import rundir as module
-from qarl.training.rundir import RunDirectory, atomic_write_text, config_difference
+from qarl.training.disk import atomic_write_text
+from qarl.training.rundir import RunDirectory, config_difference
 
 
 @pytest.fixture
@@ -34,6 +35,13 @@ def make(tmp_path):
     return make
 
 
+def run_once(config: Config, resume: str = "auto") -> None:
+    """Leave what a run of at least one step leaves."""
+    with RunDirectory.open(config, resume) as run:
+        run.begin()
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
 def snapshot(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
@@ -41,20 +49,38 @@ def snapshot(path: Path) -> dict[str, bytes]:
 def test_a_new_directory_holds_config_and_environment(make):
     config = make(optim={"lr": 1e-6})
     with RunDirectory.open(config, "auto") as run:
-        assert not run.resumed and run.environment_changes == []
+        assert run.begin() == []
         assert (run.path / "config.yaml").read_text() == config.to_yaml()
         environment = json.loads((run.path / "environment.json").read_text())
         assert environment["packages"]["torch"] and environment["seed"] == 0 and environment["threads"] >= 1
-        assert {p.name for p in run.path.iterdir()} == {
-            ".lock", "config.yaml", "environment.json", "rollouts", "checkpoints",
-        }  # fmt: skip
+    assert {p.name for p in run.path.iterdir()} == {".lock", "config.yaml", "environment.json"}
+
+
+def test_a_new_directory_in_which_nothing_began_is_removed_with_its_new_parents(make, tmp_path):
+    with RunDirectory.open(make(), "auto") as run:
+        (run.path / "rewards.log").write_text("")
+        (run.path / "checkpoints").mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_was_there_stays_though_nothing_began(make, tmp_path):
+    make().run_dir.mkdir(parents=True)
+    RunDirectory.open(make(), "auto").close()
+    assert make().run_dir.is_dir()
+
+
+def test_nothing_is_written_before_the_run_begins(make):
+    run_once(make())
+    before = snapshot(make().run_dir)
+    RunDirectory.open(make(train={"steps": 99}), "auto").close()
+    after = snapshot(make().run_dir)
+    assert before.pop(".lock") and after.pop(".lock") and before == after
 
 
 @pytest.mark.parametrize("resume", ["auto", "some/checkpoint"])
 def test_the_same_configuration_is_resumed(make, resume):
-    RunDirectory.open(make(), "auto").close()
-    with RunDirectory.open(make(), resume) as run:
-        assert run.resumed
+    run_once(make())
+    run_once(make(), resume)
 
 
 @pytest.mark.parametrize(
@@ -66,22 +92,22 @@ def test_the_same_configuration_is_resumed(make, resume):
     ],
 )
 def test_keys_that_change_no_step_may_differ_and_are_stored(make, sections):
-    RunDirectory.open(make(), "auto").close()
+    run_once(make())
     config = make(**sections)
     with RunDirectory.open(config, "auto") as run:
+        run.begin()
         assert (run.path / "config.yaml").read_text() == config.to_yaml()
 
 
 def test_a_moved_directory_is_still_the_same_run(make, tmp_path):
-    RunDirectory.open(make(), "auto").close()
+    run_once(make())
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "moved")
-    with RunDirectory.open(make(train={"run_dir": str(tmp_path / "runs" / "moved")}), "auto") as run:
-        assert run.resumed
+    run_once(make(train={"run_dir": str(tmp_path / "runs" / "moved")}))
 
 
 def test_another_configuration_is_refused_naming_both_values_and_nothing_is_written(make):
     first = make()
-    RunDirectory.open(first, "auto").close()
+    run_once(first)
     before = snapshot(first.run_dir)
     with pytest.raises(UserError) as caught:
         RunDirectory.open(make(optim={"lr": 3e-5}, train={"seed": 7}), "auto")
@@ -92,9 +118,18 @@ def test_another_configuration_is_refused_naming_both_values_and_nothing_is_writ
 
 
 def test_only_the_first_three_differences_are_spelled_out(make):
-    RunDirectory.open(make(), "auto").close()
+    run_once(make())
     with pytest.raises(UserError, match=r"optim\.lr .*optim\.eps .*train\.seed .* and 1 more\)"):
         RunDirectory.open(make(optim={"lr": 1e-3, "eps": 1e-6}, train={"seed": 7, "threads": 1}), "auto")
+
+
+def test_a_run_stopped_before_its_first_step_binds_no_configuration(make):
+    with RunDirectory.open(make(), "auto") as run:
+        run.begin()
+    config = make(optim={"lr": 3e-5})
+    with RunDirectory.open(config, "auto") as run:
+        run.begin()
+        assert (run.path / "config.yaml").read_text() == config.to_yaml()
 
 
 def test_a_difference_in_thread_count_counts():
@@ -114,8 +149,9 @@ def test_keys_on_one_side_only_and_empty_tables_are_differences():
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/000010/manifest.json"])
 def test_never_refuses_a_directory_with_results(make, name):
     config = make()
-    RunDirectory.open(config, "never").close()
-    RunDirectory.open(config, "never").close()  # nothing learned yet: fine
+    for _ in range(2):  # nothing learned in between: fine
+        with RunDirectory.open(config, "never") as run:
+            run.begin()
     result = config.run_dir / name
     result.parent.mkdir(parents=True, exist_ok=True)
     result.write_text("{}\n")
@@ -135,15 +171,14 @@ def test_a_foreign_directory_is_refused_and_left_alone(make):
 def test_what_a_killed_start_leaves_is_taken_over(make):
     config = make()
     (config.run_dir / "checkpoints").mkdir(parents=True)
-    for name in (".lock", ".config.yaml.tmp", "environment.json"):
-        (config.run_dir / name).write_text("{")
-    with RunDirectory.open(config, "auto") as run:
-        assert not run.resumed
+    for name in (".lock", ".config.yaml.tmp", "environment.json", "rewards.log", "metrics.jsonl"):
+        (config.run_dir / name).write_text("" if name == "metrics.jsonl" else "{")
+    run_once(config)
 
 
 def test_a_broken_stored_configuration_is_a_user_error(make):
     config = make()
-    RunDirectory.open(config, "auto").close()
+    run_once(config)
     (config.run_dir / "config.yaml").write_bytes(b"\xff\xfe: [")
     with pytest.raises(UserError, match=r"config\.yaml"):
         RunDirectory.open(config, "auto")
@@ -177,8 +212,9 @@ def test_a_full_disk_leaves_no_new_directory(make, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module.os, "fsync", full)
-    with pytest.raises(UserError, match=r"No space left on device \([\d,]+ free\); free some space"):
-        RunDirectory.open(config, "auto")
+    refused = pytest.raises(UserError, match=r"No space left on device \([\d,]+ free\); free some space")
+    with refused, RunDirectory.open(config, "auto") as run:
+        run.begin()
     assert not config.run_dir.exists()
 
 
@@ -192,7 +228,7 @@ def test_a_directory_in_use_is_refused_naming_the_process(make):
 
 def test_the_lock_of_a_killed_process_is_free(make):
     config = make()
-    RunDirectory.open(config, "auto").close()
+    run_once(config)
     code = (
         "import sys; from pathlib import Path; from qarl.training.rundir import _lock; _lock(Path(sys.argv[1]));"
         "print('locked', flush=True); sys.stdin.read()"
@@ -228,14 +264,14 @@ def test_a_forked_worker_does_not_keep_the_lock(make):
 
 def test_environment_changes_are_told(make):
     config = make()
-    RunDirectory.open(config, "auto").close()
+    run_once(config)
     path = config.run_dir / "environment.json"
     stored = json.loads(path.read_text())
     stored["packages"]["torch"] = "1.0"
     path.write_text(json.dumps(stored))
     with RunDirectory.open(config, "auto") as run:
-        assert len(run.environment_changes) == 1
-        assert run.environment_changes[0].startswith("torch was 1.0, is 2.")
+        changes = run.begin()
+    assert len(changes) == 1 and changes[0].startswith("torch was 1.0, is 2.")
 
 
 def test_a_failed_atomic_write_keeps_the_old_file(tmp_path):

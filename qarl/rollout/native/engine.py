@@ -6,7 +6,9 @@ any batch, the log-probs reported here equal the learner's recomputation bit for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from qarl_kernels.attention import PAGE
@@ -18,12 +20,13 @@ from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.policy.attention import Span, sampler_context
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot, verify
+from qarl.publish.snapshot import PublishError, Snapshot, verify
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, require_version
-from qarl.rollout.native.pages import PagePool
-from qarl.rollout.native.sampling import draw, uniform
+from qarl.rollout.native.pages import KVCache, PagePool
+from qarl.rollout.native.sampling import draw, uniforms
 from qarl.rollout.native.scheduler import Chunk, Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
+from qarl.rollout.native.stopping import Stopping
 from qarl.types import Prompt, Rollout
 
 LOGIT_ROWS = 128  # rows of logits held at once
@@ -39,45 +42,58 @@ class NativeEngine:
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
         self.version: int | None = None
         self.preemptions = 0
-        self._caches: list[tuple[Tensor, Tensor]] = []
+        self._snapshot: Snapshot | None = None
+        self._cache: KVCache | None = None
 
     def publish(self, snapshot: Snapshot) -> None:
+        self.version = self._snapshot = None  # until proven, nothing is held
         manifest = snapshot.manifest()
-        self.version = None  # until proven, nothing is held
         self.policy.install_sampler(snapshot)
-        verify(manifest, self._held_tensors())
-        self.version = snapshot.version
-
-    def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.policy.sampler_tensors()
+        verify(manifest, self.policy.sampler_tensors())
+        self.version, self._snapshot = snapshot.version, snapshot
 
     def sleep(self) -> None:
-        self._caches = []
+        self._cache = None
 
     def wake(self) -> None:
         """Nothing to do: `generate` makes the KV cache that it needs."""
 
     def close(self) -> None:
-        self._caches = []
-        self.version = None
+        self._cache = None
+        self.version = self._snapshot = None
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
     ) -> list[Rollout]:
         require_version(self.version, version)
-        pool = self._page_pool(prompts, sampling)
-        scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens, self._copy_page)
+        if self.policy.current is not self._snapshot:  # embeddings and norms are the learner's own
+            raise PublishError(f"rollout: the policy was requantized (version {self.policy.version}) after the sampler "
+                               f"got version {version}; publish it first")  # fmt: skip
+        if not prompts:
+            return []
+        cache, pool = self._kv_cache(prompts, sampling)
+        scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens,
+                              sampling.max_response_length, cache.copy)  # fmt: skip
+        stopping = Stopping(self.tokenizer, sampling)
         responses: list[Response] = []
+        occurrences: Counter[int] = Counter()
         for prompt in prompts:
-            samples = [Response(prompt, sample) for sample in range(sampling.n)]
+            # A prompt that is there twice gets other random numbers the second time.
+            first = occurrences[prompt.id] * sampling.n
+            occurrences[prompt.id] += 1
+            samples = [
+                Response(prompt, i, uniforms(sampling.seed, prompt.id, i, sampling.max_response_length))
+                for i in range(first, first + sampling.n)
+            ]
             scheduler.add(samples)
             responses += samples
         tokens = finished = 0
         with self.policy.sampling():
             while scheduler.busy:
-                drawn = self._step(scheduler, sampling)
+                drawn = self._step(scheduler, cache, sampling)
                 tokens += len(drawn)
                 for response in drawn:
+                    stopping.check(response)
                     if response.finish_reason is not None:
                         scheduler.finish(response)
                         finished += 1
@@ -88,7 +104,10 @@ class NativeEngine:
             for r in responses
         ]
 
-    def _page_pool(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> PagePool:
+    def _kv_cache(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[KVCache, PagePool]:
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise UserError(f"rollout: prompt {prompt.id} has no tokens; give it text, or drop the row")
         longest = max(len(p.token_ids) for p in prompts) + sampling.max_response_length
         if longest > self.policy.max_length:
             raise UserError(f"rollout.max_response_length: prompt and response reach {longest} tokens, the model's "
@@ -101,25 +120,18 @@ class NativeEngine:
         if count < per_sequence:
             raise UserError(f"rollout.kv_cache_tokens: {self.config.kv_cache_tokens} cannot hold one sequence of "
                             f"{longest} tokens; set at least {per_sequence * PAGE}")  # fmt: skip
-        if not self._caches or self._caches[0][0].shape[0] < count:
-            self._caches = []
+        if self._cache is None or self._cache.count < count:
+            self._cache = None  # the old one goes before the new one comes
             model = self.policy.config
-            heads = model.num_key_value_heads
             head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-            shape = (count, heads, PAGE, head_dim)
-            make = lambda: torch.zeros(shape, dtype=self.policy.dtype, device=self.policy.device)  # noqa: E731
-            self._caches = [(make(), make()) for _ in range(model.num_hidden_layers)]
-        return PagePool(count)
+            self._cache = KVCache(count, model.num_hidden_layers, model.num_key_value_heads, head_dim,
+                                  self.policy.dtype, self.policy.device)  # fmt: skip
+        return self._cache, PagePool(count, self._cache.clear)
 
-    def _copy_page(self, source: int, target: int) -> None:
-        for keys, values in self._caches:
-            keys[target] = keys[source]
-            values[target] = values[source]
-
-    def _step(self, scheduler: Scheduler, sampling: SamplingParams) -> list[Response]:
+    def _step(self, scheduler: Scheduler, cache: KVCache, sampling: SamplingParams) -> list[Response]:
         """One forward. Returns the responses that got a token."""
         chunks = scheduler.plan()
-        hidden = self._forward(chunks)
+        hidden = self._forward(chunks, cache)
         drawing: list[Response] = []
         rows: list[int] = []
         row = 0
@@ -129,10 +141,11 @@ class NativeEngine:
             drawing += ready
             rows += [row - 1] * len(ready)
         for start in range(0, len(drawing), LOGIT_ROWS):
-            self._draw(drawing[start : start + LOGIT_ROWS], hidden[rows[start : start + LOGIT_ROWS]], sampling)
+            part = slice(start, start + LOGIT_ROWS)
+            self._draw(drawing[part], rows[part], hidden, sampling)
         return drawing
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
+    def _forward(self, chunks: list[Chunk], cache: KVCache) -> Tensor:
         spans, ids, positions, row = [], [], [], 0
         for chunk in chunks:
             count = chunk.stop - chunk.start
@@ -141,43 +154,23 @@ class NativeEngine:
             positions += range(chunk.start, chunk.stop)
             row += count
         device = self.policy.device
-        context = sampler_context(spans, device, self._caches)
+        context = sampler_context(spans, device, cache.layers)
         return self.policy.hidden_states(
             torch.tensor(ids, device=device), torch.tensor(positions, device=device), context
         )
 
-    def _draw(self, responses: list[Response], hidden: Tensor, sampling: SamplingParams) -> None:
-        """Give each response its next token. hidden: (R, H), the state after its last token."""
-        log_probs = log_probs_of(self.policy.logits(hidden), sampling.truncation)
-        points = [uniform(sampling.seed, r.prompt.id, r.sample, len(r.response)) for r in responses]
-        chosen = draw(log_probs, points)
-        chosen_logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
-        for response, token, logprob in zip(responses, chosen.tolist(), chosen_logprobs, strict=True):
+    def _draw(self, responses: list[Response], rows: list[int], hidden: Tensor, sampling: SamplingParams) -> None:
+        """Give each response its next token, from the state in its row of `hidden` (T, H). Forks share a row."""
+        distinct = list(dict.fromkeys(rows))
+        log_probs = log_probs_of(self.policy.logits(hidden[distinct]), sampling.truncation)
+        if len(distinct) < len(rows):
+            place = {row: i for i, row in enumerate(distinct)}
+            log_probs = log_probs[[place[row] for row in rows]]
+        chosen = draw(log_probs, [float(r.points[len(r.response)]) for r in responses])
+        logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
+        for response, token, logprob in zip(responses, chosen.tolist(), logprobs, strict=True):
+            if not math.isfinite(logprob):
+                raise UserError(f"rollout: the log-probs of prompt {response.prompt.id} are not finite at policy "
+                                f"version {self.version}; lower optim.lr, or use model.dtype float32")  # fmt: skip
             response.response.append(token)
             response.logprobs.append(logprob)
-            self._maybe_finish(response, sampling)
-
-    def _maybe_finish(self, response: Response, sampling: SamplingParams) -> None:
-        tokens = response.response
-        if tokens[-1] in sampling.stop_token_ids:
-            response.finish_reason = "stop"
-            response.text = self._decode(tokens[:-1])
-        elif sampling.stop and (text := self._text_before_stop(tokens, sampling.stop)) is not None:
-            response.finish_reason, response.text = "stop", text
-        elif len(tokens) == sampling.max_response_length:
-            response.finish_reason = "length"
-            response.text = self._decode(tokens)
-
-    def _text_before_stop(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        # a token is at least one byte, so a stop string that ends now lies within this many tokens (and a margin
-        # for characters that several byte tokens make)
-        tail = max(len(s.encode()) for s in stop) + 4
-        recent = self._decode(tokens[-tail:])
-        if not any(s in recent for s in stop):
-            return None
-        text = self._decode(tokens)
-        cuts = [text.find(s) for s in stop if s in text]
-        return text[: min(cuts)] if cuts else None
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,13 +1,46 @@
-"""The pool of KV pages: who holds which, counted, so that samples of one prompt share its full pages."""
+"""The KV cache in pages: their memory, and who holds which, so that samples of one prompt share its full pages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from qarl_kernels.attention import PAGE
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of `count` pages in every layer.
+
+    layers: per layer (k, v), each (P, H_kv, PAGE, D). One block of memory, so that a page is cleared or copied in all
+    layers at once.
+    """
+
+    def __init__(
+        self, count: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.count = count
+        self._block: Tensor = torch.empty(layers, 2, count, kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        self.layers = [(layer[0], layer[1]) for layer in self._block]
+
+    def clear(self, page: int) -> None:
+        """Zero a page. Attention multiplies what lies behind a sequence's end by zero, which must not be NaN."""
+        self._block[:, :, page].zero_()
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy a page's first `tokens` tokens."""
+        self._block[:, :, target, :, :tokens] = self._block[:, :, source, :, :tokens]
+
 
 class PagePool:
-    """`count` pages, handed out by number. A page shared by several sequences returns when the last lets go."""
+    """`count` pages, handed out by number. A page shared by several sequences returns when the last lets go.
 
-    def __init__(self, count: int) -> None:
+    on_take(page): called for every page handed out.
+    """
+
+    def __init__(self, count: int, on_take: Callable[[int], None]) -> None:
         self.count = count
+        self._on_take = on_take
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
 
@@ -19,6 +52,7 @@ class PagePool:
         """A page of one's own. The caller has checked `free`."""
         page = self._free.pop()
         self._holders[page] = 1
+        self._on_take(page)
         return page
 
     def share(self, page: int) -> int:

@@ -1,8 +1,12 @@
 """Continuous batching: which tokens of which sequences run in the next forward, under a token and a page budget.
 
 Every step decodes one token of each running sequence, oldest first, then fills the rest of the token budget with
-chunks of waiting prompts. The samples of one prompt wait together: the first prefills, the others fork from its pages.
-When pages run out, the youngest sequence is preempted: it gives its pages back and waits for them to be recomputed.
+chunks of prompts. The samples of one prompt wait together: the first prefills, the others fork from its pages. A
+sample that comes later, or comes back, takes the prompt's keys and values from one that is still running.
+
+A prefill starts when the pool has pages for all of its tokens, so a started one can always go on. When pages run out,
+the youngest sequence is preempted: it gives its pages back and waits for them to be recomputed. The oldest never is,
+and the pool holds any single sequence, so every step makes progress.
 """
 
 from __future__ import annotations
@@ -36,14 +40,20 @@ class Chunk:
 
 
 class Scheduler:
-    """copy_page(source, target): copies one page's keys and values in every layer."""
+    """waiting: hold no pages. prefilling: hold pages for all their tokens. running: are decoded, oldest first.
+
+    max_response_length: tokens, which tells who will need more pages. copy_page(source, target, tokens): copies the
+    first tokens of a page, keys and values in every layer. preemptions: how often pages were taken from a sequence.
+    """
 
     def __init__(
-        self, pool: PagePool, max_num_seqs: int, max_batched_tokens: int, copy_page: Callable[[int, int], None]
-    ) -> None:
+        self, pool: PagePool, max_num_seqs: int, max_batched_tokens: int, max_response_length: int,
+        copy_page: Callable[[int, int, int], None],
+    ) -> None:  # fmt: skip
         self.pool, self.max_num_seqs, self.max_batched_tokens = pool, max_num_seqs, max_batched_tokens
-        self.copy_page = copy_page
+        self.max_response_length, self.copy_page = max_response_length, copy_page
         self.waiting: deque[Prefill] = deque()
+        self.prefilling: list[Prefill] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
 
@@ -53,33 +63,27 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.prefilling or self.running)
 
     def plan(self) -> list[Chunk]:
         """The next step's chunks, each sequence at most once, with pages taken for them. Empty only when idle."""
         budget = self.max_batched_tokens
         chunks = []
-        for sequence in list(self.running):
-            if budget == 0:
-                break
-            if sequence in self.running and self._make_room(sequence):
+        index = 0
+        while index < len(self.running) and budget > 0:  # victims are taken from the end: a planned one is never one
+            sequence = self.running[index]
+            if self._make_room(sequence):
                 chunks.append(Chunk(sequence, sequence.length - 1, sequence.length, None))
                 budget -= 1
-        chunks = [c for c in chunks if c.sequence in self.running]  # a later one's need may preempt, never an earlier
-        started = 0
-        for prefill in list(self.waiting):
-            if budget == 0 or len(self.running) + started >= self.max_num_seqs:
-                break
-            lead = prefill.lead
-            stop = min(lead.length, lead.computed + budget)
-            room = len(lead.pages) * PAGE + self.pool.free * PAGE
-            stop = min(stop, room)
-            if stop <= lead.computed:
-                break
-            self._take_pages(lead, stop)
-            chunks.append(Chunk(lead, lead.computed, stop, prefill))
-            budget -= stop - lead.computed
-            started += 1
+            index += 1
+        index = 0
+        while budget > 0 and (index < len(self.prefilling) or self._start_prefill()):
+            prefill = self.prefilling[index]
+            start = prefill.lead.computed
+            stop = min(prefill.lead.length, start + budget)
+            chunks.append(Chunk(prefill.lead, start, stop, prefill))
+            budget -= stop - start
+            index += 1
         assert chunks or not self.busy, "the KV pool cannot hold one sequence"
         return chunks
 
@@ -90,54 +94,69 @@ class Scheduler:
             return [chunk.sequence]
         if chunk.stop < chunk.sequence.length:
             return []
-        self.waiting.remove(chunk.prefill)
+        self.prefilling.remove(chunk.prefill)
         self.running.append(chunk.sequence)
         return [chunk.sequence, *self._fork(chunk.prefill)]
-
-    def _fork(self, prefill: Prefill) -> list[Sequence]:
-        lead, forked = prefill.lead, []
-        full = lead.computed // PAGE
-        partial = lead.computed % PAGE > 0
-        while prefill.siblings and len(self.running) < self.max_num_seqs and self.pool.free >= partial:
-            sequence = prefill.siblings.pop(0)
-            sequence.pages = [self.pool.share(page) for page in lead.pages[:full]]
-            if partial:
-                sequence.pages.append(self.pool.take())
-                self.copy_page(lead.pages[full], sequence.pages[full])
-            sequence.computed = lead.computed
-            self.running.append(sequence)
-            forked.append(sequence)
-        if prefill.siblings:
-            self.waiting.appendleft(Prefill(prefill.siblings[0], prefill.siblings[1:]))
-        return forked
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out; its pages are free again."""
         self.running.remove(sequence)
         self._drop_pages(sequence)
 
+    def _start_prefill(self) -> bool:
+        """Give the next waiting prefill its pages. False if there is none, no slot for it or no room."""
+        slots = len(self.running) + sum(1 + len(p.siblings) for p in self.prefilling)
+        if not self.waiting or slots >= self.max_num_seqs:
+            return False
+        lead = self.waiting[0].lead
+        donor = next((s for s in self.running if s.prompt is lead.prompt), None)
+        # the last token is run in any case: its row gives the next one
+        known = min(len(lead.prompt.token_ids), lead.length - 1) if donor else 0
+        full = known // PAGE
+        if lead.pages_missing(lead.length) - full > self.pool.free - self._reserve():
+            return False
+        if donor:
+            lead.pages = [self.pool.share(page) for page in donor.pages[:full]]
+            lead.computed = known
+        self._take_pages(lead, lead.length)
+        if known % PAGE:
+            self.copy_page(donor.pages[full], lead.pages[full], known % PAGE)
+        self.prefilling.append(self.waiting.popleft())
+        return True
+
+    def _reserve(self) -> int:
+        """Pages kept for the next need of sequences under way; without them a newcomer would soon be preempted."""
+        started = [*self.running, *(p.lead for p in self.prefilling)]
+        return sum(s.pages_missing(len(s.prompt.token_ids) + self.max_response_length) > 0 for s in started)
+
+    def _fork(self, prefill: Prefill) -> list[Sequence]:
+        lead, siblings = prefill.lead, prefill.siblings
+        full, partial = divmod(lead.computed, PAGE)
+        slots = self.max_num_seqs - len(self.running) - len(self.prefilling)
+        count = min(len(siblings), slots, self.pool.free if partial else len(siblings))
+        forked, left = siblings[:count], siblings[count:]
+        for sequence in forked:
+            sequence.pages = [self.pool.share(page) for page in lead.pages[:full]]
+            if partial:
+                sequence.pages.append(self.pool.take())
+                self.copy_page(lead.pages[full], sequence.pages[full], partial)
+            sequence.computed = lead.computed
+        self.running += forked
+        if left:
+            self.waiting.appendleft(Prefill(left[0], left[1:]))
+        return forked
+
     def _make_room(self, sequence: Sequence) -> bool:
         """Pages for the sequence's next token, preempting others. False if it had to be preempted itself."""
         while self.pool.free < sequence.pages_missing(sequence.length):
-            victim = self._youngest()
-            if isinstance(victim, Prefill):
-                self._drop_pages(victim.lead)
-                continue
             self.preemptions += 1
-            self.running.remove(victim)
-            self._drop_pages(victim)
-            self.waiting.appendleft(Prefill(victim, []))
-            if victim is sequence:
+            victim = self.prefilling.pop() if self.prefilling else Prefill(self.running.pop(), [])
+            self._drop_pages(victim.lead)
+            self.waiting.appendleft(victim)
+            if victim.lead is sequence:
                 return False
         self._take_pages(sequence, sequence.length)
         return True
-
-    def _youngest(self) -> Prefill | Sequence:
-        """Who gives pages back first: a half-done prefill, else the sequence that started last."""
-        for prefill in reversed(self.waiting):
-            if prefill.lead.pages:
-                return prefill
-        return self.running[-1]
 
     def _take_pages(self, sequence: Sequence, upto: int) -> None:
         for _ in range(sequence.pages_missing(upto)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from qarl_kernels.attention import PAGE
 
 from qarl.types import FinishReason, Prompt
@@ -13,12 +14,14 @@ from qarl.types import FinishReason, Prompt
 class Sequence:
     """A prompt and the response so far.
 
-    computed: tokens whose keys and values are in `pages`. When a response is preempted it keeps its tokens and
-    log-probs and loses its pages; the forward is bit-reproducible, so computing them again changes nothing.
+    points: the random numbers that decide its tokens. computed: tokens whose keys and values are in `pages`. When a
+    response is preempted it keeps its tokens and log-probs and loses its pages; the forward is bit-reproducible, so
+    computing them again changes nothing.
     """
 
     prompt: Prompt
     sample: int
+    points: np.ndarray
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

@@ -1,0 +1,51 @@
+"""When a response ends, and what its text is then."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.native.sequence import Sequence
+
+
+class Stopping:
+    """Stop tokens, stop strings and the length limit of one `generate`, in this order of precedence."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> None:
+        self.tokenizer, self.sampling = tokenizer, sampling
+        # These are not in the text, so they do not count when looking back for a stop string.
+        self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        # A text token is at least one byte, so a stop string that ends now began at most this many tokens ago; the
+        # margin is for the bytes of a character that the tail cuts in two.
+        self._tail = max((len(s.encode()) for s in sampling.stop), default=0) + 4
+
+    def check(self, sequence: Sequence) -> None:
+        """Set the finish reason and the text of a sequence that got a token, if that ends it."""
+        tokens = sequence.response
+        if tokens[-1] in self.sampling.stop_token_ids:
+            sequence.finish_reason, sequence.text = "stop", self._decode(tokens[:-1])
+        elif (text := self._text_before_stop(tokens)) is not None:
+            sequence.finish_reason, sequence.text = "stop", text
+        elif len(tokens) == self.sampling.max_response_length:
+            sequence.finish_reason, sequence.text = "length", self._decode(tokens)
+
+    def _text_before_stop(self, tokens: list[int]) -> str | None:
+        if not self.sampling.stop or tokens[-1] in self._special:
+            return None
+        recent: list[int] = []
+        for token in reversed(tokens):
+            if len(recent) == self._tail:
+                break
+            if token not in self._special:
+                recent.append(token)
+        if not self._cuts(self._decode(recent[::-1])):
+            return None
+        text = self._decode(tokens)
+        cuts = self._cuts(text)
+        return text[: min(cuts)] if cuts else None
+
+    def _cuts(self, text: str) -> list[int]:
+        return [text.find(s) for s in self.sampling.stop if s in text]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

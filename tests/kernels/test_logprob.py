@@ -1,0 +1,160 @@
+"""Token log-probs, their gradients and the sampler's truncation, against float64 transcriptions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, log_probs_of, logits_of, token_logprobs, truncate_
+from torch import Tensor
+
+R, H, V = 33, 16, 61
+TRUNCATIONS = [
+    Truncation(),
+    Truncation(temperature=0.7),
+    Truncation(top_k=5),
+    Truncation(top_p=0.8),
+    Truncation(min_p=0.05),
+    Truncation(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
+]
+
+
+def _case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(R, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator) * 0.7
+    return hidden, weight, torch.randint(0, V, (R,), generator=generator)
+
+
+def _kept(logits: Tensor, t: Truncation) -> Tensor:
+    """Which tokens the sampler may draw, row by row in plain Python. logits: (V,) float64, after temperature."""
+    p = logits.softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    kept = set(order[: t.top_k] if t.top_k else order)
+    kept &= {i for i in kept if p[i] >= t.min_p * max(p)}
+    total = sum(p[i] for i in kept)
+    before, nucleus = 0.0, set()
+    for i in (i for i in order if i in kept):
+        if before < t.top_p:
+            nucleus.add(i)
+        before += p[i] / total
+    return torch.tensor([i in nucleus for i in range(len(p))])
+
+
+def _logprobs64(hidden: Tensor, weight: Tensor, targets: Tensor, t: Truncation) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of targets, entropy, kept) in float64, differentiable; a token cut off is a constant."""
+    logits = hidden @ weight.t() / t.temperature
+    kept = torch.stack([_kept(row, t) for row in logits.detach()])
+    top = logits.detach().amax(-1, keepdim=True)
+    logp = torch.where(kept, logits, top - CUT_LOGIT_GAP).log_softmax(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kept
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_logprob_and_entropy_are_those_of_the_truncated_distribution(truncation: Truncation) -> None:
+    hidden, weight, targets = _case()
+    logp, entropy = token_logprobs(hidden, None, weight, targets, truncation, 7)
+    expected, expected_entropy, _ = _logprobs64(hidden.double(), weight.double(), targets, truncation)
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_gradients_are_those_of_float64_and_zero_for_a_cut_target(truncation: Truncation) -> None:
+    hidden, weight, targets = _case()
+    grad = torch.randn(R, generator=torch.Generator().manual_seed(9))
+    master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
+    token_logprobs(ours, master, weight, targets, truncation, 7)[0].backward(grad)
+
+    hidden64, weight64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp, _, kept = _logprobs64(hidden64, weight64, targets, truncation)
+    drawn = kept.gather(-1, targets[:, None])[:, 0]
+    (logp * grad.double() * drawn).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), hidden64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(master.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
+    assert truncation.active == bool((~drawn).any()), "the case has cut targets where there is truncation"
+    assert torch.equal(ours.grad[~drawn], torch.zeros_like(ours.grad[~drawn]))
+
+
+def test_gradient_is_that_of_finite_differences() -> None:
+    hidden, weight, targets = _case()
+    ours = hidden.clone().requires_grad_()
+    token_logprobs(ours, None, weight, targets, Truncation(temperature=0.7, top_k=30), 7)[0].sum().backward()
+    step = 1e-6
+    for row, column in [(0, 0), (3, 5), (20, 15)]:
+        moved = hidden.double().clone()
+        values = []
+        for sign in (1, -1):
+            moved[row, column] = hidden[row, column].double() + sign * step
+            logp, _, kept = _logprobs64(moved, weight.double(), targets, Truncation(temperature=0.7, top_k=30))
+            values.append((logp * kept.gather(-1, targets[:, None])[:, 0]).sum())
+        slope = float(values[0] - values[1]) / (2 * step)
+        assert ours.grad[row, column].item() == pytest.approx(slope, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("truncation", [TRUNCATIONS[0], TRUNCATIONS[-1]], ids=str)
+def test_bits_do_not_depend_on_the_chunk(truncation: Truncation) -> None:
+    hidden, weight, targets = _case()
+    whole, whole_entropy = token_logprobs(hidden, None, weight, targets, truncation, R)
+    for chunk in (1, 2, 3, 5, 7, 8, 31):
+        logp, entropy = token_logprobs(hidden, None, weight, targets, truncation, chunk)
+        assert torch.equal(logp, whole) and torch.equal(entropy, whole_entropy)
+
+
+@pytest.mark.parametrize("vocabulary", [61, 259, 4099])
+def test_the_samplers_log_probs_have_the_learners_bits(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(100, H, generator=generator)
+    weight = torch.randn(vocabulary, H, generator=generator)
+    targets = torch.randint(0, vocabulary, (100,), generator=generator)
+    truncation = TRUNCATIONS[-1]
+    learner, _ = token_logprobs(hidden, None, weight, targets, truncation, 64)
+    for batch in (1, 2, 3, 5, 7, 8, 31, 33, 64):
+        sampler = log_probs_of(logits_of(hidden[37 : 37 + batch], weight), truncation)
+        assert torch.equal(sampler.gather(-1, targets[37 : 37 + batch, None])[:, 0], learner[37 : 37 + batch])
+
+
+def test_half_precision_hidden_states_keep_float32_logits() -> None:
+    hidden, weight, targets = _case()
+    low = hidden.bfloat16()
+    logp, _ = token_logprobs(low, None, weight, targets, Truncation(), 7)
+    expected, _, _ = _logprobs64(low.double(), weight.double(), targets, Truncation())
+    assert logp.dtype == torch.float32
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows_give_no_log_probs_and_a_zero_gradient() -> None:
+    _, weight, _ = _case()
+    master = weight.clone().requires_grad_()
+    hidden = torch.zeros(0, H, requires_grad=True)
+    logp, _ = token_logprobs(hidden, master, weight, torch.zeros(0, dtype=torch.long), Truncation(), 7)
+    logp.sum().backward()
+    assert logp.shape == (0,) and not master.grad.any()
+
+
+def test_truncation_always_keeps_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    cut = truncate_(logits, Truncation(top_k=1, top_p=1e-6, min_p=0.999))
+    assert cut.tolist() == [[True, False, True]]
+
+
+def test_top_p_keeps_the_token_that_reaches_the_bound() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert truncate_(logits, Truncation(top_p=0.75)).tolist() == [[False, False, True, True]]
+
+
+def test_top_k_keeps_ties_with_the_last_one() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
+    assert truncate_(logits, Truncation(top_k=2)).tolist() == [[False, False, False, True]]
+
+
+def test_min_p_is_relative_to_the_likeliest_token() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert truncate_(logits, Truncation(min_p=0.25)).tolist() == [[False, False, False, True]]
+
+
+def test_a_cut_token_keeps_a_finite_log_prob() -> None:
+    logits = torch.tensor([[10.0, 0.0]])
+    logp = log_probs_of(logits, Truncation(top_k=1))
+    assert math.isfinite(logp[0, 1]) and logp[0, 1] == pytest.approx(-CUT_LOGIT_GAP)

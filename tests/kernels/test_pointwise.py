@@ -1,0 +1,97 @@
+"""SiLU and RMSNorm: values, gradients, and bits that do not depend on the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qarl_kernels.pointwise import rms_norm, silu
+from torch import Tensor
+
+BATCHES = [1, 2, 3, 5, 7, 8, 31, 33, 64, 100]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+EPS = 1e-5
+
+
+def _random(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def _norm64(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_is_its_formula(dtype: torch.dtype) -> None:
+    x = torch.cat([_random(501), torch.tensor([0.0, -0.0, 30.0, -30.0, 200.0, -200.0])]).to(dtype)
+    expected = x.double() / (1 + (-x.double()).exp())
+    torch.testing.assert_close(silu(x).double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_gradient_is_that_of_float64(dtype: torch.dtype) -> None:
+    x, grad = _random(7, 33).to(dtype), _random(7, 33, seed=1).to(dtype)
+    ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    silu(ours).backward(grad)
+    (exact * torch.sigmoid(exact)).backward(grad.double())
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 97])
+def test_silu_gives_an_element_the_same_bits_in_every_batch(width: int) -> None:
+    x = _random(137, width)
+    whole = silu(x)
+    for batch in BATCHES:
+        for start in (0, 1, 37):
+            assert torch.equal(silu(x[start : start + batch].clone()), whole[start : start + batch])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 64), (5, 33), (2, 3, 4, 32)])
+def test_rms_norm_is_its_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = _random(*shape).to(dtype), _random(shape[-1], seed=1).to(dtype)
+    result = rms_norm(x, None, weight, EPS)
+    assert result.dtype == dtype
+    # two roundings to dtype: after the norm and after the weight
+    expected = _norm64(x.double(), weight.double())
+    torch.testing.assert_close(result.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 33), (1, 7, 4, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, grad = _random(*shape).to(dtype), _random(*shape, seed=1).to(dtype)
+    weight = _random(shape[-1], seed=2).to(dtype)
+    master = weight.float().clone().requires_grad_()
+    ours = x.clone().requires_grad_()
+    exact_x, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    rms_norm(ours, master, weight, EPS).backward(grad)
+    _norm64(exact_x, exact_weight).backward(grad.double())
+    torch.testing.assert_close(ours.grad.double(), exact_x.grad, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    # the weight's gradient is float32 whatever dtype the activations have
+    torch.testing.assert_close(master.grad.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_backward_leaves_the_incoming_gradient_as_it_was() -> None:
+    x = _random(3, 8).requires_grad_()
+    grad = _random(3, 8, seed=1)
+    before = grad.clone()
+    rms_norm(x, None, torch.ones(8) * 2, EPS).backward(grad)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [32, 33, 64, 576])
+def test_rms_norm_gives_a_row_the_same_bits_in_every_batch(dtype: torch.dtype, width: int) -> None:
+    x, weight = _random(137, width).to(dtype), _random(width, seed=1).to(dtype)
+    whole = rms_norm(x, None, weight, EPS)
+    for batch in BATCHES:
+        for start in (0, 1, 37):
+            part = x[start : start + batch].clone()
+            assert torch.equal(rms_norm(part, None, weight, EPS), whole[start : start + batch])
+
+
+@pytest.mark.parametrize("tokens", BATCHES)
+def test_rms_norm_of_heads_gives_a_token_the_same_bits_in_every_batch(tokens: int) -> None:
+    x, weight = _random(1, 137, 4, 32), _random(32, seed=1)
+    whole = rms_norm(x, None, weight, EPS)
+    assert torch.equal(rms_norm(x[:, :tokens].clone(), None, weight, EPS), whole[:, :tokens])

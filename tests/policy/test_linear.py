@@ -1,0 +1,142 @@
+"""The quantized linear's straight-through backward against its explicit formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qarl_formats.quantize import dequantize_weight, quantize_weight
+from qarl_formats.scheme import make_scheme
+from torch import Tensor, nn
+
+from qarl.policy.linear import (
+    QuantLinear,
+    Role,
+    dequantized_input,
+    fake_quant_operand,
+    full_precision_operand,
+    operand_of,
+)
+
+N, K, GROUP = 24, 64, 32
+SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequantize_input: bool = False):
+    """(QuantLinear with a snapshot installed, W_deq (N, K) in dtype)."""
+    torch.manual_seed(0)
+    linear = QuantLinear(nn.Linear(K, N), Role(), dequantize_input)
+    scheme = make_scheme(scheme_name, GROUP if scheme_name[:2] == "w4" else None)
+    master = linear.weight.detach()
+    published = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
+    linear.sampler = operand_of(published, dtype)
+    linear.learner = {
+        "aligned": lambda: linear.sampler,
+        "fake_quant": lambda: fake_quant_operand(published, dtype),
+        "full_precision": lambda: full_precision_operand(linear.weight, dtype),
+    }[learner]()
+    linear.bias_value = linear.bias.detach().to(dtype)
+    values = dequantize_weight(published, dtype) if scheme.quantized else published
+    return linear, values
+
+
+def _x(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (9, K)), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _backward(linear: QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dy) of one backward with random dy."""
+    x = x.clone().requires_grad_()
+    y = linear(x)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    y.backward(grad)
+    return x.grad, grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("learner", ["aligned", "fake_quant"])
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+def test_backward_is_straight_through_with_dequantized_weights(scheme: str, learner: str, dtype: torch.dtype) -> None:
+    linear, values = _linear(scheme, dtype, learner)
+    x = _x(dtype)
+    dx, dy = _backward(linear, x)
+    # dx is rounded to dtype once; dW and db are float32 sums over 9 rows
+    torch.testing.assert_close(dx.double(), dy.double() @ values.double(), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(linear.weight.grad.double(), dy.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear.bias.grad.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+def test_full_precision_learner_runs_on_the_rounded_master(scheme: str, dtype: torch.dtype) -> None:
+    linear, _ = _linear(scheme, dtype, "full_precision")
+    x, weight = _x(dtype), linear.weight.detach().to(dtype).double()
+    expected = x.double() @ weight.t() + linear.bias_value.double()
+    torch.testing.assert_close(linear(x).double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    dx, dy = _backward(linear, x)
+    torch.testing.assert_close(dx.double(), dy.double() @ weight, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+def test_fake_quant_learner_multiplies_dequantized_operands(scheme: str) -> None:
+    linear, values = _linear(scheme, torch.float32, "fake_quant")
+    x = _x(torch.float32)
+    rounded = dequantized_input(x, linear.learner.activation)
+    assert not torch.equal(rounded, x)
+    expected = rounded.double() @ values.double().t() + linear.bias_value.double()
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fake_quant_and_aligned_agree_up_to_rounding() -> None:
+    x = _x(torch.float32)
+    for scheme in SCHEMES[1:]:
+        aligned, fake = (_linear(scheme, torch.float32, learner)[0](x) for learner in ("aligned", "fake_quant"))
+        torch.testing.assert_close(aligned, fake, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("learner", ["aligned", "fake_quant"])
+@pytest.mark.parametrize(("scheme", "activation"), [("w8a8", "int8"), ("fp8", "fp8"), ("w4a8", "int8")])
+def test_ste_input_dequantized_gives_the_weight_gradient_of_the_rounded_input(scheme, activation, learner) -> None:
+    linear, _ = _linear(scheme, torch.float32, learner, dequantize_input=True)
+    x = _x(torch.float32)
+    _, dy = _backward(linear, x)
+    rounded = dequantized_input(x, activation).double()
+    torch.testing.assert_close(linear.weight.grad.double(), dy.double().t() @ rounded, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(linear.weight.grad.double(), dy.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sampler_and_aligned_learner_give_the_same_bits(scheme: str) -> None:
+    linear, _ = _linear(scheme, torch.bfloat16)
+    x = _x(torch.bfloat16)
+    learner = linear(x).detach()
+    linear.role.sampling = True
+    assert torch.equal(linear(x), learner)
+
+
+def test_sampling_takes_the_samplers_operand() -> None:
+    linear, _ = _linear("w4a16", torch.float32, "full_precision")
+    x = _x(torch.float32)
+    expected = linear.sampler(x, linear.bias_value)
+    linear.role.sampling = True
+    assert torch.equal(linear(x), expected)
+    linear.role.sampling = False
+    assert not torch.equal(linear(x), expected)
+
+
+def test_leading_dimensions_are_kept() -> None:
+    linear, _ = _linear("w8a8", torch.bfloat16)
+    x = _x(torch.bfloat16, 2, 3, K)
+    assert torch.equal(linear(x), linear(x.view(6, K)).view(2, 3, N))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_rows_give_no_rows_and_a_zero_gradient(scheme: str) -> None:
+    linear, _ = _linear(scheme, torch.bfloat16)
+    _backward(linear, torch.zeros(0, K, dtype=torch.bfloat16))
+    assert not linear.weight.grad.any() and not linear.bias.grad.any()
+
+
+def test_a_linear_without_a_snapshot_refuses_to_run() -> None:
+    with pytest.raises(AssertionError, match="before a snapshot"):
+        QuantLinear(nn.Linear(K, N), Role(), False)(_x(torch.float32))

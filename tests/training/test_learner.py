@@ -1,0 +1,277 @@
+"""The learner: whose log-probs, which gradient, when a step is taken, and that it learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny_runs import Parts, parts
+
+from qarl.errors import UserError
+from qarl.training.batch import Batch
+from qarl.training.loop import mismatch_of
+
+
+def by_length(tokens: list[int]) -> float:
+    return float(len(set(tokens)) + tokens[0] % 7)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model):
+    return tiny_model("llama")
+
+
+def gradients(run: Parts, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], dict[str, float]]:
+    """The gradient of every optimizer step of one `learn`, and its metrics."""
+    seen: list[dict[str, torch.Tensor]] = []
+    step = run.optimizer.step
+
+    def record() -> None:
+        seen.append({name: p.grad.clone() for name, p in run.policy.named_parameters()})
+        step()
+
+    run.optimizer.step = record
+    metrics = run.learn(batch)
+    return seen, metrics
+
+
+@contextmanager
+def broken_gradients(run: Parts) -> Iterator[None]:
+    """Every gradient is NaN inside."""
+    objective = run.learner.objective
+
+    def broken(*arguments):
+        loss, stats = objective(*arguments)
+        return loss * math.nan, stats
+
+    run.learner.objective = broken
+    yield
+    run.learner.objective = objective
+
+
+def alone(run: Parts, batch: Batch) -> list[torch.Tensor]:
+    """Each response's log-probs under the policy as it is now, in a forward of its own."""
+    with torch.no_grad():
+        return [
+            run.policy.logprobs([p], [r], run.sampling.truncation, 128)[0]
+            for p, r in zip(batch.prompts, batch.responses, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("minibatch", [4, 16])
+def test_logp_old_is_that_of_the_snapshot_bit_for_bit_whatever_was_learned_since(llama, minibatch):
+    run = parts(llama, train={"minibatch_size": minibatch, "epochs": 2}, optim={"lr": 1e-2})
+    batch = run.batch(by_length)
+    at_the_snapshot = alone(run, batch)
+    run.learn(batch)
+    assert all(torch.equal(kept, value) for kept, value in zip(batch.logp_old, at_the_snapshot, strict=True))
+    assert not any(torch.equal(now, old) for now, old in zip(alone(run, batch), at_the_snapshot, strict=True))
+
+
+def test_the_second_epoch_is_off_policy(llama):
+    run = parts(llama, train={"minibatch_size": 16, "epochs": 2}, optim={"lr": 1e-2})
+    ratios = []
+    objective = run.learner.objective
+    run.learner.objective = lambda logp, old, *rest: (
+        ratios.append(float((logp.detach() - old).abs().max())) or objective(logp, old, *rest)
+    )
+    run.learn(run.batch(by_length))
+    assert ratios[0] == 0.0 and ratios[1] > 0.0
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean"])
+def test_micro_batches_add_up_to_the_minibatch(llama, aggregation):
+    results = []
+    for tokens in (1, 40, 100_000):
+        run = parts(llama, model={"dtype": "float32"}, objective={"aggregation": aggregation},
+                    optim={"lr": 1e-9}, train={"micro_batch_tokens": tokens})  # fmt: skip
+        results.append(gradients(run, run.batch(by_length)))
+    whole, metrics = results[-1]
+    assert len(whole) == 2
+    for steps, other in results[:-1]:
+        for step, expected in zip(steps, whole, strict=True):
+            for name, gradient in expected.items():
+                # float32 sums in another order
+                error = (step[name] - gradient).norm() / gradient.norm()
+                assert error < 1e-4, (name, float(error))
+        del other["learner_tokens"]  # a prompt is run again in every micro-batch
+        assert other == pytest.approx({k: metrics[k] for k in other}, rel=1e-4, abs=1e-7)
+
+
+def test_learner_tokens_count_a_shared_prompt_once(llama):
+    run = parts(llama, train={"minibatch_size": 16})
+    batch = run.batch(by_length)
+    assert run.learn(batch)["learner_tokens"] == 4 * 3 + sum(len(r) for r in batch.responses)
+
+
+def test_forwards_are_those_that_learn_reports(llama):
+    run = parts(llama, train={"minibatch_size": 4, "epochs": 2})
+    batch, done = run.batch(by_length), []
+    run.learner.learn(batch, 0, done.append)
+    assert sum(done) == run.learner.forwards(len(batch)) == 2 * 16 + 12
+
+
+def half_idle(run: Parts) -> Batch:
+    batch = run.batch(by_length)
+    batch.advantages[::2] = 0.0
+    return batch
+
+
+def test_responses_with_advantage_0_skip_the_backward_only(llama):
+    run = parts(llama, train={"minibatch_size": 16})
+    batch, seen = half_idle(run), {True: [], False: []}
+    logprobs = run.learner._logprobs
+    run.learner._logprobs = lambda indices, *rest: (
+        seen[torch.is_grad_enabled()].extend(indices) or logprobs(indices, *rest)
+    )
+    run.learn(batch)
+    assert sorted(seen[True]) == list(range(1, 16, 2)) and sorted(seen[False]) == list(range(0, 16, 2))
+
+
+def test_responses_with_advantage_0_count_in_gradient_and_stats(llama):
+    results = []
+    for nothing in (0.0, 1e-30):  # the second goes through the backward, and gives nothing
+        run = parts(llama, model={"dtype": "float32"}, train={"minibatch_size": 16}, optim={"lr": 1e-9})
+        batch = half_idle(run)
+        batch.advantages[::2] = nothing
+        results.append(gradients(run, batch))
+    (idle, metrics), (through, expected) = results
+    for name, gradient in through[0].items():
+        assert torch.allclose(idle[0][name], gradient, rtol=1e-4, atol=1e-7), name
+    assert metrics.pop("policy/zero_advantage_frac") == 0.5 and expected.pop("policy/zero_advantage_frac") == 0.0
+    del metrics["learner_tokens"], expected["learner_tokens"]
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+def test_a_minibatch_without_advantages_makes_no_step(llama):
+    run = parts(llama)
+    batch = run.batch(lambda tokens: 1.0)
+    before = run.masters()
+    metrics = run.learn(batch)
+    assert all(torch.equal(before[name], master) for name, master in run.masters().items())
+    assert metrics["policy/version"] == 0.0 and metrics["policy/grad_norm"] == 0.0
+    assert metrics["policy/entropy"] > 0.0 and all(old is not None for old in batch.logp_old)
+
+
+def test_a_gradient_that_is_not_finite_touches_nothing_and_is_counted(llama):
+    run = parts(llama, train={"max_skipped_steps": 5})
+    run.learn(run.batch(by_length))  # so that the optimizer has state
+    batch, before, codes = run.batch(by_length, seed=2), run.masters(), run.policy.current
+    state = {name: tensor.clone() for name, tensor in run.optimizer.state_tensors()[0].items()}
+    with broken_gradients(run):
+        metrics = run.learn(batch)
+    assert all(torch.equal(before[name], master) for name, master in run.masters().items())
+    after = run.optimizer.state_tensors()[0]
+    assert state and state.keys() == after.keys() and all(torch.equal(state[name], after[name]) for name in state)
+    assert run.policy.current is codes
+    assert metrics["policy/skipped_steps"] == 2.0 and math.isnan(metrics["policy/grad_norm"])
+    assert run.learner.skipped_in_a_row == 2
+
+
+def test_a_good_step_ends_the_count_of_skipped_ones(llama):
+    run = parts(llama, train={"max_skipped_steps": 3})
+    for seed in range(3):
+        with broken_gradients(run):
+            run.learn(run.batch(by_length, seed))
+        run.learn(run.batch(by_length, seed))
+    assert run.learner.skipped_in_a_row == 0
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(llama):
+    run = parts(llama, train={"max_skipped_steps": 3})
+    with broken_gradients(run):
+        run.learn(run.batch(by_length))
+        with pytest.raises(UserError, match=r"not finite in 4 optimizer steps in a row \(train.max_skipped_steps\)"):
+            for seed in range(2):
+                run.learn(run.batch(by_length, seed))
+
+
+def test_a_skipped_step_leaves_its_gradient_out_of_the_next(llama):
+    run = parts(llama, train={"minibatch_size": 16})
+    with broken_gradients(run):
+        run.learn(run.batch(by_length))
+    steps, _ = gradients(run, run.batch(by_length))
+    assert all(g.isfinite().all() for step in steps for g in step.values())
+
+
+ALIGNED = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("w4a8", 32)]
+
+
+@pytest.mark.parametrize("scheme, group", ALIGNED)
+def test_an_aligned_learner_has_no_mismatch_at_all(llama, scheme, group):
+    run = parts(llama, quant={"scheme": scheme, "group_size": group}, train={"minibatch_size": 4})
+    for step in range(2):
+        batch = run.batch(by_length, seed=step)
+        run.learn(batch, step)
+        assert mismatch_of(batch)["mismatch/delta_abs_max"] == 0.0
+
+
+def test_quantized_rollout_training_has_the_mismatch_of_the_codes(llama):
+    run = parts(llama, quant={"learner": "full_precision"})
+    batch = run.batch(by_length)
+    run.learn(batch)
+    assert 1e-2 < mismatch_of(batch)["mismatch/delta_abs_max"] < 10.0
+
+
+def test_fake_quantization_is_closer_to_the_sampler_than_full_precision(llama):
+    gaps = {}
+    for learner in ("fake_quant", "full_precision"):
+        run = parts(llama, quant={"learner": learner})
+        batch = run.batch(by_length)
+        run.learn(batch)
+        gaps[learner] = mismatch_of(batch)["mismatch/delta_abs_mean"]
+    assert gaps["fake_quant"] < 0.2 * gaps["full_precision"]
+
+
+# Every objective, advantage, aggregation, optimizer and correction once, and not all their products.
+RECIPES = [
+    ("tbpo", "grpo", "seq-mean-token-mean", "muon", {}),
+    ("tbpo", "rloo", "token-mean", "adamw", {}),
+    ("grpo", "grpo_no_std", "seq-mean-token-sum", "muon", {"level": "token", "mode": "truncate"}),
+    ("grpo", "reinforce", "seq-mean-token-sum-norm", "adamw", {"level": "geometric", "mode": "mask", "lower": 0.5}),
+    ("gspo", "rloo", "seq-mean-token-sum-norm", "muon", {"level": "sequence", "mode": "mask", "lower": 0.1}),
+    ("gspo", "grpo", "token-mean", "adamw", {}),
+]
+
+
+@pytest.mark.parametrize("objective, advantage, aggregation, optimizer, correction", RECIPES)
+def test_every_recipe_takes_finite_steps(llama, objective, advantage, aggregation, optimizer, correction):
+    run = parts(llama, objective={"name": objective, "advantage": advantage, "aggregation": aggregation},
+                optim={"name": optimizer}, correction=correction)  # fmt: skip
+    before = run.masters()
+    for step in range(2):
+        metrics = run.learn(run.batch(by_length, seed=step), step)
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert metrics["policy/version"] == 4.0 and metrics["policy/grad_norm"] > 0.0
+    moved = [name for name, master in run.masters().items() if not torch.equal(before[name], master)]
+    assert len(moved) == len(before)
+
+
+def test_gradient_checkpointing_changes_no_bit(llama):
+    masters = []
+    for on in (False, True):
+        run = parts(llama)
+        run.policy.set_gradient_checkpointing(on)
+        run.learn(run.batch(by_length))
+        masters.append(run.masters())
+    assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
+
+
+@pytest.mark.parametrize("objective", ["tbpo", "grpo", "gspo"])
+@pytest.mark.parametrize("scheme, group", [("w4a16", 32), ("w8a8", None)])
+def test_reward_rises(llama, objective, scheme, group):
+    run = parts(llama, quant={"scheme": scheme, "group_size": group}, objective={"name": objective},
+                rollout={"n": 8, "max_num_seqs": 32}, optim={"name": "muon", "lr": 2e-2}, train={"minibatch_size": 16})  # fmt: skip
+    rewards: list[float] = []
+
+    def small_ids(tokens: list[int]) -> float:
+        rewards.append(sum(token < 128 for token in tokens) / len(tokens))
+        return rewards[-1]
+
+    for step in range(12):
+        run.learn(run.batch(small_ids, seed=step), step)
+    first, last = sum(rewards[:96]) / 96, sum(rewards[-96:]) / 96  # 32 responses a step
+    assert last > first + 0.2, (first, last)

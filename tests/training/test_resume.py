@@ -1,0 +1,133 @@
+"""A run that was stopped anywhere, and resumed with the same command, leaves what an undisturbed one leaves."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Finished, Qarl, settings, write_config
+
+pytestmark = pytest.mark.slow
+
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+
+# Dies of SIGKILL in the middle of the N-th of its writes: metrics, rollouts, and every file of a checkpoint.
+DIE_AT_WRITE = """
+import os, signal
+count, real = 0, os.fsync
+def fsync(fd):
+    global count
+    count += 1
+    if count == N:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(fd)
+os.fsync = fsync
+"""
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"optim": {"warmup_steps": 4, "schedule": "cosine"}, "data": {"task": {"size": 9}}},
+    "tbpo": {"objective": {"name": "tbpo"}, "optim": {"name": "muon", "lr": 1e-3}, "train": {"epochs": 2},
+             "quant": {"scheme": "w8a8", "group_size": None}},
+}  # fmt: skip
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert metrics(run) == metrics(reference)
+    for folder in ("rollouts", "checkpoints/000004", "checkpoints/latest"):
+        files = {path.name: path.read_bytes() for path in (run / folder).iterdir()}
+        assert files == {path.name: path.read_bytes() for path in (reference / folder).iterdir()}, folder
+
+
+def steps_recorded(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while steps_recorded(run) < step:
+        assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.005)
+
+
+class Resumed:
+    """One configuration, run undisturbed in `reference`, and again in `run` with interruptions."""
+
+    def __init__(self, qarl: Qarl, model: Path, folder: Path, recipe: dict[str, Any]) -> None:
+        self.qarl, self.run, self.reference = qarl, folder / "run", folder / "reference"
+        self.config = write_config(folder / "c.yaml", settings(model, **recipe))
+        self.again(self.reference)
+
+    def again(self, run: Path | None = None) -> Finished:
+        done = self.qarl.run("train", self.config, f"train.run_dir={run or self.run}")
+        assert done.code == 0, done.err
+        return done
+
+    def interrupted(self, signum: int, step: int, delay: float, before: str = "") -> Finished:
+        """Started, and sent the signal `delay` seconds after `step` steps are recorded."""
+        started = self.qarl.start("train", self.config, f"train.run_dir={self.run}", before=before)
+        if signum:
+            wait_for_step(self.run, step)
+            time.sleep(delay)
+            import os
+
+            os.kill(started.pid, signum)
+        return started.wait()
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def resumed(request, qarl, tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return Resumed(qarl, tiny_model("llama"), folder, RECIPES[request.param])
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+    """Every test begins a new run beside the reference."""
+    import shutil
+
+    shutil.rmtree(request.getfixturevalue("resumed").run, ignore_errors=True)
+
+
+def test_killed_at_random_times(resumed):
+    rng = random.Random(1)
+    for step in (0, 1, 3, 4):
+        resumed.interrupted(signal.SIGKILL, step, rng.uniform(0.0, 0.3))
+    resumed.again()
+    assert_same_run(resumed.run, resumed.reference)
+
+
+def test_killed_in_the_middle_of_random_writes(resumed):
+    rng = random.Random(2)
+    codes = []
+    for _ in range(4):
+        before = DIE_AT_WRITE.replace("N:", f"{rng.randint(5, 22)}:")
+        codes.append(resumed.interrupted(0, 0, 0.0, before).code)
+    resumed.again()
+    assert -signal.SIGKILL in codes
+    assert_same_run(resumed.run, resumed.reference)
+
+
+def test_stopped_by_signals(resumed):
+    rng = random.Random(3)
+    first = resumed.interrupted(signal.SIGINT, 1, rng.uniform(0.0, 0.2))
+    assert first.code == 130, first.err
+    stopped = steps_recorded(resumed.run)
+    assert f"stopped after step {stopped}, saved; the same command goes on from there" in first.out
+    assert first.err == ""
+    assert (resumed.run / "checkpoints" / "latest").resolve().name == f"{stopped:06d}"
+    second = resumed.interrupted(signal.SIGTERM, stopped + 1, rng.uniform(0.0, 0.2))
+    assert second.code == 143, second.err
+    assert f"resumed from {resumed.run}/checkpoints/{stopped:06d} (step {stopped})" in second.out
+    resumed.again()
+    assert_same_run(resumed.run, resumed.reference)

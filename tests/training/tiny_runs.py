@@ -1,0 +1,143 @@
+"""Tiny configurations, the parts of a run without its reward workers, and whole runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from qarl_formats.scheme import make_scheme
+
+from qarl.config import Config
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.native.engine import NativeEngine
+from qarl.training.batch import Batch, build_batch
+from qarl.training.learner import Learner
+from qarl.training.optim import Optimizer, build_optimizer
+from qarl.training.setup import DTYPES, build_sampling
+from qarl.types import Prompt
+
+ROOT = Path(__file__).parents[2]
+
+
+def settings(path: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for a tiny model, as YAML would give it."""
+    data: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "quant": {"group_size": 32},
+        "rollout": {"n": 4, "max_response_length": 8, "max_num_seqs": 8},
+        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
+        "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
+        "objective": {"name": "grpo"},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 6, "prompts_per_step": 4, "minibatch_size": 8},
+        "checkpoint": {"every": 2},
+        "logging": {"console": "plain", "rollouts_every": 1, "samples": 0},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values}
+    return data
+
+
+@dataclass
+class Parts:
+    """What a step needs, without data, rewards and records."""
+
+    config: Config
+    policy: Policy
+    optimizer: Optimizer
+    learner: Learner
+    engine: NativeEngine
+    sampling: SamplingParams
+
+    def batch(self, reward: Callable[[list[int]], float], seed: int = 1) -> Batch:
+        """Sampled from the current policy; a response's reward is that of its token ids."""
+        prompts = [
+            Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(self.config.train.prompts_per_step)
+        ]
+        self.engine.publish(self.policy.current)
+        rollouts = self.engine.generate(prompts, SamplingParams(**{**vars(self.sampling), "seed": seed}),
+                                        self.policy.version)  # fmt: skip
+        rewards = [reward(rollout.token_ids) for rollout in rollouts]
+        return build_batch(prompts, rollouts, rewards, self.config.objective.advantage)
+
+    def learn(self, batch: Batch, step: int = 0) -> dict[str, float]:
+        return self.learner.learn(batch, step, lambda responses: None)
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}
+
+
+def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
+    config = Config.model_validate(settings(path, **sections))
+    quant = config.quant
+    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    policy = Policy(load_model(config.model), scheme, quant, DTYPES[config.model.dtype], torch.device("cpu"), None)
+    tokenizer = load_tokenizer(config.model)
+    sampling = build_sampling(config, policy, tokenizer)
+    optimizer = build_optimizer(policy.named_parameters(), config.optim)
+    learner = Learner(policy, optimizer, config, sampling.truncation)
+    return Parts(config, policy, optimizer, learner, NativeEngine(policy, tokenizer, config.rollout), sampling)
+
+
+class Started:
+    """A run under way in a fork of the server."""
+
+    def __init__(self, server: subprocess.Popen, output: Path) -> None:
+        self._server, self._output = server, output
+        self.pid = int(server.stdout.readline())
+
+    def wait(self) -> Finished:
+        code = int(self._server.stdout.readline())
+        read = [Path(f"{self._output}{suffix}").read_text(errors="replace") for suffix in (".out", ".err")]
+        return Finished(code, *read)
+
+
+@dataclass
+class Finished:
+    code: int  # negative: the signal that ended it
+    out: str
+    err: str
+
+
+class Qarl:
+    """`qarl` command lines, one at a time, in `cwd`."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+        path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")])
+        # One thread: a process whose thread pool has started cannot be forked.
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def start(self, *argv: object, before: str = "", cwd: Path | None = None) -> Started:
+        output = self.cwd / "output"
+        order = {"argv": [str(a) for a in argv], "cwd": str(cwd or self.cwd), "output": str(output), "before": before}
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        return Started(self._server, output)
+
+    def run(self, *argv: object, before: str = "", cwd: Path | None = None) -> Finished:
+        return self.start(*argv, before=before, cwd=cwd).wait()
+
+    def close(self) -> None:
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+        self._server.stdout.close()
+
+
+def write_config(path: Path, data: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(data))
+    return path
