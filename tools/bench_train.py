@@ -66,7 +66,8 @@ def main() -> None:
     cases = {}
     for name, overrides in args.case:
         with tempfile.TemporaryDirectory() as scratch:
-            cases[name] = run_case(args.config, [*shlex.split(args.common), *shlex.split(overrides)], Path(scratch) / "run")
+            both = [*shlex.split(args.common), *shlex.split(overrides)]
+            cases[name] = run_case(args.config, both, Path(scratch) / "run")
         print_row(name, cases[name])
     environment = next((c.pop("environment") for c in cases.values() if "environment" in c), None)
     for case in cases.values():
