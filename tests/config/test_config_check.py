@@ -237,7 +237,7 @@ def test_a_package_with_one_gguf_file_is_read_without_importing_it(inspect, pack
 def test_a_package_with_several_gguf_files_needs_a_name(inspect, package):
     for name in ("a.gguf", "b.gguf"):
         (package / name).write_bytes(_gguf(GGUF, ["token_embd.weight"]))
-    assert "holds 2 .gguf files" in refused(inspect, "model.path=package:qarl_test_weights")
+    assert "has 2 .gguf files" in refused(inspect, "model.path=package:qarl_test_weights")
     inspect("model.path=package:qarl_test_weights", "model.gguf_file=b.gguf")
 
 
