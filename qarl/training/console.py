@@ -1,6 +1,6 @@
 """What a run shows while it works: progress of long phases, a table of metrics, samples, a summary.
 
-    rich    a live display at a terminal     plain   one short line a step, for pipes and logs     none    nothing
+Modes: `rich`, a live display at a terminal; `plain`, one short line a step, for pipes and logs; `none`, nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-TABLE_METRICS = (
-    "reward/mean", "response/length_mean", "response/truncated_frac", "mismatch/delta_abs_max", "policy/entropy",
-    "policy/grad_norm", "quant/codes_changed_frac", "time/step_s",
+TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
+    "reward/mean", "response/length_mean", "mismatch/delta_abs_max", "policy/entropy", "time/step_s",
+    "response/truncated_frac", "policy/grad_norm", "quant/codes_changed_frac",
 )  # fmt: skip
 TABLE_ROWS = 8
 SHOWN_SAMPLES = 3
@@ -42,6 +43,13 @@ def visible(text: str, keep_newlines: bool = False) -> str:
     )
 
 
+class _Count(ProgressColumn):
+    """`3/64 responses`; nothing for a phase whose length is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f} responses")
+
+
 class RunConsole:
     """The display of one run; use it as a context manager, so that the terminal is restored.
 
@@ -57,8 +65,8 @@ class RunConsole:
         self._total_steps = total_steps
         self._history: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)
         self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=self._console, auto_refresh=False,
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), _Count(), TimeElapsedColumn(),
+            console=self._console, auto_refresh=False,
         )  # fmt: skip
         self._live: Live | None = None
 
@@ -77,6 +85,7 @@ class RunConsole:
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[..., None]]:
         """Show progress while the body runs, from its second second on; yields `advance(n=1)`.
 
+        total: responses to work through, where that is what takes the time.
         Plain mode prints a line for a slow phase before the first step only: afterwards `time/*_s` tell.
         """
         started = time.monotonic()
@@ -131,8 +140,8 @@ class RunConsole:
                 lines.append(f"{name}: {_format(first)} over the first {span}, {_format(last)} over the last")
             gaps = [record.get("mismatch/delta_abs_max") for record in history]
             worst = None if None in gaps else max(gaps)  # null in the file: not finite
-            equal = ": learner and sampler are bit-equal" if worst == 0 else ""
-            lines.append(f"mismatch/delta_abs_max: {_format(worst)} at most{equal}")
+            agreement = "in every step: sampler and learner agree bit for bit" if worst == 0 else "at most"
+            lines.append(f"mismatch/delta_abs_max: {_format(worst)} {agreement}")
         width = max((len(purpose) for purpose, _ in next_commands), default=0)
         for line in [*lines, *(f"{purpose:{width}}  {command}" for purpose, command in next_commands)]:
             self.message(line)
@@ -164,14 +173,19 @@ class RunConsole:
         return Group(*parts)
 
     def _table(self) -> Table:
+        """As many of the metrics as the terminal has room for, at least one; all of them are in metrics.jsonl."""
         rows = list(self._history)  # the display thread reads while the loop appends
         names = [name for name in TABLE_METRICS if any(name in row for row in rows)]
-        table = Table("step", *(name.replace("/", "\n") for name in names))
-        for column in table.columns:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(self._step_text(row["step"]), *(_format(row.get(name)) for name in names))
-        return table
+        unbounded = self._console.options.update(max_width=1000)
+        while True:
+            table = Table("step", *(name.replace("/", "\n").replace("_", "\n") for name in names))
+            for column in table.columns:
+                column.justify = "right"
+            for row in rows:
+                table.add_row(self._step_text(row["step"]), *(_format(row.get(name)) for name in names))
+            if len(names) <= 1 or Measurement.get(self._console, unbounded, table).maximum <= self._console.width:
+                return table
+            names.pop()
 
 
 def _clip(text: str, tail: bool = False) -> str:

@@ -42,6 +42,8 @@ def train(config: Config) -> int:
     with console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
         try:
             with RunDirectory.open(config, config.checkpoint.resume) as directory:
+                console.message(f"{config.model.path}, {config.quant.scheme} ({config.quant.learner} learner), "
+                                f"{config.objective.name}: {config.train.steps} steps in {directory.path}")  # fmt: skip
                 rewards_log = directory.path / "rewards.log"
                 run = build_run(config, console, rewards_log)
                 try:
@@ -93,7 +95,7 @@ class Loop:
                 recorder.log(step, metrics)
                 if recorder.rollouts_due(step):
                     recorder.rollouts(step, rows)
-                    self.console.samples(step, rows)
+                    self.console.samples(step, rows[:: config.rollout.n])  # one of each prompt
                 self.console.step(step, metrics)
                 if step % config.checkpoint.every == 0:
                     self._save(step, position)

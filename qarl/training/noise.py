@@ -18,11 +18,12 @@ import transformers
 def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
     """While entered, no progress bars, notices and Python warnings of libraries; warnings stay with `python -W`.
 
-    (transformers and the hub client keep quiet afterwards.)
-    An operation that torch cannot run reproducibly matters to the run: say gets one line for each.
+    say: gets one line for each operation that torch cannot run reproducibly. transformers and the hub client keep quiet
+    afterwards too.
     """
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, which is seldom needed
     huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Whole runs, in forks of one server for each test file."""
+"""Whole runs, in forks of one server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def qarl(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """A `tiny_runs.Qarl`."""
     from tiny_runs import Qarl

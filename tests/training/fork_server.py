@@ -5,6 +5,7 @@ stdin: a JSON line {argv, cwd, output, before}; stdout: the pid, then the exit c
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from qarl import cli
 
 
 def serve() -> None:
+    gc.freeze()  # so that a fork's collections touch, and copy, none of it
     while line := sys.stdin.readline():
         order = json.loads(line)
         pid = os.fork()
@@ -33,7 +35,12 @@ def run(argv: list[str], cwd: str, output: str, before: str) -> None:
     os.chdir(cwd)
     sys.argv = ["qarl", *argv]
     exec(before, {})
-    cli.main(argv)
+    try:
+        cli.main(argv)
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code)  # taking all of torch down takes a second
 
 
 if __name__ == "__main__":

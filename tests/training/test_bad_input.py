@@ -22,7 +22,7 @@ MISSING = "import sys\nsys.modules['{}'] = None\n"
 # what is wrong: (sections that replace those of `settings`, Python to run first, what the line must say)
 FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "unknown key": ({"train": {"stepz": 3}}, "", ["train.stepz", "steps"]),
-    "wrong type": ({"train": {"steps": "many"}}, "", ["train.steps", "'many'"]),
+    "wrong type": ({"train": {"steps": "many"}}, "", ["train.steps", '"many"', "integer"]),
     "group size does not divide": (
         {"quant": {"group_size": 128}},
         "",
@@ -46,7 +46,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "prompt and response beyond the context": (
         {"data": {"max_prompt_length": 600}},
         "",
-        ["max_position_embeddings", "512", "608"],
+        ["data.max_prompt_length = 600", "512", "lower it"],
     ),
     "more prompts a step than there are": (
         {"data": {"source": "rows.jsonl"}, "train": {"prompts_per_step": 8}},
@@ -59,10 +59,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ["`broken.py:judge`", "does not import", "no_such_module", "broken.py:1"],
     ),
     "reward file exits": ({"reward": {"functions": [{"name": "exits.py:judge"}]}}, "", ["exits.py", "no licence"]),
-    "reward without columns": ({"reward": {"functions": [{"name": "narrow.py:judge"}]}}, "", ["narrow.py", "**columns"]),
+    "reward takes no columns": ({"reward": {"functions": [{"name": "narrow.py:judge"}]}}, "", ["narrow.py", "**col"]),
     "no such reward file": ({"reward": {"functions": [{"name": "absent.py:judge"}]}}, "", ["no such file"]),
     "no CUDA device": ({"model": {"device": "cuda"}}, "", ["model.device: cuda", "auto or cpu"]),
-    "no such model": ({"model": {"path": "models/absent"}}, "", ["model.path", "models/absent"]),
+    "no such model": ({"model": {"path": "./absent"}}, "", ["model.path", "./absent"]),
     "reasoning-gym is not installed": (
         {"data": {"source": "reasoning-gym:chain_sum"}, "reward": {"functions": [{"name": "reasoning_gym"}]}},
         MISSING.format("reasoning_gym"),

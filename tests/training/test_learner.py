@@ -264,7 +264,8 @@ def test_gradient_checkpointing_changes_no_bit(llama):
 @pytest.mark.parametrize("scheme, group", [("w4a16", 32), ("w8a8", None)])
 def test_reward_rises(llama, objective, scheme, group):
     run = parts(llama, quant={"scheme": scheme, "group_size": group}, objective={"name": objective},
-                rollout={"n": 8, "max_num_seqs": 32}, optim={"name": "muon", "lr": 2e-2}, train={"minibatch_size": 16})  # fmt: skip
+                rollout={"n": 8, "max_num_seqs": 32}, train={"minibatch_size": 16},
+                optim={"name": "muon", "lr": 2e-2})  # fmt: skip
     rewards: list[float] = []
 
     def small_ids(tokens: list[int]) -> float:

@@ -65,9 +65,10 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
     }  # fmt: skip
     lines = [line for line in done.out.splitlines() if not line.startswith(("model: ", "quantize: ", "tokenizer and"))]
     lines = [line for line in lines if not line.startswith(("reward workers: ", "rollout: ", "learner: "))]
+    assert lines.pop(0).endswith("w4a16 (aligned learner), grpo: 2 steps in runs/c")
     starts = ["1000 prompts of ", *["step 1, sample "] * 3, "step 1/2  ", *["step 2, sample "] * 3, "step 2/2  ",
               "run: runs/c (2 steps in ", "reward/mean: ", "response/length_mean: ",
-              "mismatch/delta_abs_max: 0 at most: learner and sampler are bit-equal", "to read its answers: ",
+              "mismatch/delta_abs_max: 0 in every step: sampler and learner agree bit for bit", "to read its answers: ",
               "to see its curves: ", "to train it further: "]  # fmt: skip
     assert len(lines) == len(starts), done.out
     for line, start in zip(lines, starts, strict=True):
@@ -119,8 +120,8 @@ def test_a_second_sigint_stops_at_once_without_saving(runs):
 
 
 def test_a_signal_while_starting_stops_at_once_and_leaves_nothing(runs):
-    before = "import qarl.training.loop as loop, os, signal\nloop.build_run = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
-    done = runs.train(before=before)
+    before = "import qarl.training.loop as loop, os, signal\nloop.build_run = lambda *_: os.kill(os.getpid(), signal."
+    done = runs.train(before=before + "SIGINT)")
     assert (done.code, done.err) == (130, "")
     assert not (runs.folder / "runs").exists()
 

@@ -61,9 +61,7 @@ class Parts:
 
     def batch(self, reward: Callable[[list[int]], float], seed: int = 1) -> Batch:
         """Sampled from the current policy; a response's reward is that of its token ids."""
-        prompts = [
-            Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(self.config.train.prompts_per_step)
-        ]
+        prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(self.config.train.prompts_per_step)]
         self.engine.publish(self.policy.current)
         rollouts = self.engine.generate(prompts, SamplingParams(**{**vars(self.sampling), "seed": seed}),
                                         self.policy.version)  # fmt: skip

@@ -1,0 +1,130 @@
+"""What the console prints, and never lets through."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+
+import pytest
+from rich.console import Console
+
+from qarl.training.console import TABLE_METRICS, RunConsole, visible
+
+HOSTILE = "\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(mode: str, stream: io.StringIO | None = None, **options) -> tuple[RunConsole, io.StringIO]:
+    stream = stream or Terminal()
+    return RunConsole(mode, stream=stream, **options), stream
+
+
+def test_hostile_characters_become_escapes():
+    assert visible(HOSTILE) == r"\x1b[2J[bold red]x[/bold red] [/nope] \u202eevil\r\x07\x9b31m\ud800"
+    assert visible("a\nb\tπ\U0001f600", keep_newlines=True) == "a\nb\\tπ\U0001f600"
+
+
+@pytest.mark.parametrize("mode", ["plain", "rich"])
+def test_a_hostile_completion_is_printed_inert(mode, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    console, stream = shown(mode)
+    console.samples(10, [{"prompt": "2+2=", "completion": HOSTILE, "reward": 0.5}])
+    text = stream.getvalue()
+    assert "[bold red]x[/bold red] [/nope]" in text and "reward 0.5" in text
+    assert "\x1b[2J" not in text and "\u202e" not in text and "\x07" not in text and "\x9b" not in text
+
+
+def test_without_a_terminal_there_is_one_line_a_step():
+    console, stream = shown("rich", io.StringIO(), total_steps=20)
+    with console:
+        with console.phase("rollout", total=3) as advance:
+            advance()
+        console.step(1, {"reward/mean": 0.25, "mismatch/delta_abs_max": 0.0, "time/step_s": 12.3456, "other": 1.0})
+        console.step(2, {"reward/mean": float("nan")})
+    assert stream.getvalue().splitlines() == [
+        "step 1/20  reward/mean 0.25  mismatch/delta_abs_max 0  time/step_s 12.35",
+        "step 2/20  reward/mean nan",
+    ]
+
+
+def test_the_rich_table_shows_the_metrics(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    console, stream = shown("rich")
+    with console:
+        console.step(7, {"reward/mean": 0.4375, "policy/grad_norm": None, "other": 9.0})
+    text = stream.getvalue()
+    assert "0.4375" in text and "norm" in text and "other" not in text
+
+
+def test_slow_phases_alone_are_displayed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("qarl.training.console.SLOW_SECONDS", 0.3)
+    console, stream = shown("rich")
+    with console:
+        with console.phase("quick"):
+            pass
+        with console.phase("slow one", total=4) as advance:
+            advance(3)
+            time.sleep(0.8)
+    assert "slow one" in stream.getvalue() and "3/4" in stream.getvalue() and "quick" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("width, last", [(60, "delta"), (80, "step"), (120, "quant")])
+def test_the_table_leaves_out_what_a_narrow_terminal_has_no_room_for(width, last):
+    stream = io.StringIO()
+    console = RunConsole("rich", 1000, stream)
+    console._console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    console.step(1, dict.fromkeys(TABLE_METRICS, 0.0001234))
+    console._console.print(console._table())
+    assert "…" not in stream.getvalue() and last in stream.getvalue()
+
+
+def test_none_prints_nothing(tmp_path):
+    console, stream = shown("none")
+    with console, console.phase("rollout") as advance:
+        advance()
+        console.step(1, {"reward/mean": 1.0})
+        console.samples(1, [{"completion": "x"}])
+        console.warn("w")
+        console.summary(tmp_path, [], [("go on", "qarl export")])
+    assert stream.getvalue() == ""
+
+
+def test_a_stream_that_cannot_say_a_character_gets_an_escape():
+    raw = io.BytesIO()
+    console = RunConsole("plain", stream=io.TextIOWrapper(raw, encoding="ascii"))
+    console.message("π done")
+    assert raw.getvalue() == b"\\u03c0 done\n"
+
+
+def test_a_closed_pipe_silences_the_console():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    console = RunConsole("plain", stream=os.fdopen(write_end, "w"))
+    console.message("nobody listens")
+    assert console.mode == "none"
+    with pytest.raises(BrokenPipeError):
+        console._stream.close()
+
+
+def test_the_summary_compares_the_first_quarter_with_the_last(tmp_path):
+    console, stream = shown("plain")
+    same = {"response/length_mean": 5.0, "mismatch/delta_abs_max": 0.0, "time/step_s": 3.0}
+    history = [{"step": i, "reward/mean": float(i), **same} for i in range(1, 9)]
+    history[1]["reward/mean"] = None
+    console.summary(tmp_path, history, [("to see it:", "tensorboard"), ("to go on:", "qarl train")])
+    assert stream.getvalue().splitlines() == [
+        f"run: {tmp_path} (8 steps in 0.4 minutes)",
+        "reward/mean: 1 over the first 2 steps, 7.5 over the last",
+        "response/length_mean: 5 over the first 2 steps, 5 over the last",
+        "mismatch/delta_abs_max: 0 in every step: sampler and learner agree bit for bit",
+        "to see it:  tensorboard",
+        "to go on:   qarl train",
+    ]
