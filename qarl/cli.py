@@ -12,6 +12,7 @@ import typer
 from qarl import __version__
 from qarl.config import Config, check_inputs, load_config
 from qarl.errors import UserError
+from qarl.threads import wait_politely
 
 if TYPE_CHECKING:
     from qarl.memory import Item
@@ -60,6 +61,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train a policy."""
     loaded = load_config(config, overrides)
     check_inputs(loaded, config, overrides or [])
+    wait_politely()
     from qarl.training.loop import train as run  # torch: only once the configuration is known to be good
 
     raise typer.Exit(run(loaded))

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from qarl.threads import wait_politely
+
+wait_politely()  # before anything imports torch
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -31,7 +31,7 @@ TRUNCATIONS = [
     Truncation(temperature=0.7), Truncation(temperature=1.5, top_p=0.8), Truncation(top_k=5), Truncation(min_p=0.1),
     Truncation(0.9, 40, 0.9, 0.02),
 ]  # fmt: skip
-SAMPLING = SamplingParams(n=2, seed=3, max_response_length=12, stop_token_ids=frozenset({1}))
+SAMPLING = SamplingParams(n=2, seed=3, max_response_length=8, stop_token_ids=frozenset({1}))
 
 
 def learner_logprobs(policy: Policy, prompts: list[Prompt], rollouts: list[Rollout],
@@ -81,7 +81,7 @@ def test_logprobs_are_equal_with_this_many_threads(make_policy, make_engine, pro
 @pytest.mark.parametrize("chunk", [3, 128])
 def test_logprobs_are_equal_under_truncation(make_policy, make_engine, prompts, truncation: Truncation, chunk: int):
     policy = make_policy()
-    sampling = SamplingParams(n=2, seed=3, max_response_length=12, truncation=truncation)
+    sampling = SamplingParams(n=2, seed=3, max_response_length=8, truncation=truncation)
     rollouts = make_engine(policy).generate(prompts, sampling, 0)
     assert torch.equal(learner_logprobs(policy, prompts, rollouts, truncation, chunk), sampler_logprobs(rollouts))
 
@@ -108,7 +108,7 @@ def test_responses_do_not_depend_on_how_steps_are_cut(
 
 def test_responses_do_not_depend_on_preemption(make_engine):
     prompts = [Prompt(i, [3 + (i * 31 + j) % 256 for j in range(50)], "", {}) for i in range(4)]
-    sampling = SamplingParams(n=2, seed=5, max_response_length=100)
+    sampling = SamplingParams(n=2, seed=5, max_response_length=80)
     roomy, tight = make_engine(), make_engine(kv_cache_tokens=384)
     expected, found = roomy.generate(prompts, sampling, 0), tight.generate(prompts, sampling, 0)
     assert (roomy.preemptions, tight.preemptions > 0) == (0, True)
@@ -117,8 +117,8 @@ def test_responses_do_not_depend_on_preemption(make_engine):
 
 def test_logprobs_are_equal_after_preemption(make_policy, make_engine):
     prompts = [Prompt(i, [3 + (i * 31 + j) % 256 for j in range(60)], "", {}) for i in range(4)]
-    engine = make_engine(make_policy("qwen2", "fp8"), kv_cache_tokens=256, max_batched_tokens=9)
-    rollouts = engine.generate(prompts, SamplingParams(n=3, seed=5, max_response_length=90), 0)
+    engine = make_engine(make_policy("qwen2", "fp8"), kv_cache_tokens=256, max_batched_tokens=20)
+    rollouts = engine.generate(prompts, SamplingParams(n=2, seed=5, max_response_length=70), 0)
     assert engine.preemptions > 0
     assert torch.equal(learner_logprobs(engine.policy, prompts, rollouts), sampler_logprobs(rollouts))
 
@@ -138,7 +138,7 @@ def test_responses_do_not_depend_on_the_order_of_prompts(make_engine, prompts):
 
 def test_the_first_samples_do_not_depend_on_how_many_there_are(make_engine, prompts):
     engine = make_engine()
-    few, many = (engine.generate(prompts[:1], SamplingParams(n, 3, 12), 0) for n in (2, 6))
+    few, many = (engine.generate(prompts[:1], SamplingParams(n, 3, 8), 0) for n in (2, 6))
     assert many[:2] == few
 
 

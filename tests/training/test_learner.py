@@ -15,8 +15,11 @@ from qarl.training.batch import Batch
 from qarl.training.loop import mismatch_of
 
 
-def by_length(tokens: list[int]) -> float:
-    return float(len(set(tokens)) + tokens[0] % 7)
+def live(run: Parts, seed: int = 1) -> Batch:
+    """A batch of which no response has advantage 0, whatever was sampled."""
+    batch = run.batch(lambda tokens: 0.0, seed)
+    batch.advantages = torch.linspace(-1.0, 1.6, len(batch))  # 0 is not among them
+    return batch
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def alone(run: Parts, batch: Batch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("minibatch", [4, 16])
 def test_logp_old_is_that_of_the_snapshot_bit_for_bit_whatever_was_learned_since(llama, minibatch):
     run = parts(llama, train={"minibatch_size": minibatch, "epochs": 2}, optim={"lr": 1e-2})
-    batch = run.batch(by_length)
+    batch = live(run)
     at_the_snapshot = alone(run, batch)
     run.learn(batch)
     assert all(torch.equal(kept, value) for kept, value in zip(batch.logp_old, at_the_snapshot, strict=True))
@@ -78,7 +81,7 @@ def test_the_second_epoch_is_off_policy(llama):
     run.learner.objective = lambda logp, old, *rest: (
         ratios.append(float((logp.detach() - old).abs().max())) or objective(logp, old, *rest)
     )
-    run.learn(run.batch(by_length))
+    run.learn(live(run))
     assert ratios[0] == 0.0 and ratios[1] > 0.0
 
 
@@ -88,7 +91,7 @@ def test_micro_batches_add_up_to_the_minibatch(llama, aggregation):
     for tokens in (1, 40, 100_000):
         run = parts(llama, model={"dtype": "float32"}, objective={"aggregation": aggregation},
                     optim={"lr": 1e-9}, train={"micro_batch_tokens": tokens})  # fmt: skip
-        results.append(gradients(run, run.batch(by_length)))
+        results.append(gradients(run, live(run)))
     whole, metrics = results[-1]
     assert len(whole) == 2
     for steps, other in results[:-1]:
@@ -103,19 +106,19 @@ def test_micro_batches_add_up_to_the_minibatch(llama, aggregation):
 
 def test_learner_tokens_count_a_shared_prompt_once(llama):
     run = parts(llama, train={"minibatch_size": 16})
-    batch = run.batch(by_length)
+    batch = live(run)
     assert run.learn(batch)["learner_tokens"] == 4 * 3 + sum(len(r) for r in batch.responses)
 
 
 def test_forwards_are_those_that_learn_reports(llama):
     run = parts(llama, train={"minibatch_size": 4, "epochs": 2})
-    batch, done = run.batch(by_length), []
+    batch, done = live(run), []
     run.learner.learn(batch, 0, done.append)
     assert sum(done) == run.learner.forwards(len(batch)) == 2 * 16 + 12
 
 
 def half_idle(run: Parts) -> Batch:
-    batch = run.batch(by_length)
+    batch = live(run)
     batch.advantages[::2] = 0.0
     return batch
 
@@ -158,8 +161,8 @@ def test_a_minibatch_without_advantages_makes_no_step(llama):
 
 def test_a_gradient_that_is_not_finite_touches_nothing_and_is_counted(llama):
     run = parts(llama, train={"max_skipped_steps": 5})
-    run.learn(run.batch(by_length))  # so that the optimizer has state
-    batch, before, codes = run.batch(by_length, seed=2), run.masters(), run.policy.current
+    run.learn(live(run))  # so that the optimizer has state
+    batch, before, codes = live(run, seed=2), run.masters(), run.policy.current
     state = {name: tensor.clone() for name, tensor in run.optimizer.state_tensors()[0].items()}
     with broken_gradients(run):
         metrics = run.learn(batch)
@@ -175,25 +178,25 @@ def test_a_good_step_ends_the_count_of_skipped_ones(llama):
     run = parts(llama, train={"max_skipped_steps": 3})
     for seed in range(3):
         with broken_gradients(run):
-            run.learn(run.batch(by_length, seed))
-        run.learn(run.batch(by_length, seed))
+            run.learn(live(run, seed))
+        run.learn(live(run, seed))
     assert run.learner.skipped_in_a_row == 0
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(llama):
     run = parts(llama, train={"max_skipped_steps": 3})
     with broken_gradients(run):
-        run.learn(run.batch(by_length))
+        run.learn(live(run))
         with pytest.raises(UserError, match=r"not finite in 4 optimizer steps in a row \(train.max_skipped_steps\)"):
             for seed in range(2):
-                run.learn(run.batch(by_length, seed))
+                run.learn(live(run, seed))
 
 
 def test_a_skipped_step_leaves_its_gradient_out_of_the_next(llama):
     run = parts(llama, train={"minibatch_size": 16})
     with broken_gradients(run):
-        run.learn(run.batch(by_length))
-    steps, _ = gradients(run, run.batch(by_length))
+        run.learn(live(run))
+    steps, _ = gradients(run, live(run))
     assert all(g.isfinite().all() for step in steps for g in step.values())
 
 
@@ -204,14 +207,14 @@ ALIGNED = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("w4a8"
 def test_an_aligned_learner_has_no_mismatch_at_all(llama, scheme, group):
     run = parts(llama, quant={"scheme": scheme, "group_size": group}, train={"minibatch_size": 4})
     for step in range(2):
-        batch = run.batch(by_length, seed=step)
+        batch = live(run, seed=step)
         run.learn(batch, step)
         assert mismatch_of(batch)["mismatch/delta_abs_max"] == 0.0
 
 
 def test_quantized_rollout_training_has_the_mismatch_of_the_codes(llama):
     run = parts(llama, quant={"learner": "full_precision"})
-    batch = run.batch(by_length)
+    batch = live(run)
     run.learn(batch)
     assert 1e-2 < mismatch_of(batch)["mismatch/delta_abs_max"] < 10.0
 
@@ -220,7 +223,7 @@ def test_fake_quantization_is_closer_to_the_sampler_than_full_precision(llama):
     gaps = {}
     for learner in ("fake_quant", "full_precision"):
         run = parts(llama, quant={"learner": learner})
-        batch = run.batch(by_length)
+        batch = live(run)
         run.learn(batch)
         gaps[learner] = mismatch_of(batch)["mismatch/delta_abs_mean"]
     assert gaps["fake_quant"] < 0.2 * gaps["full_precision"]
@@ -243,7 +246,7 @@ def test_every_recipe_takes_finite_steps(llama, objective, advantage, aggregatio
                 optim={"name": optimizer}, correction=correction)  # fmt: skip
     before = run.masters()
     for step in range(2):
-        metrics = run.learn(run.batch(by_length, seed=step), step)
+        metrics = run.learn(live(run, seed=step), step)
         assert all(math.isfinite(value) for value in metrics.values()), metrics
     assert metrics["policy/version"] == 4.0 and metrics["policy/grad_norm"] > 0.0
     moved = [name for name, master in run.masters().items() if not torch.equal(before[name], master)]
@@ -255,7 +258,7 @@ def test_gradient_checkpointing_changes_no_bit(llama):
     for on in (False, True):
         run = parts(llama)
         run.policy.set_gradient_checkpointing(on)
-        run.learn(run.batch(by_length))
+        run.learn(live(run))
         masters.append(run.masters())
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])
 
