@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,12 +226,15 @@ def mismatch_of(batch: Batch) -> dict[str, float]:
 def next_commands(config: Config) -> list[tuple[str, str]]:
     """What a user may want to do with a finished run: (what for, command)."""
     directory = shlex.quote(str(config.run_dir))
+    # The programs beside this Python, spelled out where the shell would not find them (make's .venv is not activated).
+    programs = Path(os.path.relpath(sys.executable)).parent
+    python, board, qarl = (n if shutil.which(n) else str(programs / n) for n in ("python", "tensorboard", "qarl"))
     commands = []
     last = config.train.steps - config.train.steps % config.logging.rollouts_every
     if last:
         answers = f"{directory}/rollouts/{last:06d}.jsonl"
-        commands.append(("to read its answers:", f"python -m json.tool --json-lines {answers}"))
+        commands.append(("to read its answers:", f"{python} -m json.tool --json-lines {answers}"))
     if config.logging.tensorboard:
-        commands.append(("to see its curves:", f"tensorboard --logdir {directory}/tensorboard"))
-    more = f"qarl train {directory}/config.yaml train.steps={2 * config.train.steps}"
+        commands.append(("to see its curves:", f"{board} --logdir {directory}/tensorboard"))
+    more = f"{qarl} train {directory}/config.yaml train.steps={2 * config.train.steps}"
     return [*commands, ("to train it further:", more)]
