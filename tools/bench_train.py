@@ -69,9 +69,9 @@ def main() -> None:
             both = [*shlex.split(args.common), *shlex.split(overrides)]
             cases[name] = run_case(args.config, both, Path(scratch) / "run")
         print_row(name, cases[name])
-    environment = next((c.pop("environment") for c in cases.values() if "environment" in c), None)
-    for case in cases.values():
-        case.pop("environment", None)
+    environments = [case.pop("environment") for case in cases.values() if "environment" in case]
+    # each case has its own command; the host's name says nothing to a reader
+    environment = {k: v for k, v in environments[0].items() if k not in ("command", "host")} if environments else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"command": shlex.join(["python", *sys.argv]), "environment": environment,
                                     "cases": cases}, indent=1) + "\n")  # fmt: skip
