@@ -27,7 +27,8 @@ class Prompt:
 class Rollout:
     """One sampled response.
 
-    prompt_id: the `Prompt.id` it answers. sample: which of the n responses of that prompt.
+    prompt_id: the `Prompt.id` it answers. sample: which response to that prompt; where a step has a prompt twice, its
+    second n responses are n to 2n - 1.
     token_ids: response tokens, the stop token included. logprobs: the sampler's natural-log probability of each
     token, after temperature and truncation, as float32 values; same length as token_ids.
     finish_reason: `stop` (a stop token or string) or `length`. version: of the policy that drew it.

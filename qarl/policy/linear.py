@@ -28,12 +28,14 @@ class Operand:
     the others the low-bit products of `qarl_kernels.reference`.
     weight: (N, K), values or codes, float32 on the CPU. scale: (N, 1) or (N, groups), None for dense and plain.
     activation: activation quantization that `plain` imitates (quantize, dequantize), for QAT.
+    source: the published tensors that `weight` was made from; None for a full-precision learner.
     """
 
     product: Product
     weight: Tensor
     scale: Tensor | None = None
     activation: Literal["int8", "fp8"] | None = None
+    source: QuantizedWeight | Tensor | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: (M, K) of the compute dtype; bias: (N,) or None. Returns (M, N) of x's dtype."""
@@ -65,16 +67,17 @@ def dequantized_input(x: Tensor, activation: Literal["int8", "fp8"] | None) -> T
 def operand_of(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> Operand:
     """The aligned operand: the product the sampler runs on these tensors. weight: codes and scales, or (N, K)."""
     if isinstance(weight, Tensor):
-        return Operand("dense", _storage(weight))
-    if weight.scheme.activation is None:
-        return Operand("dense", _storage(dequantize_weight(weight, dtype)))
-    product: Product = weight.scheme.name  # type: ignore[assignment]
-    return Operand(product, unpack_codes(weight).float(), weight.tensors["weight_scale"], weight.scheme.activation)
+        return Operand("dense", _storage(weight), source=weight)
+    scheme = weight.scheme
+    if scheme.activation is None:
+        return Operand("dense", _storage(dequantize_weight(weight, dtype)), source=weight)
+    codes, scale = unpack_codes(weight).float(), weight.tensors["weight_scale"]
+    return Operand(scheme.name, codes, scale, scheme.activation, weight)  # type: ignore[arg-type]
 
 
 def fake_quant_operand(weight: QuantizedWeight, dtype: torch.dtype) -> Operand:
     """QAT: weights and activations quantized and dequantized, the product an ordinary full-precision GEMM."""
-    return Operand("plain", _storage(dequantize_weight(weight, dtype)), activation=weight.scheme.activation)
+    return Operand("plain", _storage(dequantize_weight(weight, dtype)), None, weight.scheme.activation, weight)
 
 
 def full_precision_operand(master: Tensor, dtype: torch.dtype) -> Operand:
@@ -131,7 +134,6 @@ class QuantLinear(nn.Module):
         self.role, self.keep_dequantized_input = role, keep_dequantized_input
         self.learner: Operand | None = None
         self.sampler: Operand | None = None
-        self.published: QuantizedWeight | Tensor | None = None  # what the sampler's operand was made from
         self.bias_value: Tensor | None = None  # the bias as published, in the compute dtype
 
     def forward(self, x: Tensor) -> Tensor:

@@ -130,8 +130,8 @@ class Policy:
         for name, module in self.model.named_modules():
             if isinstance(module, RMSNorm | Embedding):
                 module.value = tensors[f"{name}.weight"]
-        head = tensors["lm_head.weight" if not self.tied else self._embedding_name()]
-        self.head_value = head.float() if self.device.type == "cpu" else head
+        self.head_source = tensors["lm_head.weight" if not self.tied else self._embedding_name()]
+        self.head_value = self.head_source.float() if self.device.type == "cpu" else self.head_source
 
     def _learner_operand(self, linear: QuantLinear, published: QuantizedWeight | Tensor) -> Operand:
         if self.quant.learner == "full_precision":
@@ -153,24 +153,24 @@ class Policy:
                                "publish the current snapshot")  # fmt: skip
         for name, linear in self.linears.items():
             published = snapshot.weights.get(name, snapshot.tensors.get(f"{name}.weight"))
-            linear.published = published
             aligned = self.quant.learner == "aligned"
             linear.sampler = linear.learner if aligned else operand_of(published, self.dtype)
 
     def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that the sampler's forward stands on, by published name, read from the modules themselves."""
+        """Every tensor that the sampler's forward stands on, by published name, read from the operands themselves."""
         for name, module in self.model.named_modules():
             if isinstance(module, QuantLinear):
-                if isinstance(module.published, QuantizedWeight):
-                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in module.published.tensors.items())
-                elif module.published is not None:
-                    yield f"{name}.weight", module.published
+                source = module.sampler.source
+                if isinstance(source, QuantizedWeight):
+                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in source.tensors.items())
+                else:
+                    yield f"{name}.weight", source
                 if module.bias_value is not None:
                     yield f"{name}.bias", module.bias_value
             elif isinstance(module, RMSNorm | Embedding):
                 yield f"{name}.weight", module.value
         if not self.tied:
-            yield "lm_head.weight", self.current.tensors["lm_head.weight"]
+            yield "lm_head.weight", self.head_source
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
