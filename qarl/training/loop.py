@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -227,7 +226,9 @@ def next_commands(config: Config) -> list[tuple[str, str]]:
     """What a user may want to do with a finished run: (what for, command)."""
     directory = shlex.quote(str(config.run_dir))
     # The programs beside this Python, spelled out where the shell would not find them (make's .venv is not activated).
-    programs = Path(os.path.relpath(sys.executable)).parent
+    programs = Path(sys.executable).parent
+    if programs.is_relative_to(Path.cwd()):
+        programs = programs.relative_to(Path.cwd())
     python, board, qarl = (n if shutil.which(n) else str(programs / n) for n in ("python", "tensorboard", "qarl"))
     commands = []
     last = config.train.steps - config.train.steps % config.logging.rollouts_every

@@ -304,6 +304,8 @@ def parent(file, tmp_path):
         text=True,
         env=environment,
         start_new_session=True,
+        # where the tests run in the background of a script, SIGINT is ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     worker = int(process.stdout.readline())
     yield process, worker
