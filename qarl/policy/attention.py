@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class AttentionContext:
     sources: Tensor | None = None
     fresh_pages: int = 0
     backward: Backward | None = None
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Page and offset of each slot, (L,) int64 each; computed once for all layers."""
+        return self.slots // PAGE, self.slots % PAGE
 
 
 def sampler_context(spans: list[Span], device: torch.device, caches: list[tuple[Tensor, Tensor]]) -> AttentionContext:
@@ -153,7 +159,7 @@ def _backward(sequences: list[tuple[list[int], int]], device: torch.device) -> B
 
 def _write_and_attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: tuple[Tensor, Tensor],
                       scale: float, window: int | None) -> Tensor:  # fmt: skip
-    page, offset = context.slots // PAGE, context.slots % PAGE
+    page, offset = context.places
     for pages, rows in zip(cache, (k, v), strict=True):
         pages[page, :, offset] = (rows if context.sources is None else rows[context.sources]).to(pages.dtype)
     return paged_attention(q, *cache, context.tiles, scale, window)
