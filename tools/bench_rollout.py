@@ -29,8 +29,8 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.storage.environment import describe_environment
 from qarl.training.allocator import keep_freed_memory
-from qarl.training.environment import describe_environment
 from qarl.types import Prompt
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -17,7 +17,11 @@ from qarl_kernels import invariant
 
 @dataclass(frozen=True)
 class Truncation:
-    """How the sampler shapes the distribution before drawing: temperature, then top-k, top-p, min-p."""
+    """How the sampler shapes the distribution before drawing: temperature, then top-k, top-p, min-p.
+
+    Temperature 0 is greedy: the likeliest token is drawn, and log-probs are those of the distribution as the model
+    gave it (temperature 1, nothing cut).
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -26,7 +30,11 @@ class Truncation:
 
     @property
     def active(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
 
 
 # Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that a
@@ -45,7 +53,7 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
     """Apply temperature and truncation to logits (R, V) float32 in place. Returns the mask of tokens cut, or None."""
-    if truncation.temperature != 1.0:
+    if truncation.temperature != 1.0 and not truncation.greedy:
         logits.div_(truncation.temperature)
     if not truncation.active:
         return None
@@ -99,7 +107,7 @@ class _TokenLogProbs(torch.autograd.Function):
             cut = truncate_(logits, ctx.truncation)
             rows = torch.log_softmax(logits, -1).exp_().neg_()
             rows.scatter_add_(-1, targets[part, None], torch.ones_like(rows[:, :1]))
-            rows.mul_(grad[part, None] / ctx.truncation.temperature)
+            rows.mul_(grad[part, None] / (1.0 if ctx.truncation.greedy else ctx.truncation.temperature))
             if cut is not None:  # a cut logit is a constant, and a cut target gives no gradient at all
                 rows.masked_fill_(cut | cut.gather(-1, targets[part, None]), 0.0)
             if weight.dtype == torch.bfloat16:  # on a GPU: operands in bf16, sums in float32

@@ -1,10 +1,11 @@
 """The configuration: strict pydantic models, one file a section. Imports no torch."""
 
-from qarl.config.check import Inspection, check_inputs
+from qarl.config.check import Inspection, check_inputs, check_model
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.config import Config
 from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
+from qarl.config.evaluation import EvalTask, EvaluationConfig
 from qarl.config.load import load_config
 from qarl.config.logging import LoggingConfig, TrackioConfig, WandbConfig
 from qarl.config.model import ModelConfig
@@ -20,6 +21,8 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "DataConfig",
+    "EvalTask",
+    "EvaluationConfig",
     "Inspection",
     "LoggingConfig",
     "ModelConfig",
@@ -33,5 +36,6 @@ __all__ = [
     "TrainConfig",
     "WandbConfig",
     "check_inputs",
+    "check_model",
     "load_config",
 ]

@@ -11,12 +11,13 @@ from qarl_formats.scheme import check_shape, is_ignored, make_scheme
 from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
 from qarl.config.base import Fault
 from qarl.config.config import Config
-from qarl.config.data import LOCAL_SUFFIXES
+from qarl.config.data import LOCAL_SUFFIXES, DataConfig
 from qarl.config.load import key_place
-from qarl.config.messages import fault_line
+from qarl.config.messages import Loc, fault_line
 from qarl.config.model import ModelConfig
 from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
+from qarl.config.reward import RewardFunction
 from qarl.errors import UserError
 
 
@@ -49,26 +50,47 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
     return inspection
 
 
+def check_model(model: ModelConfig) -> Inspection:
+    """Check that a model is there, and read its architecture where it is on this machine.
+
+    Raises UserError with one line.
+    """
+    try:
+        return _inspect(model)
+    except UnusableModel as error:
+        raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
+
+
 def _file_faults(config: Config) -> Iterator[Fault]:
-    source, path = config.data.source, Path(config.data.source).expanduser()
-    suffixes = ", ".join(LOCAL_SUFFIXES)
-    if config.data.kind == "local" and not path.exists():
-        yield Fault(("data", "source"), source, f"no such file or directory below {Path.cwd()}; give an existing path")
-    elif config.data.kind in ("local", "hub") and path.is_file() and path.suffix.lower() not in LOCAL_SUFFIXES:
-        yield Fault(("data", "source"), source, f"unknown type of file; must be one of {suffixes}")
-    elif (
-        config.data.kind == "local"
-        and path.is_dir()
-        and not any(f.suffix.lower() in LOCAL_SUFFIXES for f in path.rglob("*"))
-    ):
-        yield Fault(("data", "source"), source, f"the directory holds none of {suffixes}; give one that does")
-    for index, function in enumerate(config.reward.functions):
-        if function.file is not None and not Path(function.file).expanduser().is_file():
-            key = ("reward", "functions", index, "name")
-            yield Fault(key, function.name, f"no such file below {Path.cwd()}; give an existing file.py:function")
+    yield from _source_faults(("data", "source"), config.data)
+    yield from _reward_faults(("reward", "functions"), config.reward.functions)
+    for index, task in enumerate(config.evaluation.tasks):
+        key = ("evaluation", "tasks", index)
+        yield from _source_faults((*key, "path") if task.preset else (*key, "data", "source"), task.dataset)
+        yield from _reward_faults((*key, "reward"), task.reward)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         yield Fault(("checkpoint", "resume"), resume, "no such checkpoint directory; give auto, never or its path")
+
+
+def _source_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
+    source, path = data.source, Path(data.source).expanduser()
+    suffixes = ", ".join(LOCAL_SUFFIXES)
+    if data.kind == "local" and not path.exists():
+        yield Fault(key, source, f"no such file or directory below {Path.cwd()}; give an existing path")
+    elif data.kind in ("local", "hub") and path.is_file() and path.suffix.lower() not in LOCAL_SUFFIXES:
+        yield Fault(key, source, f"unknown type of file; must be one of {suffixes}")
+    elif (
+        data.kind == "local" and path.is_dir() and not any(f.suffix.lower() in LOCAL_SUFFIXES for f in path.rglob("*"))
+    ):
+        yield Fault(key, source, f"the directory holds none of {suffixes}; give one that does")
+
+
+def _reward_faults(key: Loc, functions: list[RewardFunction]) -> Iterator[Fault]:
+    for index, function in enumerate(functions):
+        if function.file is not None and not Path(function.file).expanduser().is_file():
+            text = f"no such file below {Path.cwd()}; give an existing file.py:function"
+            yield Fault((*key, index, "name"), function.name, text)
 
 
 def _inspect(model: ModelConfig) -> Inspection:
@@ -150,3 +172,21 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             f"with data.max_prompt_length = {config.data.max_prompt_length} it exceeds the model's context of {limit} "
             f"tokens; must be {limit - config.data.max_prompt_length} or less, or shorten the prompts",
         )
+    yield from _evaluation_faults(config, min(limit, config.model.max_length or limit))
+
+
+def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:
+    """Lengths that cannot fit; how long the prompts of a preset are, loading them tells."""
+    length = config.eval_response_length
+    for index, task in enumerate(config.evaluation.tasks):
+        prompt = 1 if task.data is None else task.data.max_prompt_length
+        if prompt + length <= context:
+            continue
+        if task.data is None or config.evaluation.max_response_length is not None:
+            key: Loc = ("evaluation", "max_response_length")
+            of = "prompts" if task.data is None else f"data.max_prompt_length = {prompt}"
+            value, what = length, f"with the {of} of task {task.name} it exceeds"
+        else:
+            key = ("evaluation", "tasks", index, "data", "max_prompt_length")
+            value, what = prompt, f"with rollout.max_response_length = {length} it exceeds"
+        yield Fault(key, value, f"{what} the context of {context} tokens; lower it")

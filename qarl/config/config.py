@@ -12,6 +12,7 @@ from qarl.config.base import Fault, Field, Section
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
+from qarl.config.evaluation import EvaluationConfig
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, ObjectiveConfig
@@ -38,6 +39,7 @@ class Config(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
     train: TrainConfig = Field(description="The loop.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation, when and on what.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and recorded.")
 
     @model_validator(mode="before")
@@ -73,6 +75,11 @@ class Config(Section):
         """Tokens of the KV pool, at least one full sequence."""
         sequences = min(self.rollout.max_num_seqs, self.responses_per_step)
         return self.rollout.kv_cache_tokens or sequences * self.max_sequence_length
+
+    @property
+    def eval_response_length(self) -> int:
+        """Tokens of the longest response of an evaluation."""
+        return self.evaluation.max_response_length or self.rollout.max_response_length
 
     def to_yaml(self) -> str:
         """Every key with its value, in the order of the sections; `load_config` of the text gives an equal Config."""

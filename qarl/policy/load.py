@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import warnings
 from dataclasses import dataclass
@@ -10,8 +12,16 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from qarl.config import ModelConfig
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
@@ -81,8 +91,26 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
     """The model's own config.json, or the same read from a GGUF header."""
+    source = locate(config)
+    if source.gguf_file is not None:
+        return copy.deepcopy(_gguf_config(config, source))
     with _quiet():
-        return _load(config, "config", AutoConfig.from_pretrained, locate(config))
+        return _load(config, "config", AutoConfig.from_pretrained, source)
+
+
+@functools.cache  # parsing the header takes seconds
+def _gguf_config(config: ModelConfig, source: ModelSource) -> transformers.PretrainedConfig:
+    with _quiet():
+        return _load(config, "config", AutoConfig.from_pretrained, source)
+
+
+def load_generation_config(config: ModelConfig) -> GenerationConfig:
+    """The model's generation config; where it has none, what its configuration implies."""
+    source = locate(config)
+    if source.gguf_file is None:
+        with _quiet(), contextlib.suppress(OSError, ValueError):
+            return GenerationConfig.from_pretrained(source.name, revision=config.revision or "main")
+    return GenerationConfig.from_model_config(load_model_config(config))
 
 
 def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs):
@@ -91,7 +119,7 @@ def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs)
     try:
         return loader(source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code,
                       **kwargs)  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.path: cannot load the {what} of '{config.path}': {reason}") from error
 

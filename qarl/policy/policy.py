@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from qarl_formats.quantize import QuantizedWeight, quantize_weight
+from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
@@ -25,7 +25,7 @@ from qarl.policy.linear import (
     operand_of,
 )
 from qarl.policy.modules import Embedding, RMSNorm, check_family, replace_modules
-from qarl.publish.snapshot import PublishError, Snapshot
+from qarl.publish.snapshot import PublishError, Snapshot, build_snapshot, published
 
 
 class Policy:
@@ -33,12 +33,13 @@ class Policy:
 
     masters: `named_parameters()`, float32. current: the `Snapshot` of the masters at `version`; `refresh` makes a
     new one after an optimizer step, and the learner's forward reads it. `install_sampler` points the sampler's
-    forward at a published snapshot. Raises UserError for models and schemes that cannot run exactly.
+    forward at a published snapshot. Given a snapshot from the start, the policy is for inference alone: `model` may be
+    a `skeleton` whose masters hold no values. Raises UserError for models and schemes that cannot run exactly.
     """
 
     def __init__(
         self, model: PreTrainedModel, scheme: Scheme, quant: QuantConfig, dtype: torch.dtype, device: torch.device,
-        max_length: int | None = None,
+        max_length: int | None = None, snapshot: Snapshot | None = None,
     ) -> None:  # fmt: skip
         check_family(model.config)
         self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
@@ -59,9 +60,12 @@ class Policy:
         self.linears = self._replace_linears()
         replace_modules(model, -(-self.max_length // PAGE) * PAGE, dtype, device)
         model.set_attn_implementation(IMPLEMENTATION)
-        self.model = model.to(device)
-        self.version = 0
-        self.refresh(self.version)
+        if snapshot is None:
+            self.model = model.to(device)
+            self.refresh(version=0)
+        else:
+            self.version, self.current = snapshot.version, snapshot
+            self._install_learner()
         self.install_sampler(self.current)
 
     def _replace_linears(self) -> dict[str, QuantLinear]:
@@ -94,32 +98,16 @@ class Policy:
 
         Raises UserError naming the tensor when a master is not finite.
         """
-        tensors: dict[str, Tensor] = {}
-        weights: dict[str, QuantizedWeight] = {}
-        for name, master in self.named_parameters():
-            module = name.removesuffix(".weight")
-            if name.endswith(".weight") and self.quantized(module):
-                try:
-                    weight = quantize_weight(master.detach(), self.scheme, name)
-                except ValueError as error:
-                    raise UserError(f"quantize version {version}: {error}") from error
-                weights[module] = weight
-                tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in weight.tensors.items()}
-            else:
-                tensors[name] = self._rounded(name, master, version)
-        self.version, self.current = version, Snapshot(version, tensors, weights)
+        forms = (
+            (name, published(name, master, self._scheme_of(name), self.dtype, version))
+            for name, master in self.named_parameters()
+        )
+        self.version, self.current = version, build_snapshot(version, forms)
         self._install_learner()
         return self.current
 
-    def _rounded(self, name: str, master: Tensor, version: int) -> Tensor:
-        value = master.detach().to(self.dtype, copy=True)
-        if not value.isfinite().all():
-            bad = value.isfinite().logical_not_().sum().item()
-            raise UserError(
-                f"quantize version {version}: {name}: {bad} of {value.numel()} values are NaN or infinite in "
-                f"{self.dtype}; go back to an earlier checkpoint or lower the learning rate"
-            )
-        return value
+    def _scheme_of(self, name: str) -> Scheme | None:
+        return self.scheme if name.endswith(".weight") and self.quantized(name.removesuffix(".weight")) else None
 
     def _install_learner(self) -> None:
         tensors = self.current.tensors

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.quantize import QuantizedWeight, quantize_weight
+from qarl_formats.scheme import Scheme
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -34,6 +36,49 @@ class Snapshot:
         return Manifest(self.version, {name: describe(tensor) for name, tensor in self.tensors.items()})
 
 
+def published(
+    name: str, master: Tensor, scheme: Scheme | None, dtype: torch.dtype, version: int
+) -> QuantizedWeight | Tensor:
+    """What is published of one master: codes and scales in `scheme`, or with None the values rounded to `dtype`.
+
+    name: the parameter's. master: float32, not changed; the result shares no memory with it.
+    Raises UserError naming the tensor when a value is not finite or the scheme does not fit the shape.
+    """
+    if scheme is not None:
+        try:
+            return quantize_weight(master.detach(), scheme, name)
+        except ValueError as error:
+            raise UserError(f"quantize version {version}: {error}") from error
+    value = master.detach().to(dtype, copy=True)
+    if not value.isfinite().all():
+        bad = value.isfinite().logical_not_().sum().item()
+        raise UserError(
+            f"quantize version {version}: {name}: {bad} of {value.numel()} values are NaN or infinite in {dtype}; "
+            "go back to an earlier checkpoint or lower the learning rate"
+        )
+    return value
+
+
+def named_tensors(name: str, form: QuantizedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one published parameter under their full names. name: the parameter's."""
+    if isinstance(form, Tensor):
+        yield name, form
+    else:
+        module = name.removesuffix(".weight")
+        yield from ((f"{module}.{suffix}", tensor) for suffix, tensor in form.tensors.items())
+
+
+def build_snapshot(version: int, forms: Iterable[tuple[str, QuantizedWeight | Tensor]]) -> Snapshot:
+    """A snapshot of published parameters, given as (parameter name, what `published` made of it) in layer order."""
+    tensors: dict[str, Tensor] = {}
+    weights: dict[str, QuantizedWeight] = {}
+    for name, form in forms:
+        tensors |= named_tensors(name, form)
+        if not isinstance(form, Tensor):
+            weights[name.removesuffix(".weight")] = form
+    return Snapshot(version, tensors, weights)
+
+
 @dataclass(frozen=True)
 class TensorRecord:
     """shape, dtype (as torch prints it) and sha256 of the bytes in row-major order."""
@@ -49,6 +94,11 @@ class Manifest:
 
     version: int
     records: Mapping[str, TensorRecord]
+
+    def digest(self) -> str:
+        """One sha256 over all records."""
+        records = {name: (r.shape, r.dtype, r.sha256) for name, r in self.records.items()}
+        return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
 def describe(tensor: Tensor) -> TensorRecord:

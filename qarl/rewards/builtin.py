@@ -29,7 +29,12 @@ def column_values(columns: dict[str, list], name: str) -> list:
 
 
 def final_answer(answer: Any) -> str:
-    """The ground truth as text: what follows the last `####` (GSM8K), or all of it; stripped."""
+    """The ground truth as text: what follows the last `####` (GSM8K), or all of it; stripped.
+
+    A list of answers (OlympiadBench) becomes "a, b", which `math` compares as a set.
+    """
+    if isinstance(answer, list):
+        answer = ", ".join(str(part) for part in answer)
     return str(answer).rpartition("####")[2].strip()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from qarl.text import visible
+
 TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
     "reward/mean", "response/length_mean", "mismatch/delta_abs_max", "policy/entropy", "time/step_s",
     "response/truncated_frac", "policy/grad_norm", "quant/codes_changed_frac",
@@ -29,18 +30,6 @@ TABLE_ROWS = 8
 SHOWN_SAMPLES = 3
 SHOWN_CHARACTERS = 600
 SLOW_SECONDS = 1.0  # a phase is worth showing from here on
-
-_HOSTILE_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and other invisibles, lone surrogates
-
-
-def visible(text: str, keep_newlines: bool = False) -> str:
-    """`text` with control, bidirectional and invisible characters as escapes, so that it cannot drive a terminal."""
-    return "".join(
-        char.encode("unicode_escape", "surrogatepass").decode("ascii")
-        if unicodedata.category(char) in _HOSTILE_CATEGORIES and not (keep_newlines and char == "\n")
-        else char
-        for char in text
-    )
 
 
 class _Count(ProgressColumn):

@@ -14,8 +14,10 @@ from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.errors import UserError
 from qarl.objectives import Segments
 from qarl.rewards import RewardResult
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.rundir import RunDirectory
+from qarl.storage.runs import read_metrics
 from qarl.training.batch import Batch, build_batch
-from qarl.training.checkpoint import CheckpointStore
 from qarl.training.console import RunConsole
 from qarl.training.interrupt import Interrupted, InterruptGuard
 from qarl.training.metrics import (
@@ -27,8 +29,7 @@ from qarl.training.metrics import (
     rollout_rows,
 )
 from qarl.training.noise import quiet_libraries, rewards_logged
-from qarl.training.recorder import Recorder, read_metrics
-from qarl.training.rundir import RunDirectory
+from qarl.training.recorder import Recorder
 from qarl.training.setup import Run, build_run
 from qarl.training.state import capture, restore
 from qarl.types import Prompt, Rollout
@@ -82,10 +83,14 @@ class Loop:
             for change in self.directory.begin():
                 self.console.warn(f"since the last start {change}")
             recorder.truncate(step)
+            run.evaluation.begin(self.directory.path, step)
             self.guard.defer()
             position = run.stream.state()
-            while step < config.train.steps:
+            while True:
                 try:
+                    self.evaluate(step, position, recorder)
+                    if step >= config.train.steps:
+                        break
                     prompts, rollouts, scores = self.draw(step)
                     metrics, rows = self.learn(step, prompts, rollouts, scores)
                 except Interrupted as stop:
@@ -104,6 +109,19 @@ class Loop:
             if config.checkpoint.save_final:
                 self._save(step, position)
         return 0
+
+    def evaluate(self, step: int, position: dict[str, Any], recorder: Recorder) -> None:
+        """The evaluation that is due after `step`, if any. It changes nothing: a signal may end it anywhere."""
+        run = self.run
+        if not run.evaluation.due(step):
+            return
+        if step == self.config.train.steps and self.config.checkpoint.save_final:
+            self._save(step, position)  # first, since an evaluation may take long
+        try:
+            run.evaluation.at(step, run.engine, run.policy, self.console, self.guard.check, recorder.track)
+        except UserError:
+            self._save(step, position)
+            raise
 
     def draw(self, step: int) -> tuple[list[Prompt], list[Rollout], RewardResult]:
         """Sample and score: the first half of an RL step, which changes nothing but the data position.

@@ -14,15 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.training.disk import atomic_write_text, disk_errors, fsync_directory
+from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
+from qarl.storage.runs import parse_record
 from qarl.training.trackers import Tracker, build_trackers
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, oldest first; a line that a kill cut short is left out. Missing file: empty."""
-    if not path.exists():
-        return []
-    return [record for line in path.read_bytes().splitlines() if (record := _parse(line)) is not None]
 
 
 class Recorder:
@@ -69,7 +63,12 @@ class Recorder:
                 with suppress(OSError):  # the first error is the one to report; `truncate` copes with a torn line
                     self._file.truncate(end)
                 raise
-        finite = {name: value for name, value in record.items() if name != "step" and value is not None}
+        self.track(step, record)
+
+    def track(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Pass the finite values to the trackers alone; metrics.jsonl stays as it is."""
+        numbers = {name: _number(value) for name, value in metrics.items() if name != "step" and value is not None}
+        finite = {name: value for name, value in numbers.items() if value is not None}
         self._track(lambda tracker: tracker.log(step, finite))
 
     def rollouts_due(self, step: int) -> bool:
@@ -93,7 +92,7 @@ class Recorder:
         dropped = 0
         with disk_errors(self.metrics_path):
             lines = self.metrics_path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if (r := _parse(line)) is not None and r["step"] <= step]
+            kept = [line for line in lines if (r := parse_record(line)) is not None and r["step"] <= step]
             dropped = len(lines) - len(kept)
             torn = bool(kept) and not kept[-1].endswith(b"\n")  # only its newline is missing
             if dropped or torn:
@@ -126,15 +125,6 @@ class Recorder:
                 self._trackers.remove(tracker)
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._warn(f"logging.{tracker.name}: stopped for this run: {reason}")
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of a metrics line, None if the line is cut short or is no such record."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _number(value: Any) -> float | int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import numpy as np
 import torch
 from qarl_formats.scheme import make_scheme
 from qarl_kernels.logprob import Truncation
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.data import PromptStream, build_prompts
 from qarl.errors import UserError
+from qarl.evaluation.tasks import TaskRewards
+from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.policy.load import load_model, load_model_config, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
@@ -41,10 +44,12 @@ class Run:
     stream: PromptStream
     rewards: RewardPool
     sampling: SamplingParams  # of step 0; each step has its own seed
+    evaluation: TrainingEvaluation
 
     def close(self) -> None:
         self.engine.close()
         self.rewards.close()
+        self.evaluation.close()
 
 
 def pick_device(name: str) -> torch.device:
@@ -87,12 +92,15 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
                             "families are Llama, Mistral, Qwen2 and Qwen3")  # fmt: skip
         context = min(config.model.max_length or limit, limit)
         prompts, report = build_prompts(config.data, tokenizer, context, config.rollout.max_response_length)
+        tasks = load_training_tasks(config, tokenizer, context)
     console.message(report.summary())
     if len(prompts) < config.train.prompts_per_step:
         raise UserError(f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
                         "prompts of the data; lower it or give more data")  # fmt: skip
-    with console.phase("reward workers"):
-        rewards = RewardPool(config.reward, prompts[0].columns.keys(), rewards_log)
+    with console.phase("reward workers"), ExitStack() as started:
+        rewards = started.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
+        task_rewards = TaskRewards(tasks, config.reward, rewards_log)
+        started.pop_all()
     try:
         with console.phase("model"):
             model = load_model(config.model)
@@ -106,24 +114,29 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
         engine = NativeEngine(policy, tokenizer, config.rollout)
     except BaseException:
         rewards.close()
+        task_rewards.close()
         raise
     stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
     learner = Learner(policy, optimizer, config, sampling.truncation)
-    return Run(policy, optimizer, learner, engine, stream, rewards, sampling)
+    evaluation = TrainingEvaluation(config, tasks, task_rewards, sampling)
+    return Run(policy, optimizer, learner, engine, stream, rewards, sampling, evaluation)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
     """The rollout section as sampling parameters; the model's own end-of-sequence tokens stop a response."""
     rollout = config.rollout
-    stop_ids = set(rollout.stop_token_ids)
-    if not rollout.ignore_eos:
-        declared = getattr(policy.model.generation_config, "eos_token_id", None)
-        stop_ids |= set(declared if isinstance(declared, list) else [declared]) | {tokenizer.eos_token_id}
+    own = frozenset() if rollout.ignore_eos else stop_token_ids(policy.model.generation_config, tokenizer)
     return SamplingParams(
         n=rollout.n,
         seed=config.train.seed << 32,
         max_response_length=rollout.max_response_length,
         truncation=Truncation(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
         stop=tuple(rollout.stop),
-        stop_token_ids=frozenset(stop_ids - {None}),
+        stop_token_ids=own | set(rollout.stop_token_ids),
     )
+
+
+def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a response by the model's own account: of its generation config and its tokenizer."""
+    declared = getattr(generation, "eos_token_id", None)
+    return frozenset({*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.publish.snapshot import Snapshot
-from qarl.training.checkpoint import Checkpoint
+from qarl.storage.checkpoint import Checkpoint
 from qarl.training.setup import Run
 
 
@@ -27,7 +24,7 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]
         "data": data,
         "optimizer": optimizer_meta,
         "skipped_in_a_row": run.learner.skipped_in_a_row,
-        "snapshot_sha256": snapshot_digest(run.policy.current),
+        "snapshot_sha256": run.policy.current.manifest().digest(),
     }
     return {"masters": masters, "optimizer": optimizer}, state
 
@@ -53,13 +50,8 @@ def restore(run: Run, checkpoint: Checkpoint) -> None:
         raise UserError(f"{checkpoint.path}: {error}") from error
     run.learner.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
     run.policy.refresh(checkpoint.state["version"])
-    if snapshot_digest(run.policy.current) != checkpoint.state["snapshot_sha256"]:
+    if run.policy.current.manifest().digest() != checkpoint.state["snapshot_sha256"]:
         raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
                         "resume with that run's quant section and the package versions in its environment.json, "
                         "or choose another train.run_dir")  # fmt: skip
 
-
-def snapshot_digest(snapshot: Snapshot) -> str:
-    """One sha256 over a snapshot's manifest."""
-    records = {name: (r.shape, r.dtype, r.sha256) for name, r in snapshot.manifest().records.items()}
-    return hashlib.sha256(json.dumps(records).encode()).hexdigest()

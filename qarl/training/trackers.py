@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from qarl.errors import UserError
-from qarl.training.disk import atomic_write_text, disk_errors
+from qarl.storage.disk import atomic_write_text, disk_errors
 
 
 class Tracker(Protocol):

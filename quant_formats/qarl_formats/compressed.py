@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import Scheme
+from qarl_formats.scheme import CHANNEL, LAYOUTS, Scheme, make_scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +35,16 @@ class TensorSpec:
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def tensor_specs(scheme: Scheme, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+def tensor_specs(scheme: Scheme, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
     """The tensors of one Linear [out_features, in_features], by suffix, in the order in which they are stored.
 
-    A packed dimension that eight does not divide is padded, as the library pads it.
+    A packed dimension that eight does not divide is padded, as the library pads it. unpacked: int4 codes one to a
+    byte (int-quantized), which symmetric schemes alone have: what vLLM's W4A8 kernel for CPUs reads.
     """
     assert scheme.quantized, f"scheme {scheme.name} stores the plain weight"
+    assert scheme.symmetric or not unpacked, "zero points are stored with packed codes only"
     scales = (out_features, scheme.num_groups(in_features))
-    if not scheme.packed:
+    if unpacked or not scheme.packed:
         codes = "int8" if scheme.weight_type == "int" else "float8_e4m3fn"
         return {
             "weight": TensorSpec((out_features, in_features), codes),
@@ -58,20 +60,32 @@ def tensor_specs(scheme: Scheme, out_features: int, in_features: int) -> dict[st
     return specs
 
 
-def to_state_dict(name: str, quantized: QuantizedWeight) -> dict[str, Tensor]:
-    """The stored tensors of module `name` under their full names, in the order of `tensor_specs`; no copies."""
+def to_state_dict(name: str, quantized: QuantizedWeight, unpacked: bool = False) -> dict[str, Tensor]:
+    """The stored tensors of module `name` under their full names, in the order of `tensor_specs`.
+
+    No copies, but for `unpacked` int4 codes.
+    """
+    if unpacked and quantized.scheme.packed:
+        from qarl_formats.quantize import unpack_codes
+
+        codes, scale = unpack_codes(quantized), quantized.tensors["weight_scale"]
+        return {f"{name}.weight": codes, f"{name}.weight_scale": scale}
     suffixes = tensor_specs(quantized.scheme, *quantized.shape)
     return {f"{name}.{suffix}": quantized.tensors[suffix] for suffix in suffixes}
 
 
 def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-    """Collect module `name` from a state dict with compressed-tensors names; no copies.
+    """Collect module `name` from a state dict with compressed-tensors names.
+
+    No copies, but int4 codes that were stored one to a byte are packed.
 
     Raises:
         ValueError: a tensor is missing, or has another shape or dtype than `scheme` stores; names the tensor.
     """
     from qarl_formats.quantize import QuantizedWeight
 
+    if scheme.packed and f"{name}.weight" in tensors:
+        tensors = _packed(name, tensors)
     source = f"{name}.weight_shape" if scheme.packed else f"{name}.weight"
     if source not in tensors:
         raise ValueError(f"{source}: missing; scheme {scheme.name} stores it")
@@ -92,13 +106,25 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     return QuantizedWeight(scheme, found, (out_features, in_features))
 
 
-def quantization_config(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
+def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    import torch
+
+    from qarl_formats.packing import pack_int4
+
+    codes = tensors[f"{name}.weight"]
+    if codes.dtype != torch.int8 or codes.ndim != 2 or not bool(((codes >= -8) & (codes <= 7)).all()):
+        raise ValueError(f"{name}.weight: no int4 codes (int8 in [-8, 7]), one to a byte")
+    shape = torch.tensor(codes.shape)
+    return {**tensors, f"{name}.weight_packed": pack_int4(codes), f"{name}.weight_shape": shape}
+
+
+def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = False) -> dict[str, Any]:
     """The `quantization_config` entry of config.json for a model whose Linears, but for `ignore`, are in `scheme`.
 
     Built by the library's own classes from the values of its presets W4A16, W4A16_ASYM, W4A8, W8A8 and FP8_DYNAMIC,
     and written as `ModelCompressor.update_config` writes it. The format is set by name: left to infer it, the
     library would store W4A8 unpacked as int-quantized. The file does not record the scale dtype or the grid: the
-    first is that of the stored tensors, the second is no matter for the reader.
+    first is that of the stored tensors, the second is no matter for the reader. unpacked: see `tensor_specs`.
 
     Returns:
         plain JSON values.
@@ -123,7 +149,7 @@ def quantization_config(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
     if scheme.activation is not None:
         kind = "int" if scheme.activation == "int8" else "float"
         activations = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
-    file_format = _FORMATS[scheme.name]
+    file_format = "int-quantized" if unpacked else _FORMATS[scheme.name]
     group = QuantizationScheme(
         targets=["Linear"], weights=weights, input_activations=activations, format=file_format
     )
@@ -139,3 +165,35 @@ def quantization_config(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
         "transform_config": {},
         **config.model_dump(mode="json"),
     }
+
+
+def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[str]]:
+    """The scheme and ignore list that a config.json's `quantization_config` stands for: undoes `quantization_config`.
+
+    The scale dtype and the grid are not recorded there; they come back as their defaults.
+
+    Raises:
+        ValueError: another method, several groups, or a layout that no scheme here has.
+    """
+    method = config.get("quant_method")
+    if method != "compressed-tensors":
+        raise ValueError(f"method {method!r} cannot be read; only compressed-tensors can")
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise ValueError("it needs one group with targets ['Linear']; mixed schemes cannot be read")
+    weights, activations = groups[0]["weights"], groups[0].get("input_activations")
+    kind = None
+    if activations is not None:
+        kind = {"int": "int8", "float": "fp8"}.get(activations["type"])
+        if activations["num_bits"] != 8 or not activations["dynamic"] or activations["strategy"] != "token":
+            raise ValueError("activations must be 8 bits, dynamic, per token")
+    layout = (weights["num_bits"], weights["type"], kind)
+    names = [name for name, known in LAYOUTS.items() if known == layout]
+    if not names:
+        raise ValueError(f"{layout[0]}-bit {layout[1]} weights with {kind or 'unquantized'} activations have no scheme")
+    strategies = ("group", "channel") if weights["num_bits"] == 4 else ("channel",)
+    if weights["strategy"] not in strategies or weights.get("actorder"):
+        raise ValueError(f"weight strategy {weights['strategy']!r} (actorder {weights.get('actorder')}) cannot be read")
+    by_channel = CHANNEL if weights["num_bits"] == 4 else None
+    group_size = weights["group_size"] if weights["strategy"] == "group" else by_channel
+    return make_scheme(names[0], group_size, weights["symmetric"]), list(config.get("ignore") or [])

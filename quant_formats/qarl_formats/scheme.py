@@ -52,7 +52,7 @@ class Scheme:
 
 
 # name -> (weight_bits, weight_type, activation)
-_LAYOUTS: dict[str, tuple[int | None, str | None, str | None]] = {
+LAYOUTS: dict[str, tuple[int | None, str | None, str | None]] = {
     "bf16": (None, None, None),
     "w4a16": (4, "int", None),
     "w8a8": (8, "int", "int8"),
@@ -80,9 +80,9 @@ def make_scheme(
     Raises:
         ValueError: one line that names the argument, its value and what is valid.
     """
-    if name not in _LAYOUTS:
+    if name not in LAYOUTS:
         raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(SCHEMES)}")
-    bits, weight_type, activation = _LAYOUTS[name]
+    bits, weight_type, activation = LAYOUTS[name]
     if scale_dtype not in SCALE_DTYPES:
         raise ValueError(f"scale_dtype {scale_dtype!r} is unknown; choose one of {', '.join(SCALE_DTYPES)}")
     if grid not in GRIDS:

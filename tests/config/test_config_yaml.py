@@ -102,6 +102,8 @@ def test_an_empty_section_means_its_defaults(minimal):
         ["optim={name: muon, lr: 3e-7}", "objective.name=gspo", "quant.scheme=w8a8"],
         ["quant.ignore=[lm_head, 're:.*o_proj']", "logging.wandb={project: 'no'}", "rollout.stop=['1e-6', \"\\n\"]"],
         ["reward.functions=[{name: math, options: {a: [1, {b: null}]}}, {name: 'x.py:f', weight: 0}]"],
+        ["evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
+         "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"],
     ],
     ids=len,
 )
@@ -114,7 +116,7 @@ def test_to_yaml_loads_back_to_an_equal_config_from_any_file_name(load, tmp_path
 
 def test_to_yaml_shows_every_section_and_default(load):
     text = yaml.safe_load(load().to_yaml())
-    sections = "model quant rollout data reward objective correction optim train checkpoint logging"
+    sections = "model quant rollout data reward objective correction optim train checkpoint evaluation logging"
     assert " ".join(text) == sections
     assert text["quant"]["group_size"] == 128
     assert text["rollout"]["max_batched_tokens"] == 512

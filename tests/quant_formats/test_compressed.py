@@ -9,7 +9,13 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-from qarl_formats.compressed import from_state_dict, quantization_config, tensor_specs, to_state_dict
+from qarl_formats.compressed import (
+    from_state_dict,
+    parse_quantization_config,
+    quantization_config,
+    tensor_specs,
+    to_state_dict,
+)
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import make_scheme
 
@@ -109,3 +115,60 @@ def test_wrong_tensor_is_named(wrong, message):
     tensors = to_state_dict("q_proj", quantize_weight(torch.randn(N, K), scheme, "w"))
     with pytest.raises(ValueError, match=message):
         from_state_dict("q_proj", {**tensors, "q_proj.weight_scale": wrong}, scheme)
+
+
+@pytest.mark.parametrize("scheme", [make_scheme("w4a8", 32), make_scheme("w4a8", -1), make_scheme("w4a16", 32)])
+def test_unpacked_int4_gives_back_the_same_codes(scheme):
+    quantized = quantize_weight(torch.randn(N, K), scheme, "w")
+    stored = to_state_dict("q_proj", quantized, unpacked=True)
+    specs = tensor_specs(scheme, N, K, unpacked=True)
+    assert {f"q_proj.{suffix}" for suffix in specs} == stored.keys()
+    assert stored["q_proj.weight"].dtype == torch.int8 and tuple(stored["q_proj.weight"].shape) == (N, K)
+    loaded = from_state_dict("q_proj", stored, scheme)
+    assert loaded.shape == (N, K)
+    assert all(torch.equal(loaded.tensors[suffix], tensor) for suffix, tensor in quantized.tensors.items())
+
+
+def test_unpacked_int4_config_is_what_the_library_infers():
+    config = quantization_config(make_scheme("w4a8", 32), [], unpacked=True)
+    assert config["format"] == config["config_groups"]["group_0"]["format"] == "int-quantized"
+
+
+def test_codes_that_are_not_int4_are_refused():
+    scheme = make_scheme("w4a8", 32)
+    stored = to_state_dict("q_proj", quantize_weight(torch.randn(N, K), scheme, "w"), unpacked=True)
+    stored["q_proj.weight"][3, 5] = 8
+    with pytest.raises(ValueError, match=r"q_proj\.weight: no int4 codes"):
+        from_state_dict("q_proj", stored, scheme)
+
+
+@pytest.mark.parametrize("scheme", [*STORED, make_scheme("w4a8", -1), make_scheme("w4a16", 64)])
+def test_config_parses_back_to_its_scheme(scheme):
+    parsed, ignore = parse_quantization_config(quantization_config(scheme, ["lm_head", "re:.*gate$"]))
+    assert ignore == ["lm_head", "re:.*gate$"]
+    assert parsed == make_scheme(scheme.name, (scheme.group_size or -1) if scheme.packed else None, scheme.symmetric)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "method 'gptq'"),
+        ({"config_groups": {}}, "one group"),
+        ({"weights": {"num_bits": 3}}, "3-bit int weights with unquantized activations"),
+        ({"weights": {"strategy": "tensor"}}, "weight strategy 'tensor'"),
+        ({"weights": {"actorder": "group"}}, "actorder group"),
+        ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor"}}, "per token"),
+    ],
+)
+def test_config_that_no_scheme_stands_for_is_refused(change, message):
+    config = quantization_config(make_scheme("w4a16", 32), ["lm_head"])
+    group = config["config_groups"]["group_0"]
+    for key, value in change.items():
+        if key == "weights":
+            group["weights"] |= value
+        elif key == "input_activations":
+            group[key] = value
+        else:
+            config[key] = value
+    with pytest.raises(ValueError, match=message):
+        parse_quantization_config(config)

@@ -13,8 +13,9 @@ import torch
 
 from qarl.config.logging import LoggingConfig
 from qarl.errors import UserError
+from qarl.storage.runs import read_metrics
 from qarl.training import recorder as module
-from qarl.training.recorder import Recorder, read_metrics
+from qarl.training.recorder import Recorder
 
 
 def settings(**values) -> LoggingConfig:

@@ -166,7 +166,10 @@ class NativeEngine:
         if len(distinct) < len(rows):
             place = {row: i for i, row in enumerate(distinct)}
             log_probs = log_probs[[place[row] for row in rows]]
-        chosen = draw(log_probs, [float(r.points[len(r.response)]) for r in responses])
+        if sampling.truncation.greedy:
+            chosen = log_probs.argmax(-1)
+        else:
+            chosen = draw(log_probs, [float(r.points[len(r.response)]) for r in responses])
         logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
         for response, token, logprob in zip(responses, chosen.tolist(), logprobs, strict=True):
             if not math.isfinite(logprob):

@@ -1,0 +1,106 @@
+"""`qarl compare`: several runs of one configuration, runs that are there, or one model's schemes without RL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qarl.errors import UserError
+
+
+def compare(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG [KEY.PATH=VALUE ...] | RUN RUN ...",
+            help="A configuration, whose members are trained where they are not there yet; or run directories.",
+            show_default=False,
+        ),
+    ] = None,
+    schemes: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Of bf16,w4a16,w8a8,fp8,w4a8; default the configuration's.")
+    ] = None,
+    learners: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Of aligned,fake_quant,full_precision; default the configuration's."),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Such as 0,1,2; default the configuration's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of table, page, plots and members; default runs/compare-NAME.")
+    ] = None,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Take finished runs of the same configuration from below; repeatable."),
+    ] = None,
+    offline: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Compare --schemes of a model or run without RL.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --offline: UTF-8 text; default one that comes with qarl.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="With --offline: of w4a16 and w4a8; default 128.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="With --offline: tokens of the text used; default 4096.", show_default=False)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="With --offline: auto, cpu or cuda.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare schemes, learners and seeds of a configuration, or runs that are there: one table, one page.
+
+    Interrupted, the same command goes on. Exit code 1: a member failed; its row says why, the others are there.
+    """
+    only_offline = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens, "--device": device}
+    only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None}
+    if offline is not None:
+        _refuse(only_config, "needs training runs; leave it out with --offline")
+        if targets:
+            raise UserError(f"compare: '{targets[0]}': --offline takes one model and nothing else; leave it out")
+        raise typer.Exit(_offline(offline, schemes, out, {k: v for k, v in only_offline.items() if v is not None}))
+    _refuse(only_offline, "is for --offline; leave it out")
+    if not targets:
+        raise UserError("compare: nothing given; give a CONFIG, two run directories, or --offline MODEL")
+    if not Path(targets[0]).exists():
+        raise UserError(f"{targets[0]}: no such file or directory; give a CONFIG, or run directories")
+    if Path(targets[0]).is_dir():
+        from qarl.comparison.command import compare_runs
+
+        _refuse({"--schemes": schemes, **only_config}, "is for a CONFIG; finished runs are compared as they are")
+        raise typer.Exit(compare_runs([Path(target) for target in targets], out))
+    from qarl.comparison.command import compare_config
+    from qarl.comparison.plan import parse_axes
+
+    axes = parse_axes(schemes, learners, seeds)
+    raise typer.Exit(compare_config(targets[0], targets[1:], axes, out, reuse or []))
+
+
+def _offline(model: str, schemes: str | None, out: Path | None, options: dict[str, object]) -> int:
+    from qarl.comparison.plan import SCHEMES, parse_names
+
+    if schemes is None:
+        raise UserError("--schemes: needed with --offline, such as --schemes bf16,w4a16,w8a8,fp8,w4a8")
+    names = parse_names("--schemes", schemes, SCHEMES)
+    from qarl.threads import wait_politely
+
+    wait_politely()
+    from qarl.comparison.offline.command import compare_offline  # torch
+
+    keywords = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
+    where = out or Path("runs") / f"offline-{Path(model).name.replace(':', '-')}"
+    return compare_offline(model, names, out=where, **keywords)
+
+
+def _refuse(options: dict[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name}: {why}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compare)

@@ -1,0 +1,67 @@
+"""`qarl generate`: completions of a few prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from qarl.inference.target import resolve_target
+from qarl.threads import wait_politely
+
+
+def generate(
+    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="What to ask.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it more than once for several.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file that is one more prompt.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Wrap prompts in the chat template. Default: as the run was trained; for a model, if it has one.",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message. Default: the run's data.system_prompt.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this probability; 1 is off.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 128,
+    scheme: Annotated[str | None, typer.Option(help="Default: the run's or checkpoint's; for a model bf16.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Of w4a16 and w4a8: 32, 64, 128 or -1.")] = None,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run; default the newest.")] = None,
+    model: Annotated[str | None, typer.Option(help="Where a run's base model is now, if it moved.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto is CUDA where there is one.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of the random stream.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a completion, with token ids and log-probs.")
+    ] = False,
+) -> None:
+    """Complete prompts with a policy, on the quantized tensors that it is served with.
+
+    A prompt is taken as it is: a run's data.prompt_template is not applied to it.
+    """
+    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    found = resolve_target(target, step=step, quant=quant, model=model)
+    wait_politely()
+    from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
+    from qarl.training.console import RunConsole
+
+    texts = gather_texts(prompt or [], prompt_file)
+    look = Look(chat, system, n, temperature, top_p, max_new_tokens, seed)
+    say = RunConsole("plain", stream=sys.stderr).message
+    console = RunConsole("plain")
+    for number, completed in enumerate(complete(found, texts, look, device, say)):
+        if as_json:
+            console.message(completed.as_json())
+            continue
+        if number:
+            console.message("")
+        console.message(completed.head())
+        for line in completed.rollout.text.split("\n"):  # other control characters come out as escapes
+            console.message(line)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(generate)

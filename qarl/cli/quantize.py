@@ -1,0 +1,43 @@
+"""`qarl quantize`: a model as a compressed-tensors checkpoint, rounded to nearest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qarl.cli.export import ShardSize, Unpacked, show, write
+from qarl.errors import UserError
+from qarl.inference.target import resolve_target
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, hub name, or package:NAME.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory.")],
+    scheme: Annotated[str, typer.Option(help="w4a16, w8a8, fp8, w4a8, or bf16 for none.")],
+    group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale, w4*: 32, 64, 128, or -1.")] = None,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points, w4a16.")] = False,
+    grid: Annotated[str | None, typer.Option(help="symmetric7: codes -7 to 7 instead of -8 to 7, w4*.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Layer to leave unquantized, besides lm_head; or re:REGEX.")
+    ] = None,
+    max_shard_size: ShardSize = "5GB",
+    unpacked: Unpacked = False,
+) -> None:
+    """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline."""
+    quant: dict[str, Any] = {"scheme": scheme, "symmetric": not asymmetric, "ignore": ["lm_head", *(ignore or [])]}
+    if group_size is not None:
+        quant["group_size"] = group_size
+    if grid is not None:
+        quant["grid"] = grid
+    kind = resolve_target(model).kind
+    if kind != "model":
+        what = "is a run; use qarl export" if kind == "run" else "is quantized already"
+        raise UserError(f"MODEL: {model} {what}, or give the model that it was made from")
+    target = resolve_target(model, quant=quant)
+    show(write(target, out, max_shard_size, unpacked))
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(quantize)

@@ -1,0 +1,24 @@
+"""`qarl report`: the page of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page's file; plots/ goes beside it. RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write a run's page: curves, mismatch, samples, evaluation, configuration. One HTML file, and plots as PNG."""
+    from qarl.report.run_report import write_report
+
+    typer.echo(write_report(run, out))
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(report)

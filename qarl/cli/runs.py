@@ -1,0 +1,93 @@
+"""`qarl runs`: the runs below a directory."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qarl.storage.runs import METRICS, RunRecord, find_runs
+
+
+def runs(
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="Where to look, at any depth.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List runs with their state, step and reward. Loads no torch."""
+    records, problems = find_runs(root)
+    rows = [summary(record, root) for record in records]
+    if as_json:
+        typer.echo(json.dumps({"runs": rows, "problems": problems}, indent=2))
+        return
+    _print_table(rows, root)
+    for problem in problems:
+        print(f"unreadable: {_one_line(problem)}", file=sys.stderr)
+
+
+def summary(record: RunRecord, root: Path) -> dict[str, Any]:
+    """What the list says of a run, for JSON. age_s: seconds since its last step, or its start."""
+    evaluation = record.evaluations[-1] if record.evaluations else {}
+    for key in ("overall", "avg", "mean"):
+        evaluation = evaluation.get(key) if isinstance(evaluation, dict) else None
+    config = record.config
+    newest = record.path / METRICS
+    changed = (newest if newest.exists() else record.path / "config.yaml").stat().st_mtime
+    return {
+        "name": str(record.path.relative_to(root)) if record.path != root else record.path.resolve().name,
+        "path": str(record.path),
+        "state": record.state,
+        "step": record.step,
+        "steps": config.train.steps,
+        "scheme": config.quant.scheme,
+        "learner": config.quant.learner,
+        "objective": config.objective.name,
+        "reward": record.metrics[-1].get("reward/mean") if record.metrics else None,
+        "eval": evaluation,
+        "age_s": max(0.0, time.time() - changed),
+    }
+
+
+def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from qarl.report.formatting import number
+
+    if not rows:
+        typer.echo(f"no runs in {root}")
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("run", "state", "step", "scheme", "learner", "objective", "reward", "eval", "age"):
+        table.add_column(name, justify="right" if name in ("step", "reward", "eval", "age") else "left",
+                         no_wrap=name not in ("run", "learner"), overflow="fold")  # fmt: skip
+    for row in rows:
+        cells = [
+            row["name"], row["state"], f"{row['step']}/{row['steps']}", row["scheme"], row["learner"], row["objective"],
+            number(row["reward"]), number(row["eval"]), _age(row["age_s"]),
+        ]  # fmt: skip
+        table.add_row(*(Text(_one_line(cell)) for cell in cells))
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 160)  # a pipe has no width to keep to
+
+
+def _age(elapsed: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if elapsed >= 2 * length:
+            return f"{elapsed // length:.0f} {unit}"
+    return f"{elapsed:.0f} s"
+
+
+def _one_line(text: str) -> str:
+    from qarl.text import visible
+
+    return visible(text)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(runs)

@@ -1,0 +1,1 @@
+"""Comparing schemes, learners and seeds: whole runs, or one model without RL."""

@@ -1,0 +1,31 @@
+"""The process of one member: `qarl train`, which ends, saving first, when the comparison that started it is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import sys
+
+
+def main(lifeline_fd: int, argv: list[str]) -> None:
+    """Run the `qarl` command line `argv`. lifeline_fd: read end of a pipe whose only writer is the comparison."""
+    stop_with_parent(lifeline_fd)
+    sys.argv = ["qarl", *argv]  # what environment.json records
+    from qarl.cli import main as qarl
+
+    qarl(argv)
+
+
+def stop_with_parent(lifeline_fd: int) -> None:
+    """Have the kernel send SIGTERM when the parent is gone, however it ended: a run then saves and stops.
+
+    As `qarl.rewards.worker.die_with_parent`, but with a signal that a run can answer with a checkpoint.
+    """
+    os.set_inheritable(lifeline_fd, False)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline_fd], [], [], 0)[0]:  # it was gone before we asked to be told
+        os._exit(1)

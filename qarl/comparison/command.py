@@ -1,0 +1,148 @@
+"""`qarl compare CONFIG --schemes ...` and `qarl compare RUN RUN ...`. Imports no torch: the members do."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from qarl.comparison.launch import Start, TrainProcess, locked, train_members, write_configs
+from qarl.comparison.members import entry_of, grouped
+from qarl.comparison.page import write_outputs
+from qarl.comparison.plan import Axes, Member, find_finished, plan
+from qarl.comparison.progress import ProgressView
+from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
+from qarl.errors import UserError
+from qarl.storage.runs import RunRecord, find_runs, read_run
+
+REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped": "not finished"}
+
+
+def compare_config(
+    file: str, overrides: list[str], axes: Axes, out: Path | None, reuse: list[Path], start: Start = TrainProcess
+) -> int:
+    """Train what is missing of the members, then write and print the comparison.
+
+    out: default runs/compare-STEM of `file`. reuse: directories to search for finished runs of the same configuration.
+    start: starts a member's process. Finished members are not trained again, stopped ones go on from their checkpoint.
+    Returns 0, 1 where a member failed or was refused, 128 + the signal where one interrupted.
+    Raises UserError before anything is written: nothing to compare, all members refused, directories of other runs.
+    """
+    out = out or Path("runs") / f"compare-{Path(file).stem}"
+    members = plan(file, overrides, axes, out)
+    records = [record for root in reuse for record in _below(root)]
+    _check_out(out, own_runs=True)
+    find_finished(members, records)
+    with locked(out), ProgressView(members) as view:
+        write_configs(members, out)
+        for member in members:
+            if member.state != "waiting":
+                what = f"reused, {member.run_dir}" if member.reused else f"{member.state}: {member.reason}"
+                view.say(f"{member.name}: {what}")
+        signum = train_members(members, out, view, start)
+        for member in members:
+            if member.state == "waiting":
+                member.reason = "not started; the same command goes on"
+        _conclude(f"Comparison of {file}", members, out)
+    if signum is not None:
+        print(f"interrupted; to go on: {shlex.join(['qarl', *sys.argv[1:]])}", file=sys.stderr)
+        return 128 + signum
+    return 1 if any(member.state in ("failed", "refused") for member in members) else 0
+
+
+def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
+    """Compare runs that are there, of any kind. out: default runs/compare-NAME-NAME. Returns 0.
+
+    Raises UserError: fewer than two, the same one twice, no run directory, an `out` of something else.
+    """
+    if len(run_dirs) < 2:
+        raise UserError(f"compare: {run_dirs[0]} alone has nothing to be compared with; give two runs or more")
+    for index, path in enumerate(run_dirs):
+        if path.resolve() in [other.resolve() for other in run_dirs[:index]]:
+            raise UserError(f"compare: {path} is given twice; leave one out")
+    names = unique_names(run_dirs)
+    members = []
+    for name, path in zip(names, run_dirs, strict=True):
+        record = read_run(path)
+        config = record.config
+        member = Member(name, config.quant.scheme, config.quant.learner, config.train.seed, path, config, record.state)
+        member.reason = REASONS.get(record.state)
+        members.append(member)
+    out = out or Path("runs") / f"compare-{'-'.join(name.replace('/', '-') for name in names)[:80]}"
+    _check_out(out, own_runs=False)
+    with locked(out):
+        _conclude(f"Comparison of {len(members)} runs", members, out)
+    return 0
+
+
+def unique_names(paths: list[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them all apart."""
+    parts = [path.resolve().parts for path in paths]
+    depth = 1
+    while len({part[-depth:] for part in parts}) < len(parts):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+def _conclude(title: str, members: list[Member], out: Path) -> None:
+    """Read the runs, write comparison.json, the page and the plots, and print the table."""
+    records: dict[str, RunRecord] = {}
+    for member in members:
+        if (member.run_dir / "config.yaml").exists():
+            records[member.name] = read_run(member.run_dir)
+    entries = [entry_of(member, records.get(member.name)) for member in members]
+    comparison = build(
+        title,
+        ["qarl", *sys.argv[1:]],
+        entries,
+        grouped(entries) if _seeds_apart(members) else [],
+        environments_of(members, records),
+        differing(configurations(members)),
+    )
+    write_json(out / "comparison.json", comparison)
+    write_outputs(out, comparison, records)
+    print_table(comparison)
+    print(f"page: {out / 'comparison.html'}")
+
+
+def _seeds_apart(members: list[Member]) -> bool:
+    """Whether members of the same scheme and learner differ in their seed, and in nothing else."""
+    kinds: dict[tuple[str, str], list[Member]] = {}
+    for member in members:
+        kinds.setdefault((member.scheme, member.learner), []).append(member)
+    return all(
+        len({member.seed for member in kind}) == len(kind)
+        and set(differing(configurations(kind))) <= {"train.seed"}
+        for kind in kinds.values()
+    )
+
+
+def _below(root: Path) -> list[RunRecord]:
+    if not root.is_dir():
+        raise UserError(f"--reuse: {root}: no such directory; give one that holds runs, such as runs")
+    return find_runs(root)[0]
+
+
+def _check_out(out: Path, own_runs: bool) -> None:
+    """Raise UserError if `out` holds something else than a comparison of this kind, whose files may be replaced.
+
+    own_runs: of members that are trained in it; those have out/configs from the start.
+    """
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out: {out}: not a directory; choose another")
+    names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
+    foreign = names - {"comparison.json", "comparison.html", "plots", "runs", "logs", "configs"}
+    if foreign:
+        raise UserError(f"--out: {out}: holds {min(foreign)!r}, which is not of a comparison; choose another directory")
+    if names and (own_runs != ("configs" in names) or _kind(out / "comparison.json") not in (None, "runs")):
+        raise UserError(f"--out: {out}: holds a comparison of another kind; choose another directory")
+
+
+def _kind(path: Path) -> str | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("kind")
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,171 @@
+"""Trains the members one after another, each in a process of its own, so that its peak memory is its own.
+
+A member trains from a resolved copy of its configuration, out/configs/NAME.yaml: a CONFIG edited meanwhile changes no
+member. Its output goes to out/logs/NAME.log.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from qarl.comparison.plan import Member
+from qarl.comparison.progress import ProgressView
+from qarl.errors import UserError
+from qarl.storage.disk import atomic_write_text, disk_errors
+
+POLL_SECONDS = 0.2
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qarl.comparison.child import main; main(int(sys.argv[2]), sys.argv[3:])"
+)
+
+
+class Process(Protocol):
+    """A member's training under way."""
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, signum: int) -> None: ...
+
+
+Start = Callable[[list[str], BinaryIO], Process]  # (arguments of qarl, log file) -> the process
+
+
+class Signals:
+    """While entered, SIGINT and SIGTERM are counted, for the running member to be sent as many."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> Signals:
+        note = lambda signum, frame: self.received.append(signum)  # noqa: E731
+        self._previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Create `out` and hold it for this process. Raises UserError if another comparison does, or if it cannot be."""
+    with disk_errors(out, place="--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        fd = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                line = f"{out}: in use by another qarl compare; wait for it, or choose another --out"
+                raise UserError(line) from None
+            yield
+        finally:
+            os.close(fd)
+
+
+def write_configs(members: list[Member], out: Path) -> None:
+    """The members' resolved configurations, and the folder for their logs. Raises UserError if the disk refuses."""
+    with disk_errors(out, place="--out"):
+        for folder in ("configs", "logs"):
+            (out / folder).mkdir(exist_ok=True)
+        for member in members:
+            if member.config is not None:
+                atomic_write_text(_config_path(member, out), member.config.to_yaml())
+
+
+def _config_path(member: Member, out: Path) -> Path:
+    return out / "configs" / f"{member.name}.yaml"
+
+
+def train_members(members: list[Member], out: Path, view: ProgressView, start: Start) -> int | None:
+    """Train each member that waits, and set its state and reason. Returns the signal that interrupted, or None.
+
+    Ctrl-C and SIGTERM are passed to the member that trains, which saves and stops; the rest stays waiting. start:
+    starts a member's process. Raises UserError if `out` cannot be written.
+    """
+    with Signals() as signals:
+        for member in members:
+            if signals.received:
+                break
+            if member.state != "waiting":
+                continue
+            log_path = out / "logs" / f"{member.name}.log"
+            with disk_errors(log_path, place="--out"):
+                log = open(log_path, "ab")  # noqa: SIM115 - closed below
+            with log:
+                begin = os.fstat(log.fileno()).st_size
+                member.state = "running"
+                view.started(member)
+                code = _follow(start(["train", str(_config_path(member, out))], log), member, signals, view)
+            _conclude(member, code, log_path, begin, bool(signals.received))
+            view.ended(member)
+    return signals.received[0] if signals.received else None
+
+
+class TrainProcess:
+    """`qarl` in a session of its own (the terminal's Ctrl-C is ours to pass on), which ends when this process does."""
+
+    def __init__(self, argv: list[str], log: BinaryIO) -> None:
+        read, self._lifeline = os.pipe()  # never written; the kernel closes our end, however this process ends
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[read], start_new_session=True,
+        )  # fmt: skip
+        os.close(read)
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs; not called again once there is one."""
+        code = self._process.poll()
+        if code is not None:
+            os.close(self._lifeline)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        self._process.send_signal(signum)
+
+
+def _follow(process: Process, member: Member, signals: Signals, view: ProgressView) -> int:
+    passed = 0
+    while (code := process.poll()) is None:
+        while passed < len(signals.received):
+            process.send_signal(signals.received[passed])
+            passed += 1
+        view.progress(member)
+        time.sleep(POLL_SECONDS)
+    return code
+
+
+def _conclude(member: Member, code: int, log: Path, begin: int, interrupted: bool) -> None:
+    """Set the state that exit code `code` means. begin: where in its log this start begins."""
+    if code == 0:
+        member.state = "finished"
+    elif interrupted:
+        member.state, member.reason = "stopped", "interrupted; the same command goes on"
+    else:
+        member.state, member.reason = "failed", failure(code, log, begin)
+
+
+def failure(code: int, log: Path, begin: int = 0) -> str:
+    """Why a training ended with `code`, in one line: the last `error:` of its log, else the last line."""
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    with open(log, "rb") as file:
+        file.seek(max(begin, os.fstat(file.fileno()).st_size - 2**16))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
+    said = f": {lines[-1].strip()}" if lines else ""
+    return f"{how}{hint}{said}"

@@ -1,0 +1,156 @@
+"""The numbers of one run, and of the seeds of one scheme and learner together. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from qarl_formats.compressed import tensor_specs
+from qarl_formats.scheme import is_ignored, make_scheme
+
+from qarl.comparison.offline.intervals import mean_interval
+from qarl.comparison.plan import Member
+from qarl.config import Config, check_model
+from qarl.errors import UserError
+from qarl.memory import DTYPE_BYTES
+from qarl.storage.runs import RunRecord
+
+INTERVAL_SEEDS = 3  # with fewer, a group's low and high are those of its runs
+
+
+def numbers_of(record: RunRecord) -> dict[str, Any]:
+    """What comparison.json says of a run, None where it has no such number.
+
+    steps: recorded. reward_*: means of `reward/mean` over the first and the last quarter of the steps. mismatch_*:
+    mean of the steps' means, maximum of their maxima. *_s (seconds) and *_tokens_per_s: medians over the steps after
+    the first, which pays for warm-up. checkpoint_bytes: of the low-bit export, computed. evaluation: the last one.
+    """
+    records = record.metrics
+    quarter = max(1, len(records) // 4)
+    timed = records[1:] or records
+    return {
+        "steps": record.step,
+        "reward_first_quarter": _mean(r.get("reward/mean") for r in records[:quarter]),
+        "reward_last_quarter": _mean(r.get("reward/mean") for r in records[-quarter:]),
+        "evaluation": record.evaluations[-1] if record.evaluations else None,
+        "mismatch_delta_abs_mean": _mean(r.get("mismatch/delta_abs_mean") for r in records),
+        "mismatch_delta_abs_max": _max(records, "mismatch/delta_abs_max"),
+        "checkpoint_bytes": checkpoint_bytes(record.config),
+        "memory_peak_gib": _max(records, "memory/peak_gib"),
+        **{f"{name}_s": _median(timed, f"time/{name}_s") for name in ("step", "rollout", "learner", "publish")},
+        **{
+            f"{name}_tokens_per_s": _median(timed, f"throughput/{name}_tokens_per_s")
+            for name in ("rollout", "learner")
+        },
+    }
+
+
+def checkpoint_bytes(config: Config) -> int | None:
+    """Bytes of the tensors that `qarl export` writes for a run of `config`; None where the model's shape is not known.
+
+    Quantized Linear layers as compressed-tensors stores them, everything else in `model.dtype`, tied weights once.
+    """
+    try:
+        architecture = check_model(config.model).architecture
+    except UserError:  # the base model moved: the run's own numbers are there all the same
+        return None
+    if architecture is None:
+        return None
+    quant = config.quant
+    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    width = DTYPE_BYTES[config.model.dtype]
+    total = width * (architecture.embedding_parameters + architecture.vector_parameters)
+    for name, out_features, in_features in architecture.linears():
+        if scheme.quantized and not is_ignored(name, quant.ignore):
+            total += sum(spec.nbytes for spec in tensor_specs(scheme, out_features, in_features).values())
+        else:
+            total += width * out_features * in_features
+    return total
+
+
+def evaluation_avg(entry: dict[str, Any]) -> dict[str, float] | None:
+    """mean, low and high of the overall avg@k of a comparison's member; None without an evaluation."""
+    evaluation = entry.get("evaluation") or {}
+    return (evaluation.get("overall") or {}).get("avg")
+
+
+GROUPED = (
+    "reward_first_quarter", "reward_last_quarter", "mismatch_delta_abs_mean", "mismatch_delta_abs_max",
+    "memory_peak_gib", "step_s", "rollout_s", "learner_s", "publish_s", "rollout_tokens_per_s", "learner_tokens_per_s",
+)  # fmt: skip
+
+
+def grouped(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Members that differ in their seed alone, as one: for each number its mean, low and high over the seeds.
+
+    entries: members as in comparison.json; those that have not finished are left out. The bounds are a 95 % t-interval
+    from three seeds on (`interval`: t95), before that the smallest and the largest (`min-max`). Empty where no scheme
+    and learner has a second seed.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in entries:
+        if entry["state"] == "finished":
+            groups.setdefault((entry["scheme"], entry["learner"]), []).append(entry)
+    if all(len(group) < 2 for group in groups.values()):
+        return []
+    return [_group(scheme, learner, group) for (scheme, learner), group in groups.items()]
+
+
+def _group(scheme: str, learner: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {name: [entry.get(name) for entry in entries] for name in GROUPED}
+    columns["evaluation_avg"] = [(evaluation_avg(entry) or {}).get("mean") for entry in entries]
+    return {
+        "name": f"{scheme}-{learner}",
+        "scheme": scheme,
+        "learner": learner,
+        "seeds": [entry["seed"] for entry in entries],
+        "interval": "t95" if len(entries) >= INTERVAL_SEEDS else "min-max",
+        **{name: _bounds([v for v in values if v is not None], len(entries)) for name, values in columns.items()},
+        "checkpoint_bytes": entries[0]["checkpoint_bytes"],
+    }
+
+
+def _bounds(values: list[float], seeds: int) -> dict[str, float] | None:
+    """None where a seed lacks the number: a mean over the others would not be that of the group."""
+    if len(values) < seeds:
+        return None
+    if seeds < INTERVAL_SEEDS:
+        mean, low, high = statistics.fmean(values), min(values), max(values)
+    else:
+        mean, low, high = mean_interval(values)
+    return {"mean": mean, "low": low, "high": high}
+
+
+def entry_of(member: Member, record: RunRecord | None) -> dict[str, Any]:
+    """The member's object in comparison.json. record: None where there is no run directory."""
+    objective = member.config.objective.name if member.config else None
+    return {
+        "name": member.name,
+        "state": member.state,
+        "reason": member.reason,
+        "reused": member.reused,
+        "scheme": member.scheme,
+        "learner": member.learner,
+        "seed": member.seed,
+        "objective": objective,
+        "run_dir": str(member.run_dir) if record else None,
+        **(numbers_of(record) if record and record.metrics else {}),
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """None where a step lacks the value or had one that is not finite: the mean of the others would hide it."""
+    every = list(values)
+    return None if None in every or not every else statistics.fmean(every)
+
+
+def _max(records: list[dict[str, Any]], name: str) -> float | None:
+    """None as `_mean` is."""
+    values = [record.get(name) for record in records]
+    return None if None in values or not values else max(values)
+
+
+def _median(records: list[dict[str, Any]], name: str) -> float | None:
+    values = [record[name] for record in records if record.get(name) is not None]
+    return statistics.median(values) if values else None

@@ -1,0 +1,93 @@
+"""`qarl compare --offline`: one model under several schemes, without RL; what is finished is not computed again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.comparison.offline.members import Bench, measure
+from qarl.comparison.offline.page import write_page_and_plots
+from qarl.comparison.offline.record import Record, open_out
+from qarl.comparison.offline.speed import SpeedTest
+from qarl.comparison.offline.summary import member_line, print_table
+from qarl.comparison.offline.targets import REFERENCE, scheme_targets, weights_mark
+from qarl.comparison.offline.windows import cut, read_text
+from qarl.inference.context import context_of
+from qarl.inference.masters import open_masters
+from qarl.policy.load import load_tokenizer
+from qarl.storage.environment import describe_environment
+from qarl.training.setup import pick_device
+
+
+def compare_offline(
+    model: str,
+    schemes: list[str],
+    *,
+    out: Path,
+    text: Path | None = None,
+    group_size: int | None = None,
+    max_tokens: int = 4096,
+    window: int = 256,
+    speed: SpeedTest | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Compare a model's schemes on weight error, divergence from bf16, perplexity, checkpoint size and speed.
+
+    model: a run, one of its checkpoints, or a model; not a quantized checkpoint. schemes: names; bf16, which the others
+    are compared with, gets a row only if it is among them. out: directory of the results, made, or with the same
+    arguments continued. text: UTF-8 file, default the text that comes with qarl. group_size: for w4a16 and w4a8.
+    max_tokens: how much of the text is used. window: tokens that see each other, fewer where the context is shorter.
+    speed: sizes of the speed test (default `SpeedTest()`). device: auto, cpu or cuda. seed: of the tokens drawn in the
+    speed test. say: shows one line of progress.
+    Writes comparison.json, comparison.html and plots/*.png, and prints a table on stdout. Returns 0, or 1 where a
+    scheme could not be measured: its row says why, the others are there.
+    Raises UserError: a model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
+    that holds something else.
+    """
+    targets = scheme_targets(model, schemes, group_size)
+    base = targets[REFERENCE]
+    source = read_text(text)
+    where = pick_device(device)
+    context = context_of(base)
+    window = min(window, context - 1)  # a start token comes on top
+    speed = (speed or SpeedTest()).within(context)
+    windows = cut(source, load_tokenizer(base.model), window, max_tokens)
+    settings: dict[str, Any] = {
+        "model": base.name, "step": base.step, "weights": weights_mark(base), "group_size": group_size,
+        "text": source.name, "text_sha256": source.sha256, "max_tokens": max_tokens, "window": window,
+        "windows": len(windows.ids), "predicted_tokens": len(windows.ids) * windows.predictions,
+        "batch": speed.batch, "prompt_tokens": speed.prompt_tokens, "new_tokens": speed.new_tokens,
+        "repeats": speed.repeats, "seed": seed, "device": _device_name(where), "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    open_out(out, settings)
+    record = Record(out, settings, f"Schemes of {base.name}", sys.argv, describe_environment(seed))
+    members = {name: record.member(name) for name in schemes}
+    record.save(list(members.values()))
+    missing = [name for name, member in members.items() if member["state"] == "pending"]
+    for name, member in members.items():
+        if member["state"] == "finished":
+            say(f"{name}: measured before")
+    if missing:
+        say(f"opening {model}")
+        bench = Bench(targets, open_masters(base), windows, speed, where, seed, out / "reference.safetensors", say)
+        for member in measure(bench, missing):
+            if member["state"] == "finished":
+                record.keep(member)
+                say(member_line(member))
+            members[member["name"]] = member
+            record.save(list(members.values()))
+    result = record.save(list(members.values()))
+    write_page_and_plots(out, result)
+    print_table(result["members"])
+    say(f"page: {out / 'comparison.html'}")
+    return 1 if any(member["state"] == "failed" for member in members.values()) else 0
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,103 @@
+"""Measuring one scheme after the other, with one policy in memory at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from qarl.comparison.offline.divergence import final_states, token_numbers
+from qarl.comparison.offline.speed import SpeedTest, engine_speed
+from qarl.comparison.offline.targets import REFERENCE
+from qarl.comparison.offline.weights import checkpoint_bytes, weight_errors
+from qarl.comparison.offline.windows import Windows
+from qarl.config import RolloutConfig
+from qarl.errors import UserError
+from qarl.inference.masters import Masters, scheme_of
+from qarl.inference.opening import Opened, open_policy
+from qarl.inference.target import Target
+from qarl.storage.disk import disk_errors
+from qarl.training.setup import DTYPES
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every scheme is measured with. reference_file: keeps the reference's states between starts."""
+
+    targets: Mapping[str, Target]
+    masters: Masters
+    windows: Windows
+    speed: SpeedTest
+    device: torch.device
+    seed: int
+    reference_file: Path
+    say: Callable[[str], None]
+
+    def open(self, scheme: str) -> Opened:
+        test = self.speed
+        sizes = RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
+        return open_policy(self.targets[scheme], device=self.device.type, rollout=sizes, masters=self.masters)
+
+
+def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
+    """A member for each scheme, in order: finished, or failed with the reason. Raises UserError if bf16 cannot run."""
+    reference = _reference(bench)
+    for scheme in schemes:
+        began = time.perf_counter()
+        try:
+            numbers = _numbers(bench, scheme, reference)
+        except (UserError, torch.OutOfMemoryError) as error:
+            reason = " ".join(str(error).split())
+            bench.say(f"{scheme}: failed: {reason}")
+            yield {"name": scheme, "state": "failed", "reason": reason}
+            continue
+        yield {"name": scheme, "state": "finished", "reason": None, **numbers, "seconds": time.perf_counter() - began}
+
+
+def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
+    target = bench.targets[scheme]
+    bench.masters.check(scheme_of(target.quant), target.quant.ignore, "--group-size")
+    bench.say(f"{scheme}: quantizing" if scheme != REFERENCE else f"{scheme}: opening")
+    opened = bench.open(scheme)
+    layers = list(weight_errors(bench.masters, opened.policy.current))
+    bench.say(f"{scheme}: {len(bench.windows.ids)} windows of text")
+    text = token_numbers(opened.policy, final_states(opened.policy, bench.windows), reference, bench.windows)
+    bench.say(f"{scheme}: speed")
+    speed = engine_speed(opened, [token for ids in bench.windows.ids for token in ids], bench.speed, bench.seed)
+    opened.close()
+    size = checkpoint_bytes(bench.masters, target.quant, opened.policy.dtype)
+    plain = checkpoint_bytes(bench.masters, bench.targets[REFERENCE].quant, opened.policy.dtype)
+    return {
+        "group_size": opened.policy.scheme.group_size if opened.policy.scheme.packed else None,
+        **text.summary(), "checkpoint_bytes": size, "checkpoint_ratio": size / plain, **speed, "weight_error": layers,
+    }  # fmt: skip
+
+
+def _reference(bench: Bench) -> Tensor:
+    """States of the bf16 policy before each predicted token: (windows, predictions, H) in the compute dtype."""
+    windows, target = bench.windows, bench.targets[REFERENCE]
+    dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
+    shape = (len(windows.ids), windows.predictions, bench.masters.config.hidden_size)
+    try:
+        held = load_file(bench.reference_file)["states"]
+        if tuple(held.shape) == shape and held.dtype == dtype:
+            return held
+    except (OSError, SafetensorError, KeyError):
+        pass  # not there, or not whole
+    bench.say(f"{REFERENCE}: the reference, {shape[0]} windows of text")
+    opened = bench.open(REFERENCE)
+    states = final_states(opened.policy, windows)
+    opened.close()
+    data = save({"states": states})
+    temporary = bench.reference_file.with_suffix(".tmp")
+    with disk_errors(bench.reference_file, len(data), place="--out"):
+        temporary.write_bytes(data)
+        temporary.replace(bench.reference_file)
+    return states

@@ -1,0 +1,108 @@
+"""An offline comparison for a terminal: one line when a member is done, one table at the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from qarl.report.blocks import Column, Table
+from qarl.report.formatting import MISSING, bytes_, interval, number, percent
+from qarl.text import visible
+
+LOSS_COLUMNS = [
+    Column("scheme"),
+    Column("KL, nats", "right", "KL(bf16 || scheme) of the next token over the whole vocabulary, mean over tokens"),
+    Column("KL median", "right"),
+    Column("KL p99", "right"),
+    Column("same top token", "right", "share of tokens where bf16 and the scheme have the same likeliest next token"),
+    Column("perplexity", "right"),
+    Column("vs bf16", "right", "perplexity over that of bf16, on the same tokens"),
+]
+COST_COLUMNS = [
+    Column("scheme"),
+    Column("weight error", "right", "median over Linear layers of ||W - W_deq|| / ||W||"),
+    Column("checkpoint", "right", "bytes of the stored tensors"),
+    Column("of bf16", "right"),
+    Column("prompt tokens/s", "right"),
+    Column("new tokens/s", "right"),
+]
+
+
+def loss_table(members: list[dict[str, Any]]) -> Table:
+    """What each scheme does to the distribution; a scheme that was not measured has its state in place of numbers."""
+    return Table(LOSS_COLUMNS, [_row(member, LOSS_COLUMNS, _losses) for member in members])
+
+
+def cost_table(members: list[dict[str, Any]]) -> Table:
+    """Weights, size and speed of each scheme; likewise."""
+    return Table(COST_COLUMNS, [_row(member, COST_COLUMNS, _costs) for member in members])
+
+
+def label(member: dict[str, Any]) -> str:
+    """The scheme with its group size, where it has one."""
+    return member["name"] + (f" g{member['group_size']}" if member.get("group_size") else "")
+
+
+def median_error(member: dict[str, Any]) -> float | None:
+    """Median over the layers of the relative weight error."""
+    errors = [layer["relative"] for layer in member["weight_error"] if layer["relative"] is not None]
+    return statistics.median(errors) if errors else None
+
+
+def share(fraction: float | None) -> str:
+    """A fraction as a percentage with three digits: errors of very different sizes stand below each other."""
+    return MISSING if fraction is None else f"{number(100 * fraction)}%"
+
+
+def _row(member: dict[str, Any], columns: list[Column], cells: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    if member["state"] == "finished":
+        return [label(member), *cells(member)]
+    return [member["name"], member["state"], *[MISSING] * (len(columns) - 2)]
+
+
+def _losses(m: dict[str, Any]) -> list[str]:
+    return [
+        _interval(m["kl"]), number(m["kl"]["median"]), number(m["kl"]["p99"]), percent(m["top1_agreement"]["mean"]),
+        _interval(m["perplexity"]), _interval(m["perplexity_ratio"]),
+    ]  # fmt: skip
+
+
+def _interval(value: dict[str, float | None]) -> str:
+    if value["low"] == value["high"]:  # bf16 against itself
+        return number(value["mean"])
+    return interval(value["mean"], value["low"], value["high"])
+
+
+def _costs(m: dict[str, Any]) -> list[str]:
+    return [
+        share(median_error(m)), bytes_(m["checkpoint_bytes"]), percent(m["checkpoint_ratio"]),
+        number(m["prefill_tokens_per_s"]["median"]), number(m["decode_tokens_per_s"]["median"]),
+    ]  # fmt: skip
+
+
+def member_line(m: dict[str, Any]) -> str:
+    return (
+        f"{label(m)}: KL {number(m['kl']['mean'])} nats, perplexity {number(m['perplexity']['mean'])}, checkpoint "
+        f"{bytes_(m['checkpoint_bytes'])}, decode {number(m['decode_tokens_per_s']['median'])} tokens/s "
+        f"({m['seconds']:.0f} s)"
+    )
+
+
+def print_table(members: list[dict[str, Any]]) -> None:
+    """The table on stdout, schemes as columns (there are few, and a terminal is narrow); reasons below it."""
+    table = RichTable("", title="Means with 95 % intervals", title_justify="left", show_lines=True)
+    for member in members:
+        table.add_column(Text(label(member)), justify="right")
+    for source in (loss_table(members), cost_table(members)):
+        for place, column in enumerate(source.columns[1:], 1):
+            table.add_row(column.name, *(Text(row[place].replace(" [", "\n[")) for row in source.rows))
+    console = Console(highlight=False)
+    console.print(table)
+    for member in members:
+        if member["state"] == "failed":
+            console.print(Text(visible(f"{member['name']}: {member['reason']}")))

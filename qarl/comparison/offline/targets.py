@@ -1,0 +1,53 @@
+"""The model under each of its schemes, and what tells one state of its weights from another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from qarl_formats.scheme import SCHEMES
+
+from qarl.config.quant import WEIGHT_INT4
+from qarl.errors import UserError
+from qarl.inference.target import Target, resolve_target
+from qarl.policy.load import locate
+
+REFERENCE = "bf16"
+
+
+def scheme_targets(model: str, schemes: list[str], group_size: int | None) -> dict[str, Target]:
+    """The target of each scheme in the order given, and that of `REFERENCE`. Reads no weights.
+
+    Raises UserError: no scheme, an unknown one, one named twice, a group size that no scheme here has, a quantized
+    checkpoint.
+    """
+    for place, name in enumerate(schemes):
+        if name not in SCHEMES:
+            raise UserError(f"--schemes: '{name}' is unknown; choose from {','.join(SCHEMES)}")
+        if name in schemes[:place]:
+            raise UserError(f"--schemes: {name} is named twice; name it once")
+    if not schemes:
+        raise UserError(f"--schemes: names no scheme; choose from {','.join(SCHEMES)}")
+    if group_size is not None and not set(schemes) & set(WEIGHT_INT4):
+        raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
+    if resolve_target(model).kind == "export":
+        raise UserError(f"{model}: is quantized already; give the model that it was made from")
+    return {
+        name: resolve_target(model, quant={"scheme": name} | _group(name, group_size))
+        for name in dict.fromkeys([*schemes, REFERENCE])
+    }
+
+
+def _group(scheme: str, group_size: int | None) -> dict[str, int]:
+    return {"group_size": group_size} if group_size is not None and scheme in WEIGHT_INT4 else {}
+
+
+def weights_mark(target: Target) -> str | None:
+    """Changes when the files of the weights do (by name, size and time); None for a hub name."""
+    directory = target.checkpoint or Path(locate(target.model).name).expanduser()
+    if not directory.is_dir():
+        return None
+    files = [path for path in sorted(directory.iterdir()) if path.suffix in (".safetensors", ".bin", ".gguf", ".json")]
+    entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]

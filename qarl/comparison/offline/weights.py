@@ -1,0 +1,59 @@
+"""What quantization does to the weights: the error of every Linear layer, and the bytes of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from qarl_formats.quantize import QuantizedWeight, dequantize_weight
+from torch import Tensor
+
+from qarl.config import QuantConfig
+from qarl.inference.masters import Masters
+from qarl.publish.snapshot import Snapshot
+
+
+def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+    """The error of each Linear layer but the output layer, in the model's order, one master in memory at a time.
+
+    The error is that of the tensors in `snapshot`, those that run: codes times stored scales in float32, or for a
+    layer left unquantized its values in the compute dtype. Yields rows of `error_of`, with `module`, `layer` (index of
+    the block, None outside of them) and `kind` (`q_proj`, ...).
+    """
+    for name in masters.shapes:
+        module = name.removesuffix(".weight")
+        if module not in masters.linears or not name.endswith(".weight"):
+            continue
+        form = snapshot.weights.get(module, snapshot.tensors.get(name))
+        master = masters.read(name).to(_device_of(form))
+        held = form.float() if isinstance(form, Tensor) else dequantize_weight(form, torch.float32)
+        parts = module.split(".")
+        layer = next((int(part) for part in parts if part.isdigit()), None)
+        yield {"module": module, "layer": layer, "kind": parts[-1], **error_of(master, held)}
+
+
+def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
+    """Errors of `held` as a stand-in for `weight`, of the same shape; computed in float64.
+
+    relative: ||W - H|| / ||W|| (Frobenius; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None where
+    nothing is lost. max_abs: largest |W - H|.
+    """
+    wide = weight.double()
+    difference = wide - held.double()
+    size, lost = wide.norm().item(), difference.norm().item()
+    return {
+        "relative": lost / size if size else None,
+        "sqnr_db": 20 * math.log10(size / lost) if size and lost else None,
+        "max_abs": difference.abs().max().item(),
+    }
+
+
+def checkpoint_bytes(masters: Masters, quant: QuantConfig, dtype: torch.dtype) -> int:
+    """Bytes of the tensors that an export in this scheme stores; file headers come on top of them."""
+    return sum(spec.nbytes for stored in masters.specs(quant, dtype).values() for spec in stored.values())
+
+
+def _device_of(form: QuantizedWeight | Tensor) -> torch.device:
+    return (form if isinstance(form, Tensor) else form.tensors["weight_scale"]).device

@@ -1,0 +1,227 @@
+"""comparison.html and plots/*.png of a comparison of runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qarl.comparison.members import evaluation_avg
+from qarl.comparison.summary import Number, cell, used
+from qarl.report.blocks import Bar, BarChart, Block, Column, Facts, LineChart, Section, Series, Table, Text
+from qarl.report.charts import write_png
+from qarl.report.formatting import MISSING, interval, number
+from qarl.report.page import write_page
+from qarl.storage.disk import disk_errors
+from qarl.storage.runs import RunRecord
+
+_MIB = 2**20
+MAX_CURVES = 6  # in one chart; more are told apart by learner
+
+
+def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunRecord]) -> None:
+    """Write out/comparison.html and a PNG of each of its charts to out/plots, removing those of an earlier page.
+
+    comparison: as in comparison.json. records: member -> its run. Raises UserError if the disk refuses.
+    """
+    sections = build_sections(comparison, records)
+    plots = out / "plots"
+    charts = [b for section in sections for b in section.blocks if isinstance(b, (LineChart, BarChart))]
+    names = {f"{_slug(chart.title)}.png": chart for chart in charts}
+    with disk_errors(plots, place="--out"):
+        plots.mkdir(exist_ok=True)
+        for path in plots.glob("*.png"):
+            if path.name not in names:
+                path.unlink()
+    for name, chart in names.items():
+        write_png(plots / name, chart)
+    write_page(out / "comparison.html", comparison["title"], _subtitle(comparison["members"]), sections)
+
+
+def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) -> list[Section]:
+    """The page: results, curves, evaluation, cost, what differs, environment; sections without content are left out."""
+    members, groups = comparison["members"], comparison["groups"]
+    shown = groups or members
+    sections = [
+        Section("Results", _results(members, groups)),
+        Section("Reward and mismatch", _curves(members, groups, records)),
+        Section("Evaluation", _evaluation(shown, members)),
+        Section("Time, memory and size", _costs(shown)),
+        Section("What differs", _differences(comparison, members)),
+        Section("Environment", _environment(comparison)),
+    ]
+    return [section for section in sections if section.blocks]
+
+
+def _subtitle(members: list[dict[str, Any]]) -> str:
+    states: dict[str, int] = {}
+    for member in members:
+        states[member["state"]] = states.get(member["state"], 0) + 1
+    return f"{len(members)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items())
+
+
+def _results(members: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[Block]:
+    blocks: list[Block] = []
+    if groups:
+        heads = [Column("scheme, learner"), Column("seeds", "right"), Column("interval")]
+        rows = [[g["name"], str(len(g["seeds"])), g["interval"]] for g in groups]
+        note = "Means over the seeds, with a 95 % t-interval (t95), or of fewer than three the extremes (min-max)."
+        blocks.append(_table(heads, rows, groups, "Seeds together", note))
+    heads = [Column("run"), Column("state"), Column("steps", "right")]
+    rows = [[m["name"], m["state"], number(m.get("steps"))] for m in members]
+    blocks.append(_table(heads, rows, members, "Runs", ""))
+    blocks += [Text(f"{m['name']}: {m['state']}: {m['reason']}", "warning") for m in members if m["reason"]]
+    return blocks
+
+
+def _table(heads: list[Column], rows: list[list[str]], entries: list[dict[str, Any]], caption: str, note: str) -> Table:
+    columns: list[Number] = used(entries)
+    return Table(
+        [*heads, *(Column(column.head, "right", column.help) for column in columns)],
+        [[*row, *(cell(entry, column) for column in columns)] for row, entry in zip(rows, entries, strict=True)],
+        caption,
+        note,
+    )
+
+
+def _curves(
+    members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]
+) -> list[Block]:
+    runs = {m["name"]: records[m["name"]] for m in members if m["name"] in records and records[m["name"]].metrics}
+    if not runs:
+        return []
+    if groups:
+        kinds = {(g["scheme"], g["learner"]): g["name"] for g in groups}
+        name_of = {m["name"]: kinds.get((m["scheme"], m["learner"]), m["name"]) for m in members}
+        note = "Mean over the seeds; the band is from the lowest to the highest."
+    else:
+        name_of, note = {name: name for name in runs}, ""
+    lines: dict[str, list[RunRecord]] = {}
+    for name, record in runs.items():
+        lines.setdefault(name_of[name], []).append(record)
+    by_learner: dict[str, dict[str, list[RunRecord]]] = {}
+    for name, of in lines.items():
+        by_learner.setdefault(of[0].config.quant.learner, {})[name] = of
+    if len(lines) <= MAX_CURVES or len(by_learner) == 1:
+        return _reward_and_mismatch("", lines, note)
+    pairs = [_reward_and_mismatch(f", {learner}", of, note) for learner, of in by_learner.items()]
+    # Charts that follow each other share a row: what is said in words comes last.
+    return sorted((block for pair in pairs for block in pair), key=lambda block: isinstance(block, Text))
+
+
+def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: str) -> list[Block]:
+    """which: what the titles add. A mismatch of 0, which a log axis cannot show, is said in words."""
+    rewards = [_series(name, of, "reward/mean") for name, of in lines.items()]
+    reward = LineChart(f"Reward{which}", "step", "mean reward", rewards, note=note)
+    every = [_series(name, of, "mismatch/delta_abs_mean") for name, of in lines.items()]
+    curves = [series for series in every if any(y != 0 for y in series.y)]
+    exact = [series.name for series in every if series not in curves]
+    said = f"The mismatch is 0 in every step of {', '.join(exact)}: sampler and learner agree bit for bit."
+    if not curves:
+        return [reward, Text(said)]
+    both = " ".join(text for text in (note, said if exact else "") if text)
+    return [reward, LineChart(f"Mismatch{which}", "step", "mean |Δ log-prob|, nats", curves, True, both)]
+
+
+def _series(name: str, records: list[RunRecord], metric: str) -> Series:
+    """The metric over the steps that all of `records` have: of several its mean, with the extremes as a band."""
+    runs = [{r["step"]: r.get(metric) for r in record.metrics} for record in records]
+    steps = sorted(set.intersection(*(set(run) for run in runs)))
+    if len(runs) == 1:
+        return Series(name, steps, [runs[0][step] for step in steps])
+    values = [[run[step] for run in runs] for step in steps]
+
+    def over(fold: Callable[[list[float]], float]) -> list[float | None]:
+        return [None if None in at else fold(at) for at in values]
+
+    return Series(name, steps, over(statistics.fmean), over(min), over(max))
+
+
+def _evaluation(shown: list[dict[str, Any]], members: list[dict[str, Any]]) -> list[Block]:
+    bars = []
+    for entry in shown:
+        avg = entry.get("evaluation_avg") or evaluation_avg(entry)
+        if avg:
+            bars.append(Bar(entry["name"], avg["mean"], avg.get("low"), avg.get("high")))
+    if not bars:
+        return []
+    blocks: list[Block] = [BarChart("Evaluation", "overall avg@k of the last evaluation", bars)]
+    evaluated = [m for m in members if m.get("evaluation")]
+    tasks = list(dict.fromkeys(task["name"] for m in evaluated for task in m["evaluation"]["tasks"]))
+    rows = []
+    for m in evaluated:
+        by_name = {task["name"]: task["avg"] for task in m["evaluation"]["tasks"]}
+        cells = [_avg(by_name.get(task)) for task in [*tasks]]
+        rows.append([m["name"], number(m["evaluation"]["step"]), *cells, _avg(evaluation_avg(m))])
+    heads = [Column("run"), Column("step", "right"), *(Column(task, "right") for task in tasks)]
+    blocks.append(Table([*heads, Column("overall", "right")], rows, "avg@k by task, with 95 % intervals"))
+    return blocks
+
+
+def _avg(avg: dict[str, float] | None) -> str:
+    return MISSING if avg is None else interval(avg["mean"], avg.get("low"), avg.get("high"))
+
+
+def _costs(shown: list[dict[str, Any]]) -> list[Block]:
+    charts = [
+        ("Step time", "median seconds", "step_s", 1),
+        ("Rollout time", "median seconds a step", "rollout_s", 1),
+        ("Learner time", "median seconds a step", "learner_s", 1),
+        ("Publish time", "median seconds a step", "publish_s", 1),
+        ("Peak memory", "GiB", "memory_peak_gib", 1),
+        ("Checkpoint size", "MiB of the low-bit export", "checkpoint_bytes", _MIB),
+    ]
+    built = (BarChart(title, unit, _bars(shown, key, scale)) for title, unit, key, scale in charts)
+    return [chart for chart in built if chart.bars]
+
+
+def _bars(shown: list[dict[str, Any]], key: str, scale: int) -> list[Bar]:
+    bars = []
+    for entry in shown:
+        value = entry.get(key)
+        if isinstance(value, dict):
+            bars.append(Bar(entry["name"], value["mean"] / scale, value["low"] / scale, value["high"] / scale))
+        elif value is not None:
+            bars.append(Bar(entry["name"], value / scale))
+    return bars
+
+
+def _differences(comparison: dict[str, Any], members: list[dict[str, Any]]) -> list[Block]:
+    tables = (
+        ("Configuration keys that are not the same in every run", comparison["configuration_differences"]),
+        ("Environments that are not the same for every run", comparison["environment_differences"]),
+    )
+    return [_difference_table(caption, keys) for caption, keys in tables if keys]
+
+
+def _difference_table(caption: str, keys: dict[str, dict[str, Any]]) -> Table:
+    """The longer of keys and runs goes down the page."""
+    names = list(next(iter(keys.values())))
+    if len(keys) >= len(names):
+        columns = [Column("key"), *map(Column, names)]
+        return Table(columns, [[key, *(_value(by[name]) for name in names)] for key, by in keys.items()], caption)
+    columns = [Column("run"), *map(Column, keys)]
+    return Table(columns, [[name, *(_value(by[name]) for by in keys.values())] for name in names], caption)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _environment(comparison: dict[str, Any]) -> list[Block]:
+    environment = comparison["environment"]
+    if environment is None:
+        return []
+    packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
+    facts = [(key, _value(value)) for key, value in environment.items() if key != "packages"]
+    blocks: list[Block] = [Facts([*facts, ("packages", packages), ("comparison", " ".join(comparison["command"]))])]
+    if comparison["environment_differences"]:
+        blocks.append(Text("The first run's; what differs in others stands above."))
+    return blocks
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"\W+", "_", title.lower()).strip("_")

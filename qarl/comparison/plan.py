@@ -1,0 +1,236 @@
+"""Which runs a comparison has: schemes x learners x seeds on top of one configuration. Imports no torch.
+
+A combination that has no meaning (bf16 with fake_quant: nothing to quantize) is skipped, and its row says so. Any
+other combination whose configuration is refused is a row that says why, and the others go on; where every one is
+refused there is nothing to compare, and the command ends before it writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from qarl.config import Config, check_inputs, load_config
+from qarl.config.config import QuantConfig
+from qarl.config.overrides import apply_overrides, override_keys
+from qarl.config.quant import QUANTIZED_ACTIVATIONS, WEIGHT_INT4
+from qarl.config.yaml_io import parse_yaml
+from qarl.errors import UserError
+from qarl.storage.rundir import config_difference
+from qarl.storage.runs import RunRecord
+
+SCHEMES: tuple[str, ...] = get_args(QuantConfig.model_fields["scheme"].annotation)
+LEARNERS: tuple[str, ...] = get_args(QuantConfig.model_fields["learner"].annotation)
+
+# waiting: not started. finished, stopped, running, empty: a run's own states. failed: its training ended with an
+# error. refused: its configuration is. skipped: the combination has no meaning.
+State = Literal["waiting", "running", "finished", "stopped", "empty", "failed", "refused", "skipped"]
+
+
+@dataclass
+class Member:
+    """One run of a comparison, and what became of it.
+
+    config: resolved; None where it was refused. reason: one line, of a state that needs one. reused: it was finished
+    before this comparison asked for it.
+    """
+
+    name: str
+    scheme: str
+    learner: str
+    seed: int
+    run_dir: Path
+    config: Config | None = None
+    state: State = "waiting"
+    reason: str | None = None
+    reused: bool = False
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What varies; None: as the configuration has it."""
+
+    schemes: list[str] | None = None
+    learners: list[str] | None = None
+    seeds: list[int] | None = None
+
+
+def parse_axes(schemes: str | None, learners: str | None, seeds: str | None) -> Axes:
+    """The comma-separated values of --schemes, --learners and --seeds. Raises UserError: unknown, twice, or none."""
+    if schemes is None and learners is None and seeds is None:
+        raise UserError("compare: nothing varies; give --schemes, --learners or --seeds (or several run directories)")
+    return Axes(
+        None if schemes is None else parse_names("--schemes", schemes, SCHEMES),
+        None if learners is None else parse_names("--learners", learners, LEARNERS),
+        None if seeds is None else _parse_seeds(seeds),
+    )
+
+
+def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated list, each of `known` and at most once. Raises UserError."""
+    names = _split(option, text, known[0])
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option}: '{name}' is unknown; choose from {', '.join(known)}")
+    return names
+
+
+def plan(file: str, overrides: list[str], axes: Axes, out: Path) -> list[Member]:
+    """The members of a comparison, in the order schemes, learners, seeds; nothing is written.
+
+    file, overrides: as for `qarl train`. out: the comparison's directory; members run in out/runs/NAME.
+    Every configuration is validated as `qarl train` validates it. Raises UserError: an override of what an option
+    varies, or of train.run_dir; all members refused (each distinct line of theirs).
+    """
+    _check_overrides(overrides, axes)
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        load_config(file)  # says in its own line what is wrong
+        raise
+    data = parse_yaml(text, file)
+    if isinstance(data, dict):
+        apply_overrides(data, overrides)
+    quant, train = (_section(data, name) for name in ("quant", "train"))
+    schemes = axes.schemes or [quant.get("scheme", "w4a16")]
+    learners = axes.learners or [quant.get("learner", "aligned")]
+    seeds = axes.seeds or [train.get("seed", 0)]
+    members, checked, faults = [], 0, []
+    for scheme, learner, seed in product(schemes, learners, seeds):
+        name = f"{scheme}-{learner}-seed{seed}"
+        member = Member(name, scheme, learner, seed, out / "runs" / name)
+        members.append(member)
+        if scheme == "bf16" and learner == "fake_quant":
+            member.state, member.reason = "skipped", "scheme bf16 has nothing to quantize, so no fake_quant learner"
+            continue
+        changes = [
+            *overrides,
+            *([f"quant.scheme={scheme}"] if axes.schemes else []),
+            *([f"quant.learner={learner}"] if axes.learners else []),
+            *_dropped(quant, scheme, learner),
+            *([f"train.seed={seed}"] if axes.seeds else []),
+            f"train.run_dir={json.dumps(str(member.run_dir))}",
+        ]
+        checked += 1
+        try:
+            member.config = load_config(file, changes)
+            check_inputs(member.config, file, changes)
+        except UserError as error:
+            member.state, member.reason, member.config = "refused", "; ".join(str(error).splitlines()), None
+            faults += [line for line in str(error).splitlines() if line not in faults]
+    if not checked:
+        raise UserError("compare: scheme bf16 has nothing to quantize; give another of --schemes, or of --learners")
+    if all(member.config is None for member in members):
+        raise UserError("\n".join(faults))
+    return members
+
+
+def find_finished(members: list[Member], records: list[RunRecord]) -> None:
+    """Mark the members that need no training, in place: a finished run of the same configuration is among `records`
+    or in the member's own directory.
+
+    records: runs to reuse (`--reuse`). A member's own directory comes first.
+    Raises UserError: the directory of a member holds a run of another configuration, or more steps than asked for.
+    """
+    from qarl.storage.runs import read_run
+
+    for member in members:
+        if member.config is None:
+            continue
+        if (member.run_dir / "config.yaml").exists():
+            own = read_run(member.run_dir)
+            if own.metrics:
+                _check_same(own, member)
+                member.reused = own.state == "finished" and own.step == member.config.train.steps
+        if not member.reused:
+            for record in records:
+                if record.state == "finished" and _same(record, member.config):
+                    member.run_dir, member.reused = record.path, True
+                    break
+        if member.reused:
+            member.state = "finished"
+
+
+def _same(record: RunRecord, config: Config) -> bool:
+    return record.step == config.train.steps == record.config.train.steps and not _difference(record, config)
+
+
+def _difference(record: RunRecord, config: Config) -> list[str]:
+    """As the run directory compares configurations, both through YAML."""
+    return config_difference(parse_yaml(record.config.to_yaml(), ""), parse_yaml(config.to_yaml(), ""))
+
+
+def _check_same(own: RunRecord, member: Member) -> None:
+    assert member.config is not None
+    difference = _difference(own, member.config)
+    if difference:
+        more = f" and {len(difference) - 3} more" if len(difference) > 3 else ""
+        raise UserError(
+            f"{own.path}: holds a run of another configuration ({'; '.join(difference[:3])}{more}); "
+            "choose another --out, or restore these values"
+        )
+    if own.step > member.config.train.steps:
+        raise UserError(
+            f"{own.path}: holds {own.step} steps, more than train.steps = {member.config.train.steps}; "
+            "choose another --out, or raise train.steps"
+        )
+
+
+def _check_overrides(overrides: list[str], axes: Axes) -> None:
+    taken = {"train.run_dir": "--out"}
+    taken |= {"quant.scheme": "--schemes"} if axes.schemes else {}
+    taken |= {"quant.learner": "--learners"} if axes.learners else {}
+    taken |= {"train.seed": "--seeds"} if axes.seeds else {}
+    for key in sorted(".".join(map(str, path)) for path in override_keys(overrides)):
+        if key in taken:
+            raise UserError(f"command line: {key}: {taken[key]} sets it in a comparison; leave one of the two out")
+
+
+def _dropped(quant: dict[str, Any], scheme: str, learner: str) -> list[str]:
+    """Overrides that take back what the configuration says for schemes of another kind than `scheme`."""
+    int4 = scheme in WEIGHT_INT4
+    changes = []
+    if quant.get("group_size") is not None and not int4:
+        changes.append("quant.group_size=null")
+    symmetric = quant.get("symmetric", True) or scheme != "w4a16"
+    if quant.get("symmetric") is False and symmetric:
+        changes.append("quant.symmetric=true")
+    if quant.get("grid") == "symmetric7" and not (int4 and symmetric):
+        changes.append("quant.grid=compressed-tensors")
+    quantizes_input = scheme in QUANTIZED_ACTIVATIONS and learner != "full_precision"
+    if quant.get("ste_input") == "dequantized" and not quantizes_input:
+        changes.append("quant.ste_input=unquantized")
+    return changes
+
+
+def _section(data: Any, name: str) -> dict[str, Any]:
+    section = data.get(name) if isinstance(data, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _parse_seeds(text: str) -> list[int]:
+    seeds = _split("--seeds", text, "0,1,2")
+    for seed in seeds:
+        if not (seed.isascii() and seed.isdecimal() and int(seed) < 2**31):
+            raise UserError(f"--seeds: '{seed}' is no seed; give whole numbers from 0 to {2**31 - 1}, such as 0,1,2")
+    numbers = [int(seed) for seed in seeds]
+    _check_unique("--seeds", numbers)
+    return numbers
+
+
+def _split(option: str, text: str, example: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UserError(f"{option}: '{text}' has an empty entry; give a list such as {example}")
+    _check_unique(option, parts)
+    return parts
+
+
+def _check_unique(option: str, values: Sequence[object]) -> None:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise UserError(f"{option}: {value} is given twice; leave one out")

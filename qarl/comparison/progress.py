@@ -1,0 +1,98 @@
+"""What a comparison shows while its members train: the member, its step and its reward, read from its metrics.jsonl.
+
+At a terminal one line that renews itself; in a pipe a line when a member starts and ends, and one in between at most
+every `QUIET_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from qarl.comparison.plan import Member
+from qarl.report.formatting import number, seconds
+from qarl.text import visible
+
+QUIET_SECONDS = 60.0
+_TAIL_BYTES = 2**16  # more than the last two lines of any metrics.jsonl
+
+
+class ProgressView:
+    """Of `members`, one after another; use it as a context manager, so that the terminal is restored."""
+
+    def __init__(self, members: list[Member], stream: TextIO | None = None) -> None:
+        self._waiting = [member.name for member in members if member.state == "waiting"]
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._status: Status | None = None
+        self._began = self._said = time.monotonic()
+
+    def __enter__(self) -> ProgressView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._clear()
+
+    def say(self, text: str) -> None:
+        """One line, control characters escaped, as it is."""
+        self._console.print(Text(visible(text)))
+
+    def started(self, member: Member) -> None:
+        self._began = self._said = time.monotonic()
+        if self._console.is_terminal:
+            self._status = self._console.status(Text(f"{self._place(member)} starts"))
+            self._status.start()
+        else:
+            self.say(f"{self._place(member)} starts")
+
+    def progress(self, member: Member) -> None:
+        """Called a few times a second while `member` trains."""
+        if self._status is not None:
+            self._status.update(Text(self._line(member)))
+        elif time.monotonic() - self._said >= QUIET_SECONDS:
+            self._said = time.monotonic()
+            self.say(self._line(member))
+
+    def ended(self, member: Member) -> None:
+        self._clear()
+        self.say(f"{self._line(member)}, {member.state}" + (f": {member.reason}" if member.reason else ""))
+
+    def _clear(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _place(self, member: Member) -> str:
+        return f"[{self._waiting.index(member.name) + 1}/{len(self._waiting)}] {member.name}"
+
+    def _line(self, member: Member) -> str:
+        assert member.config is not None
+        record = last_record(member.run_dir / "metrics.jsonl") or {}
+        reward = f", reward {number(record['reward/mean'])}" if record.get("reward/mean") is not None else ""
+        step = f"step {record.get('step', 0)}/{member.config.train.steps}"
+        return f"{self._place(member)}: {step}{reward}, {seconds(time.monotonic() - self._began)}"
+
+
+def last_record(path: Path) -> dict | None:
+    """The last whole record of a metrics.jsonl that may be growing, None where there is none yet."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:  # still being written, or cut at the front
+            continue
+        if isinstance(record, dict):
+            return record
+    return None

@@ -1,0 +1,168 @@
+"""comparison.json and the table of a comparison of runs, for the console and the page alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from qarl.comparison.members import evaluation_avg
+from qarl.comparison.plan import Member
+from qarl.config.yaml_io import parse_yaml
+from qarl.report.formatting import MISSING, bytes_, gib, interval, number, seconds
+from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.rundir import flatten
+from qarl.storage.runs import RunRecord
+from qarl.text import visible
+
+FORMAT_VERSION = 1
+# Of an environment, what says nothing about the numbers of a run.
+_UNTOLD = ("command", "host", "seed")
+
+
+class Number(NamedTuple):
+    """A column: its head, its key in comparison.json, how it is written, and what it means."""
+
+    head: str
+    key: str
+    write: Callable[[float | None], str]
+    help: str
+
+
+NUMBERS = (  # the most telling first
+    Number("reward, last quarter", "reward_last_quarter", number, "mean over the last quarter of the steps"),
+    Number("evaluation avg", "evaluation_avg", number, "overall avg@k of the last evaluation, with its 95 % interval"),
+    Number("mismatch mean", "mismatch_delta_abs_mean", number, "mean |log-prob of learner - of sampler|, all steps"),
+    Number("step", "step_s", seconds, "median seconds of a step, the first left out"),
+    Number("checkpoint", "checkpoint_bytes", bytes_, "bytes of the low-bit export, computed from its tensors"),
+    Number("peak memory", "memory_peak_gib", gib, "of the training process; on a GPU, what torch allocated there"),
+    Number("mismatch max", "mismatch_delta_abs_max", number, "largest |log-prob of learner - of sampler|, all steps"),
+    Number("rollout", "rollout_s", seconds, "median seconds of a step's rollout"),
+    Number("learner", "learner_s", seconds, "median seconds of a step's update"),
+    Number("publish", "publish_s", seconds, "median seconds of a step's publish"),
+    Number("reward, first quarter", "reward_first_quarter", number, "mean over the first quarter of the steps"),
+    Number("rollout tokens/s", "rollout_tokens_per_s", number, "median tokens sampled per second of rollout"),
+)
+
+
+def build(
+    title: str, command: list[str], entries: list[dict[str, Any]], groups: list[dict[str, Any]],
+    environments: dict[str, dict[str, Any]], differences: dict[str, dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """What comparison.json holds. environments: member -> environment.json; the first is given, and what differs."""
+    told = {name: {k: v for k, v in each.items() if k not in _UNTOLD} for name, each in environments.items()}
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": "runs",
+        "title": title,
+        "command": command,
+        "environment": next(iter(told.values()), None),
+        "environment_differences": differing({name: flatten(environment) for name, environment in told.items()}),
+        "members": entries,
+        "groups": groups,
+        "configuration_differences": differences,
+    }
+
+
+def write_json(path: Path, comparison: dict[str, Any]) -> None:
+    """Atomically, strict JSON. Raises UserError if the disk refuses."""
+    text = json.dumps(comparison, indent=1, allow_nan=False) + "\n"
+    with disk_errors(path, len(text), place="--out"):
+        atomic_write_text(path, text)
+
+
+def configurations(members: list[Member]) -> dict[str, dict[str, Any]]:
+    """Member -> its configuration under dotted keys, the run directory left out: every member has its own."""
+    return {
+        member.name: {
+            key: value
+            for key, value in flatten(parse_yaml(member.config.to_yaml(), member.name)).items()
+            if key != "train.run_dir"
+        }
+        for member in members
+        if member.config is not None
+    }
+
+
+def differing(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Key -> member -> value, for the keys whose value is not the same in every member; None where one has no such."""
+    keys = dict.fromkeys(key for member in values.values() for key in member)
+    return {
+        key: {name: member.get(key) for name, member in values.items()}
+        for key in keys
+        if len({json.dumps(member.get(key), sort_keys=True) for member in values.values()}) > 1
+    }
+
+
+def environments_of(members: list[Member], records: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
+    """Member -> environment.json of its latest start, for those that have one."""
+    return {
+        member.name: records[member.name].environment
+        for member in members
+        if member.name in records and records[member.name].environment
+    }
+
+
+def cell(entry: dict[str, Any], column: Number) -> str:
+    """A member's or group's number as text; a group's with its bounds."""
+    value = evaluation_avg(entry) if column.key == "evaluation_avg" and "evaluation" in entry else entry.get(column.key)
+    if isinstance(value, dict):
+        return interval(value["mean"], value.get("low"), value.get("high"))
+    return column.write(value)
+
+
+def used(entries: list[dict[str, Any]]) -> list[Number]:
+    """The columns in which any of the entries has a number."""
+    return [column for column in NUMBERS if any(cell(entry, column) != MISSING for entry in entries)]
+
+
+def print_table(comparison: dict[str, Any], console: Console | None = None) -> None:
+    """The members' table, the groups', and a line for each reason."""
+    console = console or Console(file=sys.stdout, highlight=False)
+    members, groups = comparison["members"], comparison["groups"]
+    states = lambda entry: [entry["state"], number(entry.get("steps"))]  # noqa: E731
+    _print_fitting(console, members, ["state", "steps"], states)
+    if groups:
+        seeds = lambda group: [str(len(group["seeds"])), group["interval"]]  # noqa: E731
+        _print_fitting(console, groups, ["seeds", "interval"], seeds)
+    for entry in members:
+        if entry["reason"]:
+            console.print(Text(visible(f"{entry['name']}: {entry['state']}: {entry['reason']}")), soft_wrap=True)
+
+
+def _print_fitting(
+    console: Console, entries: list[dict[str, Any]], heads: list[str], first: Callable[[dict[str, Any]], list[str]]
+) -> None:
+    """One table where it fits; at a narrow terminal the columns that do not follow in tables below it."""
+    columns = used(entries)
+    unbounded = console.options.update(max_width=10_000)
+    fixed = [(head, [first(entry)[index] for entry in entries]) for index, head in enumerate(heads)]
+    while True:
+        count = len(columns)
+        while True:
+            table = _table(entries, fixed, columns[:count])
+            if count <= 1 or Measurement.get(console, unbounded, table).maximum <= console.width:
+                break
+            count -= 1
+        console.print(table)
+        columns, fixed = columns[count:], []
+        if not columns:
+            return
+
+
+def _table(entries: list[dict[str, Any]], fixed: list[tuple[str, list[str]]], columns: list[Number]) -> Table:
+    table = Table("name", *(head for head, _ in fixed), box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column("\n".join(column.head.replace(",", "").split()), justify="right")
+    for index, entry in enumerate(entries):
+        cells = [cells[index] for _, cells in fixed] + [cell(entry, column) for column in columns]
+        table.add_row(Text(visible(entry["name"])), *cells)
+    return table

@@ -1,0 +1,113 @@
+"""What a policy is evaluated on, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from qarl.config.base import Fault, Field, Section
+from qarl.config.data import DataConfig
+from qarl.config.evaluation_presets import PRESETS, unknown_preset
+from qarl.config.reward import RewardFunction
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
+
+
+class EvalTask(Section):
+    """One set of prompts with its reward: a preset, or a data section with reward functions."""
+
+    preset: str | None = Field(None, description=f"One of the papers' sets: {', '.join(PRESETS)}.")
+    path: str | None = Field(
+        None, min_length=1, description="Local file or directory with the preset's columns, instead of the hub."
+    )
+    name: str | None = Field(None, pattern=NAME, description="Under which it is reported; default the preset's.")
+    data: DataConfig | None = Field(None, description="Prompts of a set of your own.")
+    reward: list[RewardFunction] = Field([], description="Reward functions of a set of your own.")
+    max_prompts: int | None = Field(None, ge=1, description="Use only the first prompts.")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.preset is None:
+            if self.data is None:
+                yield Fault(("preset",), None, f"give a preset ({', '.join(PRESETS)}), or name, data and reward")
+                return
+            if self.name is None:
+                yield Fault(("name",), None, "a task with its own data needs a name")
+            if not self.reward:
+                yield Fault(("reward",), [], "a task with its own data needs its reward functions")
+            if self.path is not None:
+                yield Fault(("path",), self.path, "replaces a preset's hub set; here, set data.source")
+            return
+        if self.preset not in PRESETS:
+            yield Fault(("preset",), self.preset, unknown_preset(self.preset))
+        if self.data is not None:
+            yield Fault(("data",), self.data.source, "a preset brings its data; leave out preset, or data")
+        if self.reward:
+            yield Fault(("reward",), self.reward[0].name, "a preset brings its reward; leave out preset, or reward")
+
+    def resolved(self) -> dict[str, Any]:
+        return {"name": self.preset} if self.name is None else {}
+
+    @property
+    def dataset(self) -> DataConfig:
+        """The `data` section: the preset's or the task's own, limited to `max_prompts` rows."""
+        data = self.data or DataConfig.model_validate(PRESETS[self.preset].data(self.path))
+        limits = [limit for limit in (data.max_rows, self.max_prompts) if limit is not None]
+        return data.model_copy(update={"max_rows": min(limits, default=None)})
+
+    @property
+    def functions(self) -> list[RewardFunction]:
+        """The reward functions: the preset's or the task's own."""
+        if self.preset is None:
+            return self.reward
+        return [RewardFunction.model_validate(function) for function in PRESETS[self.preset].reward]
+
+
+class EvaluationConfig(Section):
+    """Evaluations of the published, quantized policy. They change nothing in the training steps."""
+
+    tasks: list[EvalTask] = Field([], description="What to evaluate on; empty: no evaluation.")
+    every: int | None = Field(None, ge=1, description="Training steps between evaluations; null: not in between.")
+    before_training: bool = Field(True, description="Evaluate the policy that training starts from (step 0).")
+    at_end: bool = Field(True, description="Evaluate after the last step.")
+    samples: int = Field(4, ge=1, description="Responses per prompt (the k of avg@k).")
+    pass_at: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None, min_length=1, description="Every k of pass@k; null: 1 and `samples`."
+    )
+    temperature: float = Field(1.0, ge=0, description="Of the logits; 0 is greedy, with samples: 1.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability; 1 is off.")
+    top_k: int = Field(0, ge=0, description="Only the k most probable tokens; 0 is off.")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."
+    )
+    max_response_length: int | None = Field(None, ge=1, description="Tokens; null: rollout.max_response_length.")
+    stop: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, description="Strings that end a response; null: those of rollout.stop."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the random streams: one each task, prompt and sample.")
+    correct_threshold: float = Field(1.0, description="A completion is correct if its total reward is at least this.")
+
+    def faults(self) -> Iterator[Fault]:
+        for index, k in enumerate(self.pass_at or []):
+            if k > self.samples:
+                yield Fault(("pass_at", index), k, f"must be {self.samples} (samples) or less, or draw more samples")
+        if self.temperature == 0 and self.samples > 1:
+            yield Fault(("samples",), self.samples, "greedy responses (temperature 0) are all the same; must be 1")
+        seen: set[str | None] = set()
+        for index, task in enumerate(self.tasks):
+            if task.name in seen:
+                text = "is the name of an earlier task too; give each its own"
+                yield Fault(("tasks", index, "name"), task.name, text)
+            seen.add(task.name)
+        if self.every is not None and not self.tasks:
+            yield Fault(("every",), self.every, "there is nothing to evaluate; set evaluation.tasks, or leave it null")
+
+    def resolved(self) -> dict[str, Any]:
+        return {"pass_at": sorted({1, self.samples})} if self.pass_at is None else {}
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Whether the policy after `step` of `last_step` training steps is to be evaluated."""
+        if not self.tasks:
+            return False
+        if step == 0:
+            return self.before_training
+        return (step == last_step and self.at_end) or (self.every is not None and step % self.every == 0)

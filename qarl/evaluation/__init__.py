@@ -1,0 +1,1 @@
+"""Evaluation: estimators with intervals, the papers' task sets, and running them on a quantized policy."""

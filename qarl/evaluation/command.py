@@ -1,0 +1,125 @@
+"""`qarl eval`: from what a user asked for to a results directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from qarl.config import EvaluationConfig, RewardConfig
+from qarl.evaluation.directory import ResultsDirectory
+from qarl.evaluation.request import DEFAULT_RESPONSE_LENGTH
+from qarl.evaluation.runner import Settings, evaluate
+from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
+from qarl.inference.opening import open_policy
+from qarl.inference.target import Target
+from qarl.policy.load import load_model_config, load_tokenizer
+from qarl.storage.environment import describe_environment
+from qarl.training.console import RunConsole
+from qarl.training.noise import quiet_libraries, rewards_logged
+
+
+def evaluate_target(
+    target: Target, section: EvaluationConfig, own_data: bool, out: Path | None, device: str, notes: list[str]
+) -> tuple[dict[str, Any], Path]:
+    """Evaluate, or finish an evaluation that was interrupted. Returns the results and their directory.
+
+    own_data: the tasks are the run's, so that its rollout section says how a response ends. out: default below the
+    run, or ./eval. Raises UserError; a KeyboardInterrupt leaves what is finished.
+    """
+    rollout = target.run.rollout if target.run else None
+    ends_as_run = rollout is not None and own_data
+    stop = tuple(rollout.stop) if ends_as_run else ()
+    length = rollout.max_response_length if ends_as_run else DEFAULT_RESPONSE_LENGTH
+    console = RunConsole("rich")
+    with console, quiet_libraries(console.warn):
+        for note in notes:
+            console.message(note)
+        with console.phase("tokenizer and data"):
+            tasks = load_tasks(section.tasks, load_tokenizer(target.model))
+        for task in tasks:
+            if task.dropped:
+                console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
+        settings = Settings.of(section, length, stop, frozenset())
+        require_room(tasks, settings.max_response_length, _context(target), "the context")
+        identity = _identity(target, tasks, settings)
+        path = out or _default_directory(target, tasks, identity)
+        limits = target.run.reward if target.run else RewardConfig(functions=tasks[0].functions)
+        with ResultsDirectory.open(path, identity) as directory, rewards_logged(path / "rewards.log"):
+            with console.phase("reward workers"):
+                rewards = TaskRewards(tasks, limits, path / "rewards.log")
+            try:
+                with console.phase("model"):
+                    sizes = rollout.model_copy(update={"kv_cache_tokens": None}) if rollout else None
+                    opened = open_policy(target, device=device, rollout=sizes)
+                try:
+                    sampling = opened.sampling(
+                        settings.samples, settings.max_response_length, settings.truncation, stop=settings.stop,
+                        extra_stop_ids=tuple(rollout.stop_token_ids) if ends_as_run else (),
+                        ignore_eos=ends_as_run and rollout.ignore_eos,
+                    )  # fmt: skip
+                    settings = Settings.of(section, length, stop, sampling.stop_token_ids)
+                    late = {
+                        "stop_token_ids": sorted(sampling.stop_token_ids),
+                        "weights": opened.policy.current.manifest().digest(),
+                    }
+                    directory.begin(late, settings.samples)
+                    if directory.rows:
+                        console.message(f"{len(directory.rows)} completions are there already, in {path}")
+                    try:
+                        summary = evaluate(opened.engine, opened.policy.version, tasks, settings, rewards, directory,
+                                           console.phase)  # fmt: skip
+                    except KeyboardInterrupt:
+                        console.message(f"stopped with {len(directory.rows)} completions in {path}; the same command "
+                                        "goes on from there")  # fmt: skip
+                        raise
+                finally:
+                    opened.close()
+            finally:
+                rewards.close()
+            results = {
+                "format_version": 1,
+                "target": target.name,
+                "step": target.step,
+                "scheme": target.quant.scheme,
+                "samples": settings.samples,
+                "sampling": settings.describe(),
+                **summary,
+                "environment": describe_environment(settings.seed),
+                "command": ["qarl", *sys.argv[1:]],
+            }
+            directory.finish(results)
+    return results, path
+
+
+def _context(target: Target) -> int:
+    """Tokens of prompt and response that the policy can hold."""
+    limit = load_model_config(target.model).max_position_embeddings
+    own = target.run.model.max_length if target.run else None
+    return min(own or limit, limit)
+
+
+def _identity(target: Target, tasks: list[LoadedTask], settings: Settings) -> dict[str, Any]:
+    """What decides the results, but for the weights and the stop tokens, which loading them tells."""
+    sampling = settings.describe()
+    del sampling["stop_token_ids"]
+    quant = target.quant.model_dump(exclude={"learner", "ste_input"})  # those are of training
+    return {
+        "step": target.step,
+        "quant": quant,
+        "sampling": sampling,
+        "tasks": {task.name: task.fingerprint for task in tasks},
+    }
+
+
+def _default_directory(target: Target, tasks: list[LoadedTask], identity: dict[str, Any]) -> Path:
+    """Readable, and another one for another evaluation."""
+    names = "-".join(task.name for task in tasks[:3]) + ("-more" if len(tasks) > 3 else "")
+    mark = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
+    if target.run_dir is not None:
+        return target.run_dir / "eval" / f"{target.step:06d}-{target.quant.scheme}-{names}-{mark}"
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name).strip("-.") or "model"
+    return Path("eval") / f"{slug}-{target.quant.scheme}-{names}-{mark}"

@@ -1,0 +1,83 @@
+"""What `qarl eval` was asked for, as an `evaluation` section. Torch-free: refusals come at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qarl.config import EvaluationConfig
+from qarl.config.evaluation_presets import PRESETS, unknown_preset
+from qarl.config.messages import fault_lines
+from qarl.errors import UserError
+from qarl.inference.target import Target
+
+DEFAULT_RESPONSE_LENGTH = 1024  # of the papers' sets, where neither the command nor the run says
+DEFAULT_TRAINING_PROMPTS = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. None: not given."""
+
+    data: tuple[str, ...] = ()  # NAME or NAME=PATH
+    samples: int | None = None
+    pass_at: tuple[int, ...] | None = None
+    temperature: float | None = None
+    max_response_length: int | None = None
+    max_prompts: int | None = None
+    seed: int | None = None
+
+
+def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConfig, list[str]]:
+    """The `evaluation` section to run, and what a user should know about it.
+
+    The request comes first, then the run's own section, then the defaults. Raises UserError.
+    """
+    section: dict[str, Any] = target.run.evaluation.model_dump() if target.run else {}
+    notes = []
+    section["every"] = None
+    if request.data:
+        section["tasks"] = [_preset_task(text) for text in request.data]
+        if section.get("max_response_length") is None:
+            section["max_response_length"] = DEFAULT_RESPONSE_LENGTH
+        section["stop"] = section.get("stop") or []
+    elif target.run is None:
+        raise UserError(f"--data: {target.name} is no run, and has no data of its own; give {', '.join(PRESETS)}")
+    elif not section["tasks"]:
+        limit = request.max_prompts or DEFAULT_TRAINING_PROMPTS
+        own = target.run.model_dump()
+        section["tasks"] = [
+            {"name": "train", "data": own["data"], "reward": own["reward"]["functions"], "max_prompts": limit}
+        ]
+        notes.append(f"no --data, and no evaluation.tasks in the run: its training data, at most {limit} rows")
+    if request.max_prompts is not None:
+        for task in section["tasks"]:
+            task["max_prompts"] = min(request.max_prompts, task.get("max_prompts") or request.max_prompts)
+    greedy = request.temperature == 0
+    samples = request.samples if request.samples is not None or not greedy else 1
+    if samples is not None:
+        section |= {"samples": samples, "pass_at": None}
+    given = {
+        "temperature": request.temperature,
+        "max_response_length": request.max_response_length,
+        "seed": request.seed,
+        "pass_at": None if request.pass_at is None else list(request.pass_at),
+    }
+    section |= {key: value for key, value in given.items() if value is not None}
+    try:
+        return EvaluationConfig.model_validate(section), notes
+    except ValidationError as error:
+        lines = fault_lines(error, EvaluationConfig, section, lambda loc: "command line")
+        raise UserError("\n".join(lines)) from None
+
+
+def _preset_task(text: str) -> dict[str, Any]:
+    name, equals, path = text.partition("=")
+    if name not in PRESETS:
+        raise UserError(f"--data {text}: {unknown_preset(name)}")
+    if equals and not Path(path).expanduser().exists():
+        raise UserError(f"--data {text}: no such file or directory below {Path.cwd()}; give an existing path")
+    return {"preset": name, "path": path or None}

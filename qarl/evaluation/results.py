@@ -1,0 +1,64 @@
+"""From scored completions to the numbers of `results.json` and `evaluations.jsonl`. Torch-free."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from qarl.evaluation.estimators import Estimate, task_avg, task_pass_at_k, unweighted_mean
+
+Row = dict[str, Any]
+
+
+def summarise(tasks: Sequence[str], rows: Iterable[Row], samples: int, pass_at: Sequence[int]) -> dict[str, Any]:
+    """{"tasks": [...], "overall": {...}}: every value with its 95 % interval as {"mean", "low", "high"}.
+
+    rows: completions, `samples` for each prompt. `overall` is the mean over tasks, each counting the same.
+    """
+    by_task: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_task[row["task"]].append(row)
+    entries, averages, passes = [], [], []
+    for name in tasks:
+        own = by_task[name]
+        correct: dict[int, int] = defaultdict(int)
+        for row in own:
+            correct[row["prompt_id"]] += row["correct"]
+        assert len(own) == samples * len(correct), f"{name}: {len(own)} completions of {len(correct)} prompts"
+        counts = list(correct.values())
+        averages.append(task_avg(counts, samples))
+        passes.append({k: task_pass_at_k(counts, samples, k) for k in pass_at})
+        entries.append(
+            {
+                "name": name,
+                "prompts": len(counts),
+                "samples": samples,
+                **_values(averages[-1], passes[-1]),
+                "reward_mean": statistics.fmean(row["reward"] for row in own),
+                "truncated_frac": sum(row["finish_reason"] == "length" for row in own) / len(own),
+                "length_mean": statistics.fmean(row["tokens"] for row in own),
+            }
+        )
+    overall = _values(unweighted_mean(averages), {k: unweighted_mean([p[k] for p in passes]) for k in pass_at})
+    return {"tasks": entries, "overall": overall}
+
+
+def metrics_of(summary: dict[str, Any]) -> dict[str, float]:
+    """The summary as metrics for trackers: eval/<task>/avg, eval/<task>/pass@k, ..., eval/avg, eval/pass@k."""
+    metrics: dict[str, float] = {}
+    for entry in summary["tasks"]:
+        name = f"eval/{entry['name']}"
+        metrics |= _means(name, entry)
+        metrics |= {f"{name}/{key}": entry[key] for key in ("reward_mean", "truncated_frac", "length_mean")}
+    return metrics | _means("eval", summary["overall"])
+
+
+def _values(avg: Estimate, passes: dict[int, Estimate]) -> dict[str, Any]:
+    return {"avg": avg.as_dict(), "pass": {str(k): estimate.as_dict() for k, estimate in passes.items()}}
+
+
+def _means(prefix: str, values: dict[str, Any]) -> dict[str, float]:
+    passes = {f"{prefix}/pass@{k}": estimate["mean"] for k, estimate in values["pass"].items()}
+    return {f"{prefix}/avg": values["avg"]["mean"], **passes}

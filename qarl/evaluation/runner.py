@@ -1,0 +1,163 @@
+"""Evaluating one policy: batches of prompts through a rollout engine, scored, each kept as soon as it is done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from qarl_kernels.logprob import Truncation
+
+from qarl.config import EvaluationConfig
+from qarl.evaluation.results import Row, summarise
+from qarl.evaluation.tasks import LoadedTask, TaskRewards
+from qarl.rollout.engine import RolloutEngine, SamplingParams
+from qarl.types import Prompt, Rollout
+
+BATCH_RESPONSES = 128  # drawn and kept together: what an interruption can cost
+
+Phase = Callable[[str, int], AbstractContextManager[Callable[..., None]]]  # `RunConsole.phase`
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an evaluation draws and judges. The lengths are tokens."""
+
+    samples: int
+    pass_at: tuple[int, ...]
+    truncation: Truncation
+    max_response_length: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    seed: int
+    correct_threshold: float
+
+    @classmethod
+    def of(
+        cls, config: EvaluationConfig, max_response_length: int, stop: Sequence[str], stop_token_ids: frozenset[int]
+    ) -> Settings:
+        """Of an `evaluation` section; the other arguments are what it may leave to the `rollout` section."""
+        return cls(
+            samples=config.samples,
+            pass_at=tuple(sorted(set(config.pass_at or ()))),
+            truncation=Truncation(config.temperature, config.top_k, config.top_p, config.min_p),
+            max_response_length=config.max_response_length or max_response_length,
+            stop=tuple(stop if config.stop is None else config.stop),
+            stop_token_ids=stop_token_ids,
+            seed=config.seed,
+            correct_threshold=config.correct_threshold,
+        )
+
+    def sampling(self, task: str) -> SamplingParams:
+        """Sampling parameters of one task. Its random streams are its own, and apart from those of training.
+
+        Policies evaluated with the same seed meet the same random numbers, so that their difference has less noise.
+        """
+        digest = hashlib.sha256(f"{self.seed}/{task}".encode()).digest()
+        seed = 1 << 63 | int.from_bytes(digest[:8]) >> 1  # training's seeds are below 2**63
+        return SamplingParams(
+            self.samples, seed, self.max_response_length, self.truncation, self.stop, self.stop_token_ids
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """JSON values that decide the completions and what counts as correct; not which pass@k is reported."""
+        return {
+            "samples": self.samples,
+            "temperature": self.truncation.temperature,
+            "top_k": self.truncation.top_k,
+            "top_p": self.truncation.top_p,
+            "min_p": self.truncation.min_p,
+            "max_response_length": self.max_response_length,
+            "stop": list(self.stop),
+            "stop_token_ids": sorted(self.stop_token_ids),
+            "seed": self.seed,
+            "correct_threshold": self.correct_threshold,
+        }
+
+
+class Sink(Protocol):
+    """Where finished completions go. rows: all so far, those of earlier starts included."""
+
+    rows: list[Row]
+
+    def append(self, rows: list[Row]) -> None: ...
+
+
+class MemorySink:
+    """Keeps completions for the caller."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def append(self, rows: list[Row]) -> None:
+        self.rows += rows
+
+
+def evaluate(
+    engine: RolloutEngine,
+    version: int,
+    tasks: Sequence[LoadedTask],
+    settings: Settings,
+    rewards: TaskRewards,
+    sink: Sink,
+    phase: Phase,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Draw and score what `sink` does not hold yet. Returns `summarise` of everything.
+
+    version: of the policy that `engine` holds. phase(name, responses): shows progress. check: called between forwards;
+    what it raises ends the evaluation, with the finished batches in the sink.
+    A token depends on the policy, (seed, task, prompt, sample, position) and nothing else, so neither batches nor
+    interruptions change a result.
+    """
+    done = {(row["task"], row["prompt_id"]) for row in sink.rows}
+    for task in tasks:
+        left = [prompt for prompt in task.prompts if (task.name, prompt.id) not in done]
+        if not left:
+            continue
+        size = max(1, BATCH_RESPONSES // settings.samples)
+        with phase(f"evaluation {task.name}", len(left) * settings.samples) as advance:
+            for start in range(0, len(left), size):
+                prompts = left[start : start + size]
+                rollouts = engine.generate(prompts, settings.sampling(task.name), version, _progress(advance, check))
+                check()
+                sink.append(_rows(task, prompts, rollouts, rewards, settings))
+    return summarise([task.name for task in tasks], sink.rows, settings.samples, settings.pass_at)
+
+
+def _progress(advance: Callable[..., None], check: Callable[[], None]) -> Callable[[int, int], None]:
+    shown = 0
+
+    def progress(finished: int, tokens: int) -> None:
+        nonlocal shown
+        check()
+        advance(finished - shown)
+        shown = finished
+
+    return progress
+
+
+def _rows(
+    task: LoadedTask, prompts: list[Prompt], rollouts: list[Rollout], rewards: TaskRewards, settings: Settings
+) -> list[Row]:
+    """One record a completion, in the order (prompt, sample)."""
+    scores = rewards.score(task, prompts, rollouts)
+    by_id = {prompt.id: prompt for prompt in prompts}
+    return [
+        {
+            "task": task.name,
+            "prompt_id": rollout.prompt_id,
+            "sample": rollout.sample,
+            "prompt": by_id[rollout.prompt_id].text,
+            "completion": rollout.text,
+            "finish_reason": rollout.finish_reason,
+            "tokens": len(rollout.token_ids),
+            "reward": scores.total[i],
+            "rewards": {label: values[i] for label, values in scores.by_function.items()},
+            "correct": scores.total[i] >= settings.correct_threshold,
+            "answer": by_id[rollout.prompt_id].columns.get("answer"),
+        }
+        for i, rollout in enumerate(rollouts)
+    ]

@@ -1,0 +1,125 @@
+"""From the configured tasks to prompts that fit, and to what scores them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qarl.config import EvalTask, RewardConfig, RewardFunction
+from qarl.data import build_prompts
+from qarl.errors import UserError
+from qarl.rewards import RewardPool, RewardResult
+from qarl.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task ready to run. dropped: rows that its own `data.max_prompt_length` left out."""
+
+    name: str
+    prompts: list[Prompt]
+    functions: list[RewardFunction]
+    dropped: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.token_ids) for prompt in self.prompts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides its scores: prompts as tokens, their columns, reward functions."""
+        files = [Path(f.file).expanduser().read_bytes().hex() for f in self.functions if f.file is not None]
+        prompts = [[p.id, p.token_ids, p.columns] for p in self.prompts]
+        content = [self.name, prompts, [f.model_dump() for f in self.functions], files]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load_tasks(tasks: Sequence[EvalTask], tokenizer: PreTrainedTokenizerBase) -> list[LoadedTask]:
+    """Read each task's rows and tokenize them. Raises UserError naming the task.
+
+    A preset is taken whole: no prompt of it is dropped for its length. Of its columns only `answer` is kept, all that
+    its reward reads, so that presets share their reward workers.
+    """
+    loaded = []
+    for task in tasks:
+        data = task.dataset
+        if task.preset is not None:
+            data = data.model_copy(update={"max_prompt_length": sys.maxsize})
+        try:
+            prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0)
+            if report.empty:
+                raise UserError(f"{report.empty} of {report.rows} prompts have no text")
+            if task.preset is not None:
+                prompts = [replace(prompt, columns={"answer": prompt.columns["answer"]}) for prompt in prompts]
+        except UserError as error:
+            raise UserError(f"evaluation task {task.name}: {error}") from error
+        loaded.append(LoadedTask(task.name, prompts, task.functions, report.dropped))
+    return loaded
+
+
+def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: int, what: str) -> None:
+    """Raise UserError for a task with a prompt that, with its response, exceeds `limit` tokens. what: has the limit."""
+    for task in tasks:
+        over = sum(len(prompt.token_ids) + max_response_length > limit for prompt in task.prompts)
+        if over:
+            room = limit - task.longest
+            fix = f"set max_response_length to {room} or less" if room > 0 else "use shorter prompts or another model"
+            raise UserError(
+                f"evaluation task {task.name}: {over} of {len(task.prompts)} prompts (the longest has {task.longest} "
+                f"tokens) with responses of {max_response_length} exceed {what} of {limit} tokens; {fix}"
+            )
+
+
+class TaskRewards:
+    """The reward pools of some tasks; tasks of equal functions and columns share one.
+
+    limits: workers, time and failures allowed, as in the `reward` section; its functions are not used.
+    Raises UserError if a function cannot be loaded or misses a column.
+    """
+
+    def __init__(self, tasks: Sequence[LoadedTask], limits: RewardConfig | None, log_path: Path | None) -> None:
+        self._pools: dict[str, RewardPool] = {}
+        self._of_task: dict[str, RewardPool] = {}
+        try:
+            for task in tasks:
+                columns = list(task.prompts[0].columns)
+                key = json.dumps([[f.model_dump() for f in task.functions], sorted(columns)], sort_keys=True)
+                if key not in self._pools:
+                    functions = {"functions": task.functions}
+                    config = limits.model_copy(update=functions) if limits else RewardConfig(**functions)
+                    self._pools[key] = self._open(task, config, columns, log_path)
+                self._of_task[task.name] = self._pools[key]
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, task: LoadedTask, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> RewardResult:
+        """Scores of `rollouts`, which are the same number for each of `prompts`, in their order."""
+        n = len(rollouts) // len(prompts)
+        each = [prompt for prompt in prompts for _ in range(n)]
+        columns = {name: [prompt.columns[name] for prompt in each] for name in prompts[0].columns}
+        try:
+            return self._of_task[task.name].score([r.text for r in rollouts], [p.text for p in each], columns)
+        except UserError as error:
+            raise UserError(f"evaluation task {task.name}: {error}") from error
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    @staticmethod
+    def _open(task: LoadedTask, config: RewardConfig, columns: list[str], log_path: Path | None) -> RewardPool:
+        try:
+            return RewardPool(config, columns, log_path)
+        except UserError as error:
+            raise UserError(f"evaluation task {task.name}: {error}") from error

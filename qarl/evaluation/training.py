@@ -1,0 +1,136 @@
+"""Evaluations inside a training run: of the published policy, through the run's own engine.
+
+    RUN/evaluations.jsonl          one line an evaluation: values with intervals, seconds
+    RUN/evaluations/NNNNNN.jsonl   its completions
+
+Trackers get the values too. metrics.jsonl does not: a run's training record is the same with and without evaluations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qarl_kernels.attention import PAGE
+
+from qarl.config import Config
+from qarl.evaluation.records import append_rows, keep_rows, to_line
+from qarl.evaluation.results import metrics_of
+from qarl.evaluation.runner import MemorySink, Settings, evaluate
+from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
+from qarl.report.formatting import interval
+from qarl.rollout.engine import RolloutEngine, SamplingParams
+from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qarl.policy.policy import Policy
+    from qarl.training.console import RunConsole
+
+PLACE = "train.run_dir"
+
+
+def load_training_tasks(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> list[LoadedTask]:
+    """The tasks of `config.evaluation`, all of whose prompts fit. Raises UserError."""
+    tasks = load_tasks(config.evaluation.tasks, tokenizer)
+    length = config.eval_response_length
+    require_room(tasks, length, context, "the context")
+    if config.rollout.kv_cache_tokens is not None:
+        room = config.rollout.kv_cache_tokens // PAGE * PAGE
+        require_room(tasks, length, room, "the whole pages of rollout.kv_cache_tokens,")
+    return tasks
+
+
+class TrainingEvaluation:
+    """The evaluations of one run. Without tasks it does nothing.
+
+    sampling: of the rollouts, whose stop tokens end a response here too.
+    """
+
+    def __init__(self, config: Config, tasks: list[LoadedTask], rewards: TaskRewards, sampling: SamplingParams) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._rewards = rewards
+        self._settings = Settings.of(
+            config.evaluation, config.rollout.max_response_length, sampling.stop, sampling.stop_token_ids
+        )
+        self._run_dir: Path | None = None
+
+    def close(self) -> None:
+        self._rewards.close()
+
+    def begin(self, run_dir: Path, step: int) -> None:
+        """Forget the evaluations after `step`, from which the run goes on. Raises UserError if the disk refuses."""
+        self._run_dir = run_dir
+        self._recorded = keep_rows(
+            self._path, lambda row: isinstance(row.get("step"), int) and row["step"] <= step, PLACE
+        )
+        folder = run_dir / "evaluations"
+        later = [p for p in folder.glob("*.jsonl") if p.stem.isdigit() and int(p.stem) > step]
+        if later:
+            with disk_errors(folder, place=PLACE):
+                for path in later:
+                    path.unlink()
+                fsync_directory(folder)
+
+    def due(self, step: int) -> bool:
+        """Whether `evaluation` asks for one after `step`."""
+        return step <= self._config.train.steps and self._config.evaluation.due(step, self._config.train.steps)
+
+    def at(
+        self,
+        step: int,
+        engine: RolloutEngine,
+        policy: Policy,
+        console: RunConsole,
+        check: Callable[[], None],
+        track: Callable[[int, dict[str, float]], None],
+    ) -> None:
+        """Evaluate the policy after `step`, unless that is recorded already.
+
+        check: raises where a signal has come; then nothing of this evaluation is kept. track: gets the metrics.
+        Raises UserError if a reward function is out of order or the disk refuses.
+        """
+        started = time.perf_counter()
+        fingerprint = self._fingerprint(policy)
+        if any(row["step"] == step and row.get("fingerprint") == fingerprint for row in self._recorded):
+            return
+        check()
+        sink = MemorySink()
+        summary = evaluate(engine, policy.version, self._tasks, self._settings, self._rewards, sink, console.phase,
+                           check)  # fmt: skip
+        engine.sleep()  # its KV cache may be larger than what training needs
+        engine.wake()
+        seconds = time.perf_counter() - started
+        self._write_completions(step, sink.rows)
+        record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
+        # One evaluation a step: an earlier one here was of other settings, or of a run that never took a step.
+        self._recorded = [*keep_rows(self._path, lambda row: row["step"] != step, PLACE), record]
+        append_rows(self._path, [record], PLACE)
+        track(step, metrics_of(summary) | {"time/eval_s": seconds})
+        for entry in summary["tasks"]:
+            value = interval(**entry["avg"])
+            console.message(f"evaluation after step {step}: {entry['name']} avg@{entry['samples']} {value}")
+
+    @property
+    def _path(self) -> Path:
+        assert self._run_dir is not None, "begin comes first"
+        return self._run_dir / "evaluations.jsonl"
+
+    def _fingerprint(self, policy: Policy) -> str:
+        """Of what decides the results, policy included."""
+        content = [self._settings.describe(), self._settings.pass_at, [task.fingerprint for task in self._tasks],
+                   policy.current.manifest().digest()]  # fmt: skip
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def _write_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        path = self._run_dir / "evaluations" / f"{step:06d}.jsonl"
+        text = "".join(to_line({"step": step, **row}) for row in rows)
+        with disk_errors(path, len(text), PLACE):
+            path.parent.mkdir(exist_ok=True)
+            atomic_write_text(path, text)

@@ -1,0 +1,143 @@
+"""README.md of an exported checkpoint: what it is, how it was trained, how to load it. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qarl_formats.scheme import Scheme
+
+import qarl
+from qarl.config.package_model import PREFIX
+from qarl.config.yaml_io import dump_yaml
+from qarl.export.training import Evaluation, evaluations_of, training_facts
+from qarl.inference.target import Target
+from qarl.storage.runs import read_run
+
+_LOADING = """\
+## Use
+
+In the directory of this file:
+
+```sh
+vllm serve .
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
+
+
+def model_card(
+    target: Target, scheme: Scheme, dtype: str, file_format: str | None, tensor_bytes: int, bf16_bytes: int
+) -> str:
+    """The card of `target` stored in `scheme`, with what the scheme leaves unquantized in `dtype`.
+
+    file_format: compressed-tensors' name of it, None for bf16. tensor_bytes, bf16_bytes: of all tensors, and of the
+    same model in bfloat16.
+    Raises UserError for a run whose records cannot be read.
+    """
+    base = _base_name(target)
+    training: list[tuple[str, str]] = []
+    evaluations: list[Evaluation] = []
+    title = f"{base}-{scheme.name}"
+    if target.run is not None and target.run_dir is not None:
+        record = read_run(target.run_dir)
+        training = training_facts(target.run, record.metrics, target.step)
+        evaluations = evaluations_of(record, target.step, scheme.name)
+        title = f"{target.run_dir.resolve().name}-{scheme.name}"
+    weights = _weights(target, scheme, dtype, file_format, tensor_bytes, bf16_bytes)
+    parts = [_front_matter(target, scheme), f"# {_inline(title)}\n", _summary(target, scheme, _inline(base)),
+             "## Weights\n", _table([("", "")], weights)]  # fmt: skip
+    if training:
+        parts += ["## Training\n", _table([("", "")], [("Base model", base), *training])]
+    if evaluations:
+        rows = [(e.task, str(e.step), e.prompts, e.avg, e.passed) for e in evaluations]
+        parts += ["## Evaluation\n", "Means over prompts, with their 95% confidence intervals.\n",
+                  _table([("Task", "Step", "Prompts", "avg@n", "pass@k")], rows)]  # fmt: skip
+    parts.append(_LOADING)
+    if scheme.quantized:
+        rounded = "" if scheme.scale_dtype == dtype else f", with their scales rounded to {dtype}"
+        parts.append(f"transformers needs the `compressed-tensors` package; it dequantizes the weights{rounded}.\n")
+    parts.append("`qarl_export.json` lists where the tensors come from, with a SHA-256 of each.\n")
+    return "\n".join(parts)
+
+
+def _front_matter(target: Target, scheme: Scheme) -> str:
+    tags = ["qarl", *(["compressed-tensors"] if scheme.quantized else []), scheme.name]
+    values = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if _on_hub(target):  # the hub refuses anything else here, and a directory's name may be somebody's model
+        kind = "finetune" if target.run is not None else "quantized"
+        values = {"base_model": target.model.path, "base_model_relation": kind} | values
+    if target.run is not None:
+        tags += ["reinforcement-learning", target.run.objective.name]
+    return f"---\n{dump_yaml(values | {'tags': tags})}---\n"
+
+
+def _summary(target: Target, scheme: Scheme, base: str) -> str:
+    made = f"qarl {qarl.__version__}"
+    if target.run is None:
+        how = "quantized by rounding to nearest, without training: a baseline" if scheme.quantized else \
+            "unquantized, its weights rounded to the dtype below"  # fmt: skip
+        return f"{base}, {how}. Made by {made}.\n"
+    trained = f"{base}, trained by reinforcement learning for {target.step} steps with {made}"
+    if not scheme.quantized and target.run.quant.scheme != "bf16":
+        return (
+            f"{trained} to be served in {target.run.quant.scheme}. These are its master weights, unquantized: not the "
+            "policy that generated in training, which had quantized weights.\n"
+        )
+    if not scheme.quantized:
+        return f"{trained}.\n"
+    return (
+        f"{trained} to be served in {scheme.name}. The codes and scales are those with which the policy generated in "
+        "training, bit for bit.\n"
+    )
+
+
+def _weights(
+    target: Target, scheme: Scheme, dtype: str, file_format: str | None, tensor_bytes: int, bf16_bytes: int
+) -> list[tuple[str, str]]:
+    rows = [("Scheme", _scheme_text(scheme))]
+    if file_format is not None:
+        rows.append(("Format", f"compressed-tensors, {file_format}"))
+        rows.append((f"In {dtype}", ", ".join(["embeddings, norms, biases", *target.quant.ignore])))
+    else:
+        rows.append(("Dtype", dtype))
+    return [*rows, ("Size", f"{tensor_bytes / 1e6:,.1f} MB, {tensor_bytes / bf16_bytes:.3f} of that in bfloat16")]
+
+
+def _scheme_text(scheme: Scheme) -> str:
+    if not scheme.quantized:
+        return "none"
+    scales = "a scale per row" if scheme.group_size is None else f"a scale per {scheme.group_size} inputs"
+    kind = f"int{scheme.weight_bits}" if scheme.weight_type == "int" else "float8_e4m3fn"
+    zero = "" if scheme.symmetric else " and a zero point"
+    grid = ", codes -7 to 7" if scheme.grid == "symmetric7" else ""
+    inputs = "inputs not quantized" if scheme.activation is None else f"inputs in {scheme.activation}, per token"
+    return f"{scheme.name}: {kind} weights with {scales} ({scheme.scale_dtype}){zero}{grid}; {inputs}"
+
+
+def _on_hub(target: Target) -> bool:
+    path = target.model.path
+    return not path.startswith(PREFIX) and path.count("/") <= 1 and not Path(path).expanduser().exists()
+
+
+def _base_name(target: Target) -> str:
+    """The model's name for people, without the directories that lead to it on this machine."""
+    path = target.model.path
+    return path if _on_hub(target) or path.startswith(PREFIX) else Path(path).expanduser().resolve().name
+
+
+def _table(header: list[tuple[str, ...]], rows: list[tuple[str, ...]]) -> str:
+    width = len(header[0])
+    lines = [*header, ("---",) * width, *(tuple(map(_inline, row)) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _inline(text: str) -> str:
+    """`text` as one line of Markdown that cannot end a cell or begin markup."""
+    escaped = "".join(f"\\{char}" if char in "\\`*[]<>|" else char for char in text)
+    return " ".join(escaped.split())

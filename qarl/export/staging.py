@@ -1,0 +1,87 @@
+"""A directory that appears whole under its name, or not at all. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from qarl.errors import UserError
+from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
+
+
+def require_vacant(out: Path) -> None:
+    """Raise UserError unless `out` can become a new directory: nothing there, or an empty directory."""
+    with disk_errors(out, place="OUT"):
+        if out.is_symlink() and not out.exists():
+            raise UserError(f"{out}: is a link to nothing; choose another OUT")
+        if not out.exists():
+            return
+        if not out.is_dir():
+            raise UserError(f"{out}: is a file; choose another OUT")
+        if any(out.iterdir()):
+            raise UserError(f"{out}: exists and is not empty; remove it, or choose another OUT")
+
+
+def require_space(out: Path, needed: int) -> None:
+    """Raise UserError if `needed` bytes do not fit on the disk of `out`."""
+    free = free_bytes(out.resolve().parent)
+    if free < needed:
+        raise UserError(
+            f"{out}: no space for the export ({needed:,} bytes needed, {free:,} free); free some space, or choose "
+            "another OUT, on another disk"
+        )
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """A hidden directory beside `out` that takes its name when the block ends; if the block raises, nothing stays.
+
+    What a killed process left of the same `out` is removed first.
+    Raises UserError: `out` is in use, by files or by another process, or cannot be written.
+    """
+    require_vacant(out)
+    final = out.resolve()
+    hidden = final.with_name(f".{final.name}.partial")
+    created = [folder for folder in final.parents if not folder.exists()]
+    try:
+        with disk_errors(out, place="OUT"):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            lock = _claim(hidden, out)
+            try:
+                yield hidden
+                fsync_directory(hidden)
+                require_vacant(out)
+                os.rename(hidden, final)
+                created = []
+                fsync_directory(final.parent)
+            finally:
+                shutil.rmtree(hidden, ignore_errors=True)  # gone already unless something above failed
+                os.close(lock)
+    finally:
+        with suppress(OSError):  # innermost first, up to the first that somebody else uses by now
+            for folder in created:
+                folder.rmdir()
+
+
+def _claim(hidden: Path, out: Path) -> int:
+    """Create or take over `hidden`, empty; the lock dies with this process, so that a leftover has none."""
+    hidden.mkdir(exist_ok=True)
+    fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between the two calls above another process may have finished with it, and given it its final name.
+        if not hidden.exists() or not os.path.samestat(os.fstat(fd), hidden.stat()):
+            raise BlockingIOError
+        for entry in hidden.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"{out}: another process is writing it; wait for it, or choose another OUT") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

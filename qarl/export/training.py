@@ -1,0 +1,115 @@
+"""What a model card says of the run behind it: how it was trained, what its last steps measured, its evaluations.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.storage.runs import EVALUATIONS, RunRecord
+
+REGIMES = {
+    "aligned": "QaRL: the learner's forward runs the sampler's low-bit arithmetic on the same tensors",
+    "fake_quant": "QAT: the learner's forward runs on dequantized weights",
+    "full_precision": "quantized rollouts: the learner's forward runs on unquantized weights",
+}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One task's result. avg, passed: text of avg@n and pass@k with their intervals."""
+
+    step: int
+    task: str
+    prompts: str
+    avg: str
+    passed: str
+
+
+def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
+    """(what, value) of a run up to `step`. metrics: the records of metrics.jsonl, oldest first."""
+    seen = [record for record in metrics if record["step"] <= step]
+    rollout, train, optim = config.rollout, config.train, config.optim
+    rewards = ", ".join(Path(function.name).name for function in config.reward.functions)
+    source = config.data.source
+    regime = REGIMES[config.quant.learner] if config.quant.scheme != "bf16" else "BF16 RL: nothing is quantized"
+    facts = [
+        ("Steps", f"{step} of {train.steps}"),
+        ("Objective", f"{config.objective.name}, advantage {config.objective.advantage}, "
+                      f"{config.objective.aggregation}"),
+        ("Regime", f"{regime} (scheme {config.quant.scheme}, learner {config.quant.learner})"),
+        ("Prompts", Path(source).name if config.data.kind == "local" else source),
+        ("Rewards", rewards),
+        ("Responses a step", f"{config.responses_per_step} ({train.prompts_per_step} prompts, {rollout.n} each), "
+                             f"{config.minibatch_size} per optimizer step"),
+        ("Sampling", f"temperature {rollout.temperature:g}, at most {rollout.max_response_length} tokens"),
+        ("Optimizer", f"{optim.name}, learning rate {optim.lr:g} ({optim.schedule}), "
+                      f"weight decay {optim.weight_decay:g}, float32 master weights"),
+        ("Seed", str(train.seed)),
+    ]  # fmt: skip
+    if config.correction.level != "none":
+        correction = config.correction
+        facts.append(("Correction", f"{correction.level} {correction.mode}, up to {correction.upper:g}"))
+    quarter = max(1, len(seen) // 4)
+    first, last = (_mean(part, "reward/mean") for part in (seen[:quarter], seen[-quarter:]))
+    if last is not None:
+        at_end = _mean(seen[-1:], "reward/mean")
+        end = "" if at_end is None else f"; {at_end:.3f} in step {seen[-1]['step']}"
+        facts.append(("Reward (mean)", f"{_number(first)} in the first quarter, {last:.3f} in the last{end}"))
+    mismatch = _mean(seen[-quarter:], "mismatch/delta_abs_mean")
+    if mismatch is not None:
+        largest = max((r.get("mismatch/delta_abs_max") or 0.0 for r in seen), default=0.0)
+        facts.append(("Mismatch", f"log-probs of sampler and learner differ by {mismatch:.3g} in the mean of the last "
+                                  f"quarter, and by {largest:.3g} at most for any token of the run"))  # fmt: skip
+    return facts
+
+
+def evaluations_of(record: RunRecord, step: int, scheme: str) -> list[Evaluation]:
+    """Evaluations of the policy at `step` in `scheme` by `qarl eval`, and the last one up to `step` inside training.
+
+    Raises UserError for a results file that cannot be read.
+    """
+    found = []
+    during = [line for line in record.evaluations if line["step"] <= step]
+    if during and scheme == record.config.quant.scheme:
+        found += _evaluations(record.path / EVALUATIONS, during[-1]["step"], during[-1])
+    for path in sorted((record.path / "eval").glob("*/results.json")):
+        try:
+            results = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); remove it, or evaluate again") from error
+        if (results.get("step"), results.get("scheme")) == (step, scheme):
+            found += _evaluations(path, step, results)
+    return found
+
+
+def _evaluations(path: Path, step: int, results: dict[str, Any]) -> list[Evaluation]:
+    try:
+        return [
+            Evaluation(
+                step, task["name"], str(task["prompts"]), f"avg@{task['samples']} {_interval(task['avg'])}",
+                ", ".join(f"pass@{k} {_interval(value)}" for k, value in task["pass"].items()),
+            )
+            for task in results["tasks"]
+        ]  # fmt: skip
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: holds no evaluation ({error!r}); remove it, or evaluate again") from error
+
+
+def _interval(value: dict[str, Any]) -> str:
+    return f"{_number(value['mean'])} ({_number(value['low'])} to {_number(value['high'])})"
+
+
+def _mean(records: list[dict[str, Any]], name: str) -> float | None:
+    values = [record[name] for record in records if record.get(name) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"

@@ -1,0 +1,200 @@
+"""Proof that an exported checkpoint is the run's policy: its codes, and what other programs make of them.
+
+    codes          compressed-tensors' own unpacking of the files gives the codes and scales of the run
+    qarl           the native engine on the files: on the CPU the same tokens and the same bits of log-prob
+    transformers   greedy text and log-probs; it drops activation quantization, so there the weights alone
+    vllm           greedy text and log-probs, through vLLM's own kernels
+
+Log-probs are compared on the reference's greedy responses (each reader scores the same tokens), so that one flipped
+token does not make the rest incomparable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from qarl_formats.quantize import unpack_codes
+from safetensors import safe_open
+
+from qarl.config import QuantConfig
+from qarl.config.quant import QUANTIZED_ACTIVATIONS
+from qarl.errors import UserError
+from qarl.export.readers import (
+    Reading,
+    Unsupported,
+    greedy,
+    read_native,
+    read_transformers,
+    read_vllm,
+    release_memory,
+)
+from qarl.inference.opening import Opened, open_policy
+from qarl.inference.target import Target
+from qarl.publish.snapshot import Snapshot
+from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.runs import read_records
+from qarl.types import Prompt
+
+MAX_TOKENS = 24
+PROMPTS = ("The capital of France is", "2 + 2 =", "Once upon a time, there was", "def add(a, b):\n    return")
+
+# Mean |delta log-prob| per token up to which two programs count as running the same policy. Different kernels sum in
+# another order and round at other places; where activations are quantized a small difference crosses rounding steps
+# and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more.
+BOUND = {"bf16": 0.1, "w4a16": 0.1, "w8a8": 0.3, "fp8": 0.3, "w4a8": 0.4}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One reader against the run's policy. deltas: |log-prob difference| over `tokens` tokens of the reference.
+
+    same_text: how many of the greedy responses are the same, token for token. likeliest: at how many of the tokens the
+    reader's likeliest token is the reference's. bound: on delta_abs_mean.
+    """
+
+    reader: str
+    status: Literal["agrees", "differs", "skipped", "failed"]
+    reason: str = ""
+    version: str = ""
+    prompts: int = 0
+    same_text: int = 0
+    tokens: int = 0
+    likeliest: int = 0
+    delta_abs_mean: float | None = None
+    delta_abs_max: float | None = None
+    bound: float | None = None
+
+    def line(self) -> str:
+        """One line for people."""
+        name = f"{self.reader} {self.version}".strip()
+        if self.delta_abs_mean is None:
+            return f"{name}: {self.status}" + (f" ({self.reason})" if self.reason else "")
+        found = (f"{self.same_text} of {self.prompts} greedy texts, {self.likeliest} of {self.tokens} tokens the same; "
+                 f"|delta log-prob| mean {self.delta_abs_mean:.2g} (bound {self.bound:g}), max "
+                 f"{self.delta_abs_max:.2g}")  # fmt: skip
+        return f"{name}: {self.status}: {found}" + (f"; {self.reason}" if self.reason else "")
+
+
+def verify_export(target: Target, out: Path, *, device: str = "auto", say: Callable[[str], None]) -> dict[str, Any]:
+    """Compare the checkpoint in `out` with the policy of `target`, and write `out`/verification.json.
+
+    say: gets a line for each reader. Returns what is written; its `ok` is False when a reader failed or differs.
+    Raises UserError when the target itself cannot be opened.
+    """
+    stored = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if "quantization_config" not in stored:
+        target = replace(target, quant=QuantConfig(scheme="bf16"))
+    opened = open_policy(target, device=device)
+    prompts = [
+        Prompt(index, opened.tokenizer(text)["input_ids"], text) for index, text in enumerate(_prompt_texts(target))
+    ]
+    found = [_codes(opened.policy.current, out)]
+    say(found[0].line())
+    reference = greedy(opened, prompts, MAX_TOKENS)
+    exact, where, dtype = opened.policy.device.type == "cpu", opened.policy.device, stored["dtype"]
+    texts = _texts(opened, reference)
+    opened.close()
+    del opened
+    release_memory()
+    responses = reference.token_ids
+    scheme = target.quant.scheme
+    drops = scheme in QUANTIZED_ACTIVATIONS
+    readers: list[tuple[str, Callable[[], Reading]]] = [
+        ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
+        ("transformers", lambda: read_transformers(out, prompts, responses, MAX_TOKENS, where, drops)),
+        ("vllm", lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, out / "vllm.log")),
+    ]
+    for name, read in readers:
+        try:
+            found.append(compare(name, reference, read(), 0.0 if name == "qarl" and exact else BOUND[scheme]))
+        except Unsupported as why:
+            found.append(Agreement(name, "skipped", str(why)))
+        except (UserError, ValueError, RuntimeError, OSError, ImportError, StrictDataclassError) as error:
+            found.append(Agreement(name, "failed", " ".join(str(error).split())[:400]))
+        say(found[-1].line())
+    record = {
+        "ok": all(a.status in ("agrees", "skipped") for a in found),
+        "target": target.label,
+        "max_tokens": MAX_TOKENS,
+        "greedy": [{"prompt": p.text, "response": text} for p, text in zip(prompts, texts, strict=True)],
+        "readers": [asdict(agreement) for agreement in found],
+    }
+    file = out / "verification.json"
+    with disk_errors(file, place="OUT"):
+        atomic_write_text(file, json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:
+    """Agreement of a reader with the reference. A response that only lacks the final stop token is the same text."""
+    deltas = [
+        abs(theirs - ours)
+        for pair in zip(reading.logprobs, reference.logprobs, strict=True)
+        for theirs, ours in zip(*pair, strict=True)
+    ] if reading.logprobs and list(map(len, reading.logprobs)) == list(map(len, reference.logprobs)) else []
+    same = sum(
+        theirs == ours or theirs == ours[:-1]
+        for theirs, ours in zip(reading.token_ids, reference.token_ids, strict=True)
+    )
+    count = len(reference.token_ids)
+    if not deltas:  # the native reader scores its own responses: other lengths mean other texts
+        return Agreement(name, "differs", "responses of other lengths", reading.version, count, same)
+    mean = sum(deltas) / len(deltas)
+    good = mean <= bound and (bound > 0 or same == count)  # NaN is not good
+    return Agreement(name, "agrees" if good else "differs", reading.note, reading.version, count, same, len(deltas),
+                     reading.likeliest, mean, max(deltas), bound)  # fmt: skip
+
+
+def _codes(snapshot: Snapshot, out: Path) -> Agreement:
+    """The library's own unpacking of the files against the run's tensors, every one of them."""
+    import compressed_tensors
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    files = sorted(out.glob("*.safetensors"))
+    where: dict[str, Path] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(where[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    version = compressed_tensors.__version__
+    for module, weight in snapshot.weights.items():
+        names = {suffix: f"{module}.{suffix}" for suffix in ("weight_packed", "weight", "weight_scale")}
+        if names["weight_scale"] not in where:
+            return Agreement("codes", "differs", f"{module}: not in the files", version)
+        if names["weight_packed"] in where:
+            codes = unpack_from_int32(read(names["weight_packed"]), 4, torch.Size(weight.shape))
+        else:
+            codes = read(names["weight"])
+        same = torch.equal(codes.view(torch.int8), unpack_codes(weight).cpu().view(torch.int8))
+        if not same or not torch.equal(read(names["weight_scale"]), weight.tensors["weight_scale"].cpu()):
+            return Agreement("codes", "differs", f"{module}: codes or scales are not those of the run", version)
+    quantized = {f"{m}.{s}" for m, w in snapshot.weights.items() for s in w.tensors}
+    for name, tensor in snapshot.tensors.items():
+        if name not in quantized and (name not in where or not torch.equal(read(name), tensor.cpu())):
+            return Agreement("codes", "differs", f"{name}: not the run's", version)
+    unpacked = f"{len(snapshot.weights)} layers as compressed-tensors unpacks them, {len(snapshot.tensors)} tensors"
+    return Agreement("codes", "agrees", unpacked, version)
+
+
+def _prompt_texts(target: Target) -> Sequence[str]:
+    """Up to four prompts of the run's latest recorded rollouts, then four of our own."""
+    recorded: list[str] = []
+    if target.run_dir is not None:
+        latest = max((target.run_dir / "rollouts").glob("*.jsonl"), default=None)
+        rows = [] if latest is None else read_records(latest)[0]
+        recorded = list(dict.fromkeys(row["prompt"] for row in rows if row.get("prompt")))
+    return [*recorded[:4], *PROMPTS]
+
+
+def _texts(opened: Opened, reading: Reading) -> list[str]:
+    return [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in reading.token_ids]

@@ -1,0 +1,190 @@
+"""Masters -> a compressed-tensors checkpoint, one parameter in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from qarl_formats.compressed import quantization_config, to_state_dict
+from qarl_formats.quantize import QuantizedWeight
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from qarl.errors import UserError
+from qarl.export.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
+from qarl.export.staging import require_space, staged
+from qarl.inference.masters import Masters, scheme_of
+from qarl.inference.opening import require_codes, same_codes_expected
+from qarl.inference.target import Target
+from qarl.policy.load import load_tokenizer
+from qarl.publish.snapshot import Manifest, TensorRecord, describe, named_tensors
+from qarl.storage.disk import disk_errors
+from qarl.storage.environment import package_versions
+from qarl.storage.tensorfile import TensorFile, write_file
+from qarl.training.setup import DTYPES
+
+FORMAT_VERSION = 1
+RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most
+DOCUMENT_BYTES = 2**16  # card and configurations
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written. files: name -> bytes. tensor_bytes: of all tensors; bf16_bytes: of the same model in bf16.
+
+    digest: of the manifest of the tensors as they are published. same_as_run: it is the one that the run recorded.
+    """
+
+    path: Path
+    files: dict[str, int]
+    tensor_bytes: int
+    bf16_bytes: int
+    digest: str
+    same_as_run: bool
+
+
+def export_checkpoint(
+    target: Target, masters: Masters, out: Path, *, dtype: torch.dtype, max_shard_bytes: int, card: str,
+    unpacked: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportReport:  # fmt: skip
+    """Write `masters` in the scheme of `target` as a checkpoint that transformers, vLLM and `resolve_target` read.
+
+    dtype: of what the scheme leaves unquantized. max_shard_bytes: of tensors, per file. card: README.md. unpacked: int4
+    codes one to a byte. progress: called with (bytes written, bytes of all tensors).
+    `out` appears when everything is written, read back, and where the run published the same tensors, proved to be
+    those. Raises UserError: `out` is in use, no space, the scheme does not fit a layer, other codes than the run's.
+    """
+    scheme = scheme_of(target.quant)
+    masters.check(scheme, target.quant.ignore)
+    specs = masters.specs(target.quant, dtype, unpacked)
+    shards = plan_shards(specs, max_shard_bytes)
+    total = stored_bytes(specs)
+    same_as_run = same_codes_expected(target) and DTYPES[target.run.model.dtype] == dtype
+    with staged(out) as directory:
+        _save_tokenizer(load_tokenizer(target.model), directory)
+        needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
+        require_space(out, needed)
+        with disk_errors(out, needed, place="OUT"):
+            written = _write_tensors(directory, shards, masters.forms(target.quant, dtype), unpacked,
+                                     lambda done: progress(done, total))  # fmt: skip
+            _read_back(directory, shards, written.stored, out)
+            digest = Manifest(masters.version or 0, written.published).digest()
+            if same_as_run:
+                require_codes(target, masters, digest)
+            documents = {
+                "config.json": _model_config(target, masters, dtype, unpacked),
+                "generation_config.json": json.loads(masters.generation.to_json_string()),
+                "qarl_export.json": _provenance(target, masters, written.stored, digest, same_as_run),
+            }
+            if len(shards) > 1:
+                documents["model.safetensors.index.json"] = shard_index(shards)
+            for name, document in documents.items():
+                write_file(directory / name, [json.dumps(document, indent=2).encode() + b"\n"])
+            write_file(directory / "README.md", [card.encode()])
+            files = {str(path.relative_to(directory)): path.stat().st_size for path in _files(directory)}
+    return ExportReport(out, files, total, bf16_bytes(masters.shapes), digest, same_as_run)
+
+
+@dataclass
+class _Written:
+    """Records of tensors by name: as a snapshot has them, in its order, and as they stand in the files."""
+
+    published: dict[str, TensorRecord]
+    stored: dict[str, TensorRecord]
+
+
+def _write_tensors(
+    directory: Path, shards: list[Shard], forms: Iterator[tuple[str, QuantizedWeight | Tensor]], unpacked: bool,
+    progress: Callable[[int], None],
+) -> _Written:  # fmt: skip
+    written = _Written({}, {})
+    done = 0
+    for shard in shards:
+        layout = {name: (getattr(torch, spec.dtype), spec.shape) for name, spec in shard.specs.items()}
+        with TensorFile(directory / shard.file, layout, {"format": "pt"}) as file:  # transformers demands the metadata
+            for parameter in shard.parameters:
+                name, form = next(forms)
+                assert name == parameter, (name, parameter)
+                for tensor_name, tensor in _stored(name, form, unpacked):
+                    file.write(tensor_name, tensor)
+                    written.stored[tensor_name] = describe(tensor)
+                    done += tensor.nbytes
+                for tensor_name, tensor in named_tensors(name, form):
+                    known = None if unpacked else written.stored[tensor_name]
+                    written.published[tensor_name] = known or describe(tensor)
+                del form, tensor  # before the next parameter is read
+                progress(done)
+    return written
+
+
+def _stored(name: str, form: QuantizedWeight | Tensor, unpacked: bool) -> Iterator[tuple[str, Tensor]]:
+    if unpacked and isinstance(form, QuantizedWeight):
+        return iter(to_state_dict(name.removesuffix(".weight"), form, unpacked=True).items())
+    return named_tensors(name, form)
+
+
+def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRecord], out: Path) -> None:
+    """Raise UserError unless the files hold what was written, by the library's own reader."""
+    for shard in shards:
+        try:
+            with safe_open(directory / shard.file, framework="pt") as file:
+                changed = [name for name in shard.specs if describe(file.get_tensor(name)) != records[name]]
+        except SafetensorError as error:
+            raise UserError(f"{out}: {shard.file} cannot be read back ({error}); check the disk") from error
+        if changed:
+            raise UserError(f"{out}: {changed[0]} came back from {shard.file} with other bytes; check the disk")
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Tokenizer files and chat template, durably. Raises OSError."""
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # the tokenizers library has no narrower one for a disk that refuses
+        if "os error" not in str(error):
+            raise
+        raise OSError(str(error)) from error
+    for path in _files(directory):
+        with open(path) as file:
+            os.fsync(file.fileno())
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _model_config(target: Target, masters: Masters, dtype: torch.dtype, unpacked: bool) -> dict[str, Any]:
+    config = type(masters.config).from_dict(masters.config.to_dict())
+    config.dtype = dtype
+    if not config.architectures:  # GGUF headers do not name the class
+        with torch.device("meta"):
+            config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    values = json.loads(config.to_json_string())
+    scheme = scheme_of(target.quant)
+    if scheme.quantized:
+        values["quantization_config"] = quantization_config(scheme, target.quant.ignore, unpacked)
+    return values
+
+
+def _provenance(
+    target: Target, masters: Masters, records: dict[str, TensorRecord], digest: str, same_as_run: bool
+) -> dict[str, Any]:
+    """qarl_export.json: where the tensors come from, and what they must be."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "packages": package_versions(),
+        "run": None if target.run_dir is None else target.run_dir.resolve().name,
+        "step": target.step,
+        "model": target.model.model_dump(include={"path", "gguf_file", "revision"}),
+        "quant": target.quant.model_dump(exclude={"learner", "ste_input"}),
+        "policy_version": masters.version,
+        "run_snapshot_sha256": masters.digest,
+        "snapshot_sha256": digest,
+        "codes_are_the_runs": same_as_run,
+        "tensors": {name: asdict(record) for name, record in records.items()},
+    }

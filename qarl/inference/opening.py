@@ -1,0 +1,154 @@
+"""From a target to a policy that generates: codes and scales straight from the checkpoint, no masters kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from qarl_formats.compressed import from_state_dict
+from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.scheme import is_ignored
+from qarl_kernels.logprob import Truncation
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from qarl.config import RolloutConfig
+from qarl.errors import UserError
+from qarl.inference.masters import Masters, open_masters, plain_config, scheme_of
+from qarl.inference.target import Target
+from qarl.policy.load import load_generation_config, load_model_config, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.policy.skeleton import skeleton
+from qarl.publish.snapshot import Snapshot, build_snapshot
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.native.engine import NativeEngine
+from qarl.training.setup import DTYPES, pick_device, stop_token_ids
+
+
+@dataclass
+class Opened:
+    """A policy ready to generate. engine: holds `policy.current`. generation: the model's generation config."""
+
+    target: Target
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    engine: NativeEngine
+    generation: GenerationConfig
+
+    def sampling(
+        self, n: int, max_response_length: int, truncation: Truncation, seed: int = 0,
+        stop: tuple[str, ...] = (), extra_stop_ids: tuple[int, ...] = (), ignore_eos: bool = False,
+    ) -> SamplingParams:  # fmt: skip
+        """Sampling parameters that stop where the model says a response ends."""
+        own = frozenset() if ignore_eos else stop_token_ids(self.generation, self.tokenizer)
+        return SamplingParams(n, seed, max_response_length, truncation, stop, own | set(extra_stop_ids))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def open_policy(
+    target: Target, *, device: str = "auto", rollout: RolloutConfig | None = None, masters: Masters | None = None
+) -> Opened:
+    """Build the policy of a run's checkpoint, an exported checkpoint or a model, on its quantized tensors alone.
+
+    device: auto, cpu or cuda. rollout: engine sizes (max_num_seqs, max_batched_tokens, kv_cache_tokens).
+    masters: of the target, where they are open already.
+    The codes of a run opened in its own scheme are proved against the digest that the run recorded.
+    Raises UserError for whatever cannot be read or does not fit.
+    """
+    where = pick_device(device)
+    tokenizer = load_tokenizer(target.model)
+    if target.kind == "export":
+        config = plain_config(load_model_config(target.model))
+        dtype = _stored_dtype(target, config)
+        snapshot = build_snapshot(0, _stored_forms(target, config, where))
+        generation = load_generation_config(target.model)
+    else:
+        masters = masters or open_masters(target)
+        config, generation = masters.config, masters.generation
+        dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
+        snapshot = snapshot_of(target, masters, dtype, where)
+    limit = target.run.model.max_length if target.run else None
+    policy = Policy(skeleton(config), scheme_of(target.quant), target.quant, dtype, where, limit, snapshot)
+    engine = NativeEngine(policy, tokenizer, rollout or RolloutConfig())
+    engine.publish(policy.current)
+    return Opened(target, policy, tokenizer, engine, generation)
+
+
+def snapshot_of(target: Target, masters: Masters, dtype: torch.dtype, device: torch.device | str = "cpu") -> Snapshot:
+    """The snapshot that masters quantize to; a run's own scheme must give the codes that the run had."""
+    snapshot = build_snapshot(masters.version or 0, masters.forms(target.quant, dtype, device))
+    if same_codes_expected(target):
+        require_codes(target, masters, snapshot.manifest().digest())
+    return snapshot
+
+
+def same_codes_expected(target: Target) -> bool:
+    """Whether opening `target` gives the tensors that its run published: the run's own scheme and layout."""
+    if target.run is None:
+        return False
+    of_training = {"learner", "ste_input"}
+    return target.quant.model_dump(exclude=of_training) == target.run.quant.model_dump(exclude=of_training)
+
+
+def require_codes(target: Target, masters: Masters, digest: str) -> None:
+    """Raise UserError unless `digest`, of the tensors made now, is the one that the run recorded."""
+    if digest != masters.digest:
+        raise UserError(f"{target.checkpoint}: its masters quantize to other codes than they did in the run; use the "
+                        "package versions in the run's environment.json")  # fmt: skip
+
+
+def _stored_dtype(target: Target, config: PreTrainedConfig) -> torch.dtype:
+    dtype = config.dtype or torch.bfloat16
+    if dtype not in DTYPES.values():
+        raise UserError(f"{target.name}: config.json: dtype {dtype} cannot be run; export it again")
+    return dtype
+
+
+def _stored_forms(
+    target: Target, config: PreTrainedConfig, device: torch.device
+) -> Iterator[tuple[str, QuantizedWeight | Tensor]]:
+    """The parameters of an exported checkpoint as they stand in its files."""
+    tensors = {name: tensor.to(device) for name, tensor in _read_export(Path(target.model.path)).items()}
+    scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)
+    model = skeleton(config)
+    linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in linears and not is_ignored(module, target.quant.ignore):
+            own = {n: t for n, t in tensors.items() if n.startswith(f"{module}.")}
+            try:
+                form = from_state_dict(module, {n: t.cpu() if n.endswith("_shape") else t for n, t in own.items()},
+                                       scheme)  # fmt: skip
+            except ValueError as error:
+                raise UserError(f"{target.name}: {error}") from error
+            if form.shape != tuple(parameter.shape):
+                raise UserError(f"{target.name}: {module} is {list(form.shape)}, config.json says "
+                                f"{list(parameter.shape)}")  # fmt: skip
+            yield name, form
+        elif name not in tensors or tensors[name].shape != parameter.shape:
+            raise UserError(f"{target.name}: {name} is missing or has another shape than config.json says")
+        else:
+            yield name, tensors[name].to(dtype)
+
+
+def _read_export(directory: Path) -> dict[str, Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            files = [directory / f for f in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        if not files:
+            raise UserError(f"{directory}: holds no .safetensors file; export it again")
+        tensors: dict[str, Tensor] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise UserError(f"{directory}: damaged: {' '.join(str(error).split())}; export it again") from error
+    return tensors

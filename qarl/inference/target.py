@@ -1,0 +1,168 @@
+"""What a user named on the command line: a run, one checkpoint of it, an exported checkpoint, or a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from qarl.config import Config, ModelConfig, QuantConfig, check_model
+from qarl.config.messages import fault_lines
+from qarl.errors import UserError
+from qarl.storage.runs import read_run_config
+
+
+@dataclass(frozen=True)
+class Target:
+    """A policy that can be opened.
+
+    kind: `run` (masters of a checkpoint), `export` (a compressed-tensors checkpoint), `model` (a Hugging Face model or
+    GGUF). name: as the user gave it. model: where config and tokenizer are; for `model` the weights too. quant: scheme
+    and layout to run in. run, run_dir, step, checkpoint: of a run, else None.
+    """
+
+    kind: Literal["run", "export", "model"]
+    name: str
+    model: ModelConfig
+    quant: QuantConfig
+    run: Config | None = None
+    run_dir: Path | None = None
+    step: int | None = None
+    checkpoint: Path | None = None
+
+    @property
+    def label(self) -> str:
+        """One line for people."""
+        at = "" if self.step is None else f" step {self.step}"
+        return f"{self.name}{at}, {self.quant.scheme}"
+
+
+def resolve_target(
+    name: str, *, step: int | None = None, quant: Mapping[str, Any] | None = None, model: str | None = None
+) -> Target:
+    """Find out what `name` is. Reads no weights.
+
+    step: which checkpoint of a run; default the newest. quant: `quant.*` keys that replace the run's own, or for a
+    model the default (scheme bf16). model: where a run's base model is now, if it moved.
+    Raises UserError: nothing there, a run without (that) checkpoint, options that do not fit the kind.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise UserError(f"{name}: is a file; give a run directory, a checkpoint directory, or a model")
+    run_dir, checkpoint = _run_of(path)
+    if run_dir is not None:
+        return _run_target(name, run_dir, checkpoint, step, quant or {}, model)
+    if step is not None:
+        raise UserError(f"--step: {name} is no run, and has no steps; leave it out")
+    if model is not None:
+        raise UserError(f"--model: {name} is no run, and carries its own configuration; leave it out")
+    base = ModelConfig(path=str(path) if path.is_dir() else name)
+    check_model(base)
+    stored = _quantization_config(path)
+    if stored is None:
+        return Target("model", name, base, _quant({"scheme": "bf16"} | dict(quant or {})))
+    if quant:
+        raise UserError(f"--scheme: {name} is quantized already; leave it out, or give the model it was made from")
+    return Target("export", name, base, _quant_of_export(path, stored))
+
+
+def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
+    """The `quant` section of an exported checkpoint: its quantization_config, and the dtype of its scales."""
+    from qarl_formats.compressed import parse_quantization_config
+
+    try:
+        scheme, ignore = parse_quantization_config(stored)
+    except ValueError as error:
+        raise UserError(f"{path / 'config.json'}: quantization_config: {error}; give another checkpoint") from error
+    group = {"group_size": scheme.group_size or -1} if scheme.packed else {}
+    return _quant({"scheme": scheme.name, **group, "symmetric": scheme.symmetric, "ignore": ignore,
+                   "scale_dtype": _scale_dtype(path)})  # fmt: skip
+
+
+def _scale_dtype(path: Path) -> str:
+    """The stored dtype of the first weight scale, from the safetensors headers."""
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            dtypes = [entry["dtype"] for name, entry in header.items() if name.endswith(".weight_scale")]
+        except (OSError, ValueError, KeyError, AttributeError, MemoryError, OverflowError) as error:
+            raise UserError(f"{file}: not a readable safetensors file ({error}); export it again") from error
+        if dtypes:
+            known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+            if dtypes[0] not in known:
+                raise UserError(f"{file}: weight scales of type {dtypes[0]} cannot be read; export it again")
+            return known[dtypes[0]]
+    raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a weight_scale")
+
+
+def _run_of(path: Path) -> tuple[Path | None, Path | None]:
+    """(run directory, checkpoint directory) that `path` is; None where it is not."""
+    if (path / "config.yaml").is_file():
+        return path, None
+    if path.is_dir() and (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
+        found = path.resolve()
+        if (found.parent.parent / "config.yaml").is_file():
+            return path.parent.parent if path.parent.name == "checkpoints" else found.parent.parent, found
+        raise UserError(f"{path}: a checkpoint outside its run: there is no config.yaml in {found.parent.parent}")
+    return None, None
+
+
+def _run_target(
+    name: str, run_dir: Path, checkpoint: Path | None, step: int | None, quant: Mapping[str, Any], model: str | None
+) -> Target:
+    run = read_run_config(run_dir)
+    if checkpoint is None:
+        steps = checkpoint_steps(run_dir)
+        if not steps:
+            raise UserError(f"{name}: the run has no checkpoint yet; train it until checkpoint.every or to its end")
+        if step is not None and step not in steps:
+            raise UserError(f"--step: {name} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        step = steps[-1] if step is None else step
+        checkpoint = run_dir / "checkpoints" / f"{step:06d}"
+    elif step is not None and int(checkpoint.name) != step:
+        raise UserError(f"--step: {name} is the checkpoint of step {int(checkpoint.name)}; leave one of the two out")
+    base = run.model
+    if model is not None:
+        base = ModelConfig.model_validate(base.model_dump() | {"path": model, "gguf_file": None, "revision": None})
+    try:
+        check_model(base)
+    except UserError as error:
+        if model is not None:
+            raise
+        raise UserError(f"{error}; if the base model of {name} moved, give its new place with --model") from error
+    own = run.quant.model_dump()
+    if quant.get("scheme", run.quant.scheme) != run.quant.scheme:  # what belongs to the run's scheme does not apply
+        own = {"ignore": own["ignore"], "scale_dtype": own["scale_dtype"]}
+    # Only training has a learner to misalign.
+    both = own | dict(quant) | {"learner": "aligned", "ste_input": "unquantized"}
+    return Target("run", name, base, _quant(both), run, run_dir, int(checkpoint.name), checkpoint)
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Steps of which `run_dir` has a checkpoint, ascending; whether they are intact, opening them tells."""
+    directory = run_dir / "checkpoints"
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def _quant(values: dict[str, Any]) -> QuantConfig:
+    try:
+        return QuantConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(fault_lines(error, QuantConfig, values, lambda loc: "--scheme"))) from None
+
+
+def _quantization_config(path: Path) -> dict[str, Any] | None:
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    except (ValueError, OSError, AttributeError) as error:
+        raise UserError(f"{file}: not a readable model configuration ({error})") from error

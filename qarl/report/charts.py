@@ -1,0 +1,113 @@
+"""Charts as SVG for the page, and as PNG.
+
+The SVG names its colours (`var(--curve-0)`, `var(--text)`), so one drawing is right in light and in dark, and keeps
+its text as text. Drawing a chart twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from qarl.report.blocks import Chart, LineChart
+from qarl.report.figures import Colours, draw, finite, log_scale, rc, thin
+from qarl.storage.disk import disk_errors
+from qarl.text import visible
+
+# After Okabe and Ito: apart for every common kind of colour blindness; darkened to 3:1 on white, lightened on black.
+LIGHT_CURVES = ("#0072b2", "#c14f00", "#00805c", "#a3508a", "#8f6b00", "#2687bd", "#6b6b6b")
+DARK_CURVES = ("#56b4e9", "#f0803c", "#2fc79a", "#e19ac6", "#e9b93b", "#a5c8f0", "#b5b5b5")
+_PICTURE = Colours(LIGHT_CURVES, "#1b1f24", "#57606a", "#d5dae0", "#ffffff")
+
+# Colours that stand for a variable until the SVG is rewritten; matplotlib takes no `var()`.
+_STAND_INS = Colours(
+    tuple(f"#a1b2{index:02x}" for index in range(len(LIGHT_CURVES))), "#a1b2f0", "#a1b2f1", "#a1b2f2", "none"
+)
+_VARIABLES = {colour: f"var(--curve-{index})" for index, colour in enumerate(_STAND_INS.curves)} | {
+    _STAND_INS.text: "var(--text)", _STAND_INS.muted: "var(--muted)", _STAND_INS.grid: "var(--grid)",
+}  # fmt: skip
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+ET.register_namespace("", _SVG)
+ET.register_namespace("xlink", _XLINK)
+
+
+def svg(chart: Chart, prefix: str = "chart-") -> str:
+    """The chart as an <svg> element without title and legend, which the page sets as text.
+
+    prefix: of all ids in it; give each chart of a page another. The size is the container's.
+    """
+    root = ET.fromstring(_save(chart, "svg"))
+    root.attrib.pop("width")
+    root.attrib.pop("height")
+    root.set("role", "img")
+    for element in (*root.findall(f"{{{_SVG}}}metadata"), *root.findall(f"{{{_SVG}}}defs[{{{_SVG}}}style]")):
+        root.remove(element)  # its style sheet would be one for the whole page
+    title = ET.Element(f"{{{_SVG}}}title")
+    title.text = visible(chart.title)
+    root.insert(0, title)
+    for element in root.iter():
+        for name, value in element.attrib.items():
+            element.set(name, _attribute(name, value, prefix))
+    return ET.tostring(root, encoding="unicode")
+
+
+def write_png(path: Path, chart: Chart) -> None:
+    """The chart with its title and legend, in light colours, 150 dots per inch; replaces `path` at once or not at all.
+
+    Raises UserError if the disk refuses.
+    """
+    data = _save(chart, "png")
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path, len(data), place="OUT"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def chart_note(chart: Chart) -> str:
+    """The chart's note, and what its drawing left out or summed up."""
+    parts = [chart.note] if chart.note else []
+    if isinstance(chart, LineChart):
+        each = max((thin(series)[1] for series in chart.series), default=1)
+        if each > 1:
+            bounded = any(series.low is not None for series in chart.series)
+            band = "" if bounded else ", in a band from the lowest to the highest"
+            parts.append(f"Each point is the mean of {each} in a row{band}.")
+        if chart.log_y:
+            zeros = sum(y <= 0 for series in chart.series for y in finite(series.y))
+            if not log_scale(chart):
+                parts.append("No value above 0, so the axis is linear.")
+            elif zeros:
+                parts.append(f"{zeros} value{'s' * (zeros > 1)} at 0 or below, which a log axis cannot show.")
+    return " ".join(parts)
+
+
+def _save(chart: Chart, form: str) -> bytes:
+    buffer = io.BytesIO()
+    with rc(), warnings.catch_warnings():
+        # Names in scripts that matplotlib's own font lacks: a browser has them, a PNG shows boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure = draw(chart, _PICTURE if form == "png" else _STAND_INS, heading=form == "png")
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        figure.savefig(buffer, format=form, dpi=150 if form == "png" else 72, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _attribute(name: str, value: str, prefix: str) -> str:
+    if name == "id":
+        return prefix + value
+    if name == f"{{{_XLINK}}}href":
+        return value.replace("#", f"#{prefix}", 1)
+    value = re.sub(r"url\(#", f"url(#{prefix}", value)
+    if name == "style":
+        value = re.sub(r"#a1b2[0-9a-f]{2}", lambda match: _VARIABLES[match[0]], value)
+        value = re.sub(r"font-family: [^;]*; ?", "", value)  # the page's
+    return value

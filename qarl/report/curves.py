@@ -1,0 +1,129 @@
+"""Which metrics share a chart, under which title and unit. A metric that no chart knows gets one of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from qarl.report.blocks import LineChart, Series
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One chart. metrics: (regular expression of the whole name, label; `\\1` in it is what the expression caught)."""
+
+    title: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...]
+    log_y: bool = False
+    note: str = ""
+
+
+REWARD_PARTS = Curves("Parts of the reward", "mean over the responses", ((r"reward/(.+)_mean", r"\1"),))
+REWARD = (
+    REWARD_PARTS,
+    Curves("Failed scores", "scores a step", (("reward/failed", "failed"),)),
+    Curves("Response length", "tokens", (("response/length_mean", "mean"), ("response/length_max", "longest"))),
+    Curves("Responses cut at the length limit", "fraction", (("response/truncated_frac", "truncated"),)),
+)
+MISMATCH = (
+    Curves("Log-prob difference", "|delta| of a token (nats)",
+           (("mismatch/delta_abs_mean", "mean"), ("mismatch/delta_abs_max", "largest")), log_y=True),
+    Curves("Divergence estimates", "nats a token", (("mismatch/k1", "k1"), ("mismatch/k3", "k3"))),
+    Curves("Perplexity ratio", "learner over sampler", (("mismatch/ppl_ratio", "ratio"),)),
+    Curves("Chi-squared of the ratio", "no unit",
+           (("mismatch/chi2_token", "token"), ("mismatch/chi2_seq", "sequence")), log_y=True),
+    Curves("Responses with a clamped exponent", "fraction", (("mismatch/clamped_frac", "clamped"),)),
+)  # fmt: skip
+POLICY = (
+    Curves("Entropy", "nats a token", (("policy/entropy", "entropy"),)),
+    Curves("Gradient norm", "before clipping", (("policy/grad_norm", "norm"),)),
+    Curves("Loss", "objective's own scale", (("policy/loss", "loss"),)),
+    Curves("Clipped by the objective", "fraction",
+           (("policy/clip_frac", "clipped"), ("policy/ratio_clamped_frac", "exponent clamped"))),
+    Curves("Dropped or clipped by the trust band", "fraction of responses",
+           (("policy/tbpo_clipped_high_frac", "positive, ratio too high: clipped"),
+            ("policy/tbpo_dropped_neg_low_frac", "negative, ratio too low: dropped"),
+            ("policy/tbpo_dropped_neg_high_frac", "negative, ratio too high: dropped"))),
+    Curves("KL from the rollout's policy", "k3, nats a token", (("policy/kl_k3", "k3"),)),
+    Curves("Mean ratio", "policy now over policy of the rollout", (("policy/ratio_mean", "ratio"),)),
+    Curves("Responses without advantage", "fraction", (("policy/zero_advantage_frac", "advantage 0"),)),
+    Curves("Optimizer steps skipped", "gradient not finite, a step", (("policy/skipped_steps", "skipped"),)),
+    Curves("Learning rate", "no unit", (("optim/lr", "lr"),)),
+)  # fmt: skip
+CORRECTION = (
+    Curves("Importance weight", "mean weight", (("correction/weight_mean", "weight"),)),
+    Curves("Effective sample size", "fraction", (("correction/ess", "ess"),)),
+    Curves("Rejected or clamped", "fraction",
+           (("correction/rejected_frac", "rejected"), ("correction/clamped_frac", "exponent clamped"))),
+)  # fmt: skip
+QUANTIZATION = (
+    Curves("Low-bit codes that a step changed", "fraction", (("quant/codes_changed_frac", "changed"),)),
+)
+COST = (
+    Curves("Time of a step by phase", "seconds", (("time/step_s", "whole step"), (r"time/(.+)_s", r"\1"))),
+    Curves("Throughput", "tokens a second",
+           (("throughput/rollout_tokens_per_s", "rollout"), ("throughput/learner_tokens_per_s", "learner"))),
+    Curves("Peak memory", "GiB, highest so far", (("memory/peak_gib", "peak"),)),
+)  # fmt: skip
+# Shown elsewhere: in the reward's own chart, in the evaluation section, and among the facts.
+ELSEWHERE = ("step", "reward/mean", "reward/std", "policy/version")
+GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, QUANTIZATION, COST)
+
+
+def names_of(records: list[dict[str, Any]]) -> list[str]:
+    """The metrics that occur, in the order in which they first do."""
+    return list(dict.fromkeys(name for record in records for name in record))
+
+
+def values_of(records: list[dict[str, Any]], name: str) -> list[float | None]:
+    """One value a record; None where it is missing, null or no number."""
+    values = (record.get(name) for record in records)
+    return [v if isinstance(v, (int, float)) and not isinstance(v, bool) else None for v in values]
+
+
+def charts_of(
+    group: Iterable[Curves], records: list[dict[str, Any]]
+) -> tuple[list[LineChart], list[tuple[str, float]]]:
+    """The charts of a group that the run has metrics for, and (metric, value) of those that never change.
+
+    A chart of which every curve is one number over three steps or more is left to a table: a flat line tells no more.
+    """
+    steps, names = [record["step"] for record in records], names_of(records)
+    charts: list[LineChart] = []
+    constant: list[tuple[str, float]] = []
+    for curves in group:
+        found = _found(curves, names)
+        values = {name: values_of(records, name) for name in found}
+        single = {name: set(column) for name, column in values.items()}
+        if len(records) > 2 and all(len(s) == 1 and None not in s for s in single.values()):
+            constant += [(name, s.pop()) for name, s in single.items()]
+        elif found:
+            series = [Series(label, steps, values[name]) for name, label in found.items()]
+            charts.append(LineChart(curves.title, "step", curves.unit, series, curves.log_y, curves.note))
+    return charts, constant
+
+
+def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineChart]:
+    """A chart for each numeric metric that is in no group and not in `known`."""
+    names = names_of(records)
+    known = known | set(ELSEWHERE) | {name for group in GROUPS for curves in group for name in _found(curves, names)}
+    steps = [record["step"] for record in records]
+    return [
+        LineChart(name, "step", "as logged", [Series(name, steps, values_of(records, name))])
+        for name in names
+        if name not in known and not all(isinstance(record.get(name), str) for record in records)
+    ]
+
+
+def _found(curves: Curves, names: list[str]) -> dict[str, str]:
+    """Metric -> label of the curves that occur; the first expression that fits a name gives its label."""
+    found: dict[str, str] = {}
+    for pattern, label in curves.metrics:
+        for name in names:
+            match = re.fullmatch(pattern, name)
+            if match and name not in found and not (curves is REWARD_PARTS and name in ELSEWHERE):
+                found[name] = match.expand(label)
+    return found

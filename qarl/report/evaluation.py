@@ -1,0 +1,68 @@
+"""The evaluations a run made while it trained: curves with intervals, and a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qarl.report.blocks import Block, Column, LineChart, Section, Series, Table
+from qarl.report.formatting import interval
+
+TABLE_ROWS = 16
+
+
+def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
+    """Empty without evaluations. A record: {"step", "tasks": [{"name", "avg", "pass"}], "overall": {"avg", "pass"}}."""
+    if not evaluations:
+        return Section("Evaluation", [])
+    scores: dict[str, dict[str, list[tuple[int, dict[str, Any]]]]] = {}  # measure -> task -> (step, interval)
+    for record in evaluations:
+        for task, results in _tasks(record):
+            for measure, value in _measures(results):
+                scores.setdefault(measure, {}).setdefault(task, []).append((record["step"], value))
+    blocks: list[Block] = [
+        LineChart(
+            f"Evaluation, {measure}",
+            "step",
+            "fraction of answers correct",
+            [_series(task, points) for task, points in tasks.items()],
+            note="Bars or bands: confidence intervals.",
+        )
+        for measure, tasks in scores.items()
+    ]
+    cells = {
+        (step, task, measure): interval(*(_float(value.get(key)) for key in ("mean", "low", "high")))
+        for measure, tasks in scores.items()
+        for task, points in tasks.items()
+        for step, value in points
+    }
+    rows = list(dict.fromkeys((step, task) for step, task, _ in cells))
+    rows.sort(key=lambda row: -row[0])
+    left_out = f"The latest {TABLE_ROWS} of {len(rows)} rows." if len(rows) > TABLE_ROWS else ""
+    columns = [Column("step", "right"), Column("task"), *(Column(measure, "right") for measure in scores)]
+    table = [[str(s), task, *(cells.get((s, task, m), "") for m in scores)] for s, task in rows[:TABLE_ROWS]]
+    blocks.append(Table(columns, table, note=f"Mean and confidence interval. {left_out}".strip()))
+    return Section("Evaluation", blocks)
+
+
+def _tasks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    tasks = [task for task in record.get("tasks") or [] if isinstance(task, dict)]
+    named = [(str(task.get("name")), task) for task in tasks]
+    overall = record.get("overall")
+    return [*named, ("overall", overall)] if isinstance(overall, dict) and len(named) != 1 else named
+
+
+def _measures(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(`avg`, interval) and (`pass@k`, interval) for each k; pass@1 is avg."""
+    passes = results.get("pass")
+    found = [("avg", results.get("avg"))]
+    found += [(f"pass@{k}", value) for k, value in passes.items() if k != "1"] if isinstance(passes, dict) else []
+    return [(measure, value) for measure, value in found if isinstance(value, dict)]
+
+
+def _series(task: str, points: list[tuple[int, dict[str, Any]]]) -> Series:
+    mean, low, high = ([_float(value.get(key)) for _, value in points] for key in ("mean", "low", "high"))
+    return Series(task, [step for step, _ in points], mean, low, high)
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,90 @@
+"""Numbers as a person reads them. None and NaN are a dash."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "\u2013"  # an en dash
+
+
+def _missing(x: float | None) -> bool:
+    return x is None or math.isnan(x)
+
+
+def _significant(x: float, digits: int) -> str:
+    """`x` to that many digits, without an exponent and without zeros that say nothing."""
+    if x == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(x))))
+    text = f"{x:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """Three significant digits and all of the integer part; very small or large as 1.23e-05. Integers as they are."""
+    if _missing(x):
+        return MISSING
+    if isinstance(x, int):
+        return f"{x:,}"
+    if math.isinf(x):
+        return "∞" if x > 0 else "-∞"
+    if x != 0 and not 1e-4 <= abs(x) < 1e7:
+        return f"{x:.{digits - 1}e}"
+    return _significant(x, digits)
+
+
+def seconds(x: float | None) -> str:
+    """Seconds as `12 ms`, `1.23 s`, `4 min 05 s`, `2 h 03 min`, `3 d 4 h`."""
+    if _missing(x):
+        return MISSING
+    if x < 1:
+        return f"{_significant(x * 1e3, 3)} ms"
+    if x < 59.95:
+        return f"{_significant(x, 3)} s"
+    whole = round(x)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    minutes = whole // 60
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+def gib(x: float | None) -> str:
+    """`x` GiB."""
+    return MISSING if _missing(x) else f"{_significant(x, 3)} GiB"
+
+
+def bytes_(x: float | None) -> str:
+    """A size in the unit, of 1024 each, that leaves at most four digits before the point."""
+    if _missing(x):
+        return MISSING
+    size = float(x)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{_significant(size, 3)} {unit}"
+        size /= 1024
+    return f"{_significant(size, 3)} TiB"
+
+
+def percent(x: float | None) -> str:
+    """The fraction `x` as a percentage with one decimal; what is not quite 0% or 100% does not read so."""
+    if _missing(x):
+        return MISSING
+    value = x * 100
+    text = f"{value:.1f}"
+    if text in ("0.0", "-0.0") and value:
+        text = f"{value:.2g}"
+    elif text == "100.0" and value < 100:
+        text = ">99.9"
+    return f"{text.removesuffix('.0') if value in (0, 100) else text}%"
+
+
+def interval(mean: float | None, low: float | None, high: float | None) -> str:
+    """`0.42 [0.38, 0.46]`; the mean alone where the bounds are missing."""
+    if _missing(mean):
+        return MISSING
+    if _missing(low) or _missing(high):
+        return number(mean)
+    decimals = min(6, max(2, -math.floor(math.log10(high - low)))) if high > low else 3
+    return f"{mean:.{decimals}f} [{low:.{decimals}f}, {high:.{decimals}f}]"

@@ -1,0 +1,103 @@
+"""A page from its sections: one HTML file without scripts, that needs no network.
+
+Everything that came from outside is hostile text. It is escaped in one place, jinja2's autoescape, after `visible` has
+turned control, bidirectional and invisible characters into escapes; only the SVG of `charts` goes in as markup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from qarl.report.blocks import Block, Chart, LineChart, Section
+from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg
+from qarl.report.figures import curve_style, has_data
+from qarl.report.formatting import number
+from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.text import visible
+
+GENERATOR = '<meta name="generator" content="qarl">'  # by which we know a page that is ours to replace
+SHOWN_CHARACTERS = 20_000  # of one prompt or completion
+
+
+@dataclass
+class _Group:
+    """Charts that follow each other, or one other block."""
+
+    kind: str
+    block: Block | None = None
+    charts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def render_page(title: str, subtitle: str, sections: list[Section]) -> str:
+    """The page as HTML; the same arguments give the same text. Sections without blocks and intro are left out."""
+    numbers = iter(range(1, 1 + sum(len(section.blocks) for section in sections)))
+    shown = [
+        {"title": section.title, "intro": section.intro, "groups": _groups(section.blocks, numbers)}
+        for section in sections
+        if section.blocks or section.intro
+    ]
+    template = _environment().get_template("page.html.j2")
+    constants = {"generator": Markup(GENERATOR), "light": LIGHT_CURVES, "dark": DARK_CURVES}
+    return template.render(title=title, subtitle=subtitle, sections=shown, **constants)
+
+
+def write_page(path: Path, title: str, subtitle: str, sections: list[Section]) -> Path:
+    """Render to `path`, replacing it at once or not at all; returns it. Raises UserError if the disk refuses."""
+    html = render_page(title, subtitle, sections)
+    with disk_errors(path, len(html.encode()), place="OUT"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, html)
+    return path
+
+
+def _groups(blocks: list[Block], numbers: Any) -> list[_Group]:
+    groups: list[_Group] = []
+    for block in blocks:
+        if not isinstance(block, Chart):
+            groups.append(_Group(type(block).__name__, block))
+            continue
+        if not groups or not groups[-1].charts:
+            groups.append(_Group("charts"))
+        groups[-1].charts.append(_chart(block, f"c{next(numbers)}-"))
+    return groups
+
+
+def _chart(chart: Chart, prefix: str) -> dict[str, Any]:
+    legend = []
+    for index, series in enumerate(chart.series if isinstance(chart, LineChart) else []):
+        colour, dash = curve_style(index, len(LIGHT_CURVES))
+        legend.append({"name": series.name, "colour": colour, "dash": dash})
+    # Safe as markup: `svg` builds an XML tree, so what is text in it is escaped text.
+    drawing = Markup(svg(chart, prefix)) if has_data(chart) else ""
+    return {"title": chart.title, "legend": legend, "svg": drawing, "note": chart_note(chart)}
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("qarl.report"),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+    )
+    environment.filters["number"] = number
+    environment.filters["shortened"] = _shortened
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    """What jinja2 does to the value of every expression before it escapes it."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return visible(value.expandtabs(4), keep_newlines=True)
+    return value
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]}\n… {len(text) - SHOWN_CHARACTERS:,} more characters"

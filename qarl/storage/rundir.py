@@ -1,0 +1,235 @@
+"""The run directory `runs/NAME`: who may write it, and what it was started with.
+
+    .lock                 flock of the one process that writes here
+    config.yaml           resolved configuration, with every default
+    environment.json      package versions, devices, threads, git revision, seed of the latest start
+    rewards.log           what the reward functions print, and each of their failures
+    metrics.jsonl, rollouts/, checkpoints/, tensorboard/    written by the recorder and the checkpoint store
+    evaluations.jsonl, evaluations/                         written by the evaluations during training
+
+Users' scripts read these: names and places are an interface.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qarl.config.yaml_io import parse_yaml
+from qarl.errors import UserError
+from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.environment import describe_environment, environment_changes
+
+if TYPE_CHECKING:
+    from qarl.config import Config
+
+# Keys that may differ between a run and its resumption. None of them changes a step that was already taken;
+# `train.steps` extends a run (and stretches a linear or cosine schedule from there on); an evaluation draws from
+# counted random streams, so that it leaves nothing behind in the sampler. Everything else, thread count, batch limits
+# and paths included, can change bits of the result and is refused.
+RESUMABLE_KEYS = ("train.steps", "train.run_dir", "checkpoint.", "logging.", "evaluation.")
+
+# A forked child shares its parent's lock, and a reward worker may outlive a killed run: children close it at once.
+_locks_held: set[int] = set()
+
+
+def _drop_locks_in_child() -> None:
+    for fd in _locks_held:
+        os.close(fd)
+    _locks_held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_locks_in_child)
+
+
+# What a start leaves that was killed before `begin`.
+_LEFT_BY_A_START = ("environment.json", "rewards.log", "wandb", "tensorboard")
+
+
+class RunDirectory:
+    """One run's directory, locked for this process until `close` (also a context manager).
+
+    path: the directory. A directory that `open` created and in which the run did not `begin` is removed by `close`: a
+    start that is refused leaves nothing behind.
+    """
+
+    def __init__(self, path: Path, config: Config, lock: int, created: list[Path]) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._config = config
+        self._lock: int | None = lock
+        self._created = created  # directories that were not there before, innermost first
+
+    @classmethod
+    def open(cls, config: Config, resume: str) -> RunDirectory:
+        """Create or reuse `config.run_dir` and lock it. Apart from the lock nothing is written before `begin`.
+
+        resume: `checkpoint.resume`: `auto` and a checkpoint path reuse a directory that holds results of the same
+        configuration (`RESUMABLE_KEYS` may differ); `never` refuses one that holds metrics or checkpoints.
+        Raises UserError for a directory of another configuration, of another program, in use by another process, or
+        not writable.
+        """
+        path = Path(config.run_dir)
+        if path.exists():
+            _check_usable(path, config, resume)
+        created = [folder for folder in (path, *path.parents) if not folder.exists()]
+        lock = None
+        with disk_errors(path):
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                lock = _lock(path)
+                # Again, now that nobody else can write: another process may have started here in between.
+                _check_usable(path, config, resume)
+            except BaseException:
+                if lock is not None:
+                    _unlock(lock)
+                _remove_empty(created)
+                raise
+        return cls(path, config, lock, created)
+
+    def begin(self) -> list[str]:
+        """Write config.yaml and environment.json: from now on the directory stays, and belongs to this configuration.
+
+        Call once thread counts are set. Returns one line for each package, device or thread count that differs from
+        the previous start, each of which can cost bit-identical resumption. Raises UserError if the disk refuses.
+        """
+        environment = describe_environment(self._config.train.seed)
+        changes = environment_changes(self.path / "environment.json", environment)
+        with disk_errors(self.path):
+            atomic_write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+            atomic_write_text(self.path / "config.yaml", self._config.to_yaml())
+        self._created = []
+        return changes
+
+    def close(self) -> None:
+        if self._lock is not None:
+            if self._created:
+                shutil.rmtree(self.path, ignore_errors=True)
+                _remove_empty(self._created[1:])
+            _unlock(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Innermost first, up to the first that is missing or in use."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _check_usable(path: Path, config: Config, resume: str) -> None:
+    """Raise UserError if `path` holds something else than this run."""
+    if not path.is_dir():
+        raise UserError(f"{path}: not a directory; choose another train.run_dir")
+    results = _results(path)
+    stored = path / "config.yaml"
+    if not stored.exists():
+        # A start killed before `begin` leaves our lock and empty folders, nothing visible else.
+        foreign = sorted(
+            entry.name
+            for entry in path.iterdir()
+            if not entry.name.startswith(".")
+            and entry.name not in _LEFT_BY_A_START
+            and (entry.name in results or entry.name not in ("rollouts", "checkpoints", "metrics.jsonl"))
+        )
+        if foreign:
+            raise UserError(
+                f"{path}: not a run directory (it holds {foreign[0]!r} but no config.yaml); "
+                "choose another train.run_dir"
+            )
+        return
+    if not results:  # stopped before its first step: nothing that another configuration could contradict
+        return
+    try:
+        text = stored.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{stored}: cannot be read ({error}); choose another train.run_dir") from error
+    # Both through YAML, so that values are compared as they are written.
+    difference = config_difference(parse_yaml(text, str(stored)), parse_yaml(config.to_yaml(), "configuration"))
+    if difference:
+        more = f" and {len(difference) - 3} more" if len(difference) > 3 else ""
+        raise UserError(
+            f"{path}: holds a run of another configuration ({'; '.join(difference[:3])}{more}); "
+            "choose another train.run_dir, or restore these values"
+        )
+    if resume == "never":
+        raise UserError(
+            f"{path}: already holds {results[0]} and checkpoint.resume is never; "
+            "choose another train.run_dir, or set checkpoint.resume: auto"
+        )
+
+
+def _results(path: Path) -> list[str]:
+    """Which of a run's results are there and not empty."""
+    entries = [path / name for name in ("checkpoints", "metrics.jsonl", "rollouts")]
+    return [
+        entry.name
+        for entry in entries
+        if (any(entry.iterdir()) if entry.is_dir() else entry.exists() and entry.stat().st_size)
+    ]
+
+
+def config_difference(theirs: Any, ours: Any) -> list[str]:
+    """`key is X there, Y here` for each dotted key that differs and must not (`RESUMABLE_KEYS` may)."""
+    there, here = flatten(theirs), flatten(ours)
+    return [
+        f"{key} is {_short(there, key)} there, {_short(here, key)} here"
+        for key in [*here, *(key for key in there if key not in here)]
+        if (key in there, there.get(key)) != (key in here, here.get(key)) and not _may_differ(key)
+    ]
+
+
+def _may_differ(key: str) -> bool:
+    return any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in RESUMABLE_KEYS)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys, in their order; a list is one value."""
+    if not isinstance(value, dict) or (not value and prefix):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, child in value.items():
+        flat |= flatten(child, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _short(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        return "not set"
+    text = json.dumps(values[key], default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(fd)
+        raise UserError(f"{path}: in use by {holder}; wait for it, stop it, or choose another train.run_dir") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    _locks_held.add(fd)
+    with suppress(OSError):  # only a courtesy to whoever is refused; a full disk is reported by the first real file
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return fd
+
+
+def _unlock(fd: int) -> None:
+    _locks_held.discard(fd)
+    os.close(fd)

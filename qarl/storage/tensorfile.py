@@ -1,0 +1,108 @@
+"""Tensors as safetensors bytes, and files that are hashed as they are written.
+
+The layout (https://github.com/huggingface/safetensors#format) is written here rather than by
+`safetensors.torch.save_file`: bytes are hashed as they go out, tensors that are not contiguous or live on a device are
+copied one at a time instead of all at once, and a full disk arrives as an OSError with its errno.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 16 * 2**20
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def safetensors_chunks(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
+    """A safetensors file of tensors of any shape, layout and device, of a dtype in `DTYPE_NAMES`, in pieces."""
+    header, starts = _header({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    yield header
+    for name in starts:
+        yield from _pieces(tensors[name])
+
+
+class TensorFile:
+    """A new safetensors file whose tensors arrive one at a time, in any order.
+
+    specs: name -> (dtype, shape) of each tensor. metadata: strings that the header carries. As a context manager it is
+    closed at the end, and, unless the block raised, durable. Raises OSError.
+    """
+
+    def __init__(
+        self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+    ) -> None:
+        self._specs = dict(specs)
+        header, self._starts = _header(specs, metadata)
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
+        self._file.write(header)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor, of any layout and device, into its place."""
+        expected = self._specs.pop(name)
+        assert (tensor.dtype, tuple(tensor.shape)) == expected, f"{name}: {tensor.dtype} {tensor.shape}, not {expected}"
+        self._file.seek(self._starts[name])
+        for piece in _pieces(tensor):
+            self._file.write(piece)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                assert not self._specs, f"{next(iter(self._specs))} was not written"
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def _header(
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the first tensor, and where each tensor starts in the file, in the order of the file."""
+    # Widest dtype first, as the library orders them: every tensor then starts at a multiple of its item size.
+    names = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    starts: dict[str, int] = {}
+    end = 0
+    for name in names:
+        dtype, shape = specs[name]
+        starts[name], end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    encoded = len(encoded).to_bytes(8, "little") + encoded
+    return encoded, {name: len(encoded) + start for name, start in starts.items()}
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, flat.size, CHUNK_BYTES):
+        yield memoryview(flat[start : start + CHUNK_BYTES])
+
+
+def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> dict[str, Any]:
+    """Write and fsync a new file; returns {bytes, sha256}. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}

@@ -1,0 +1,17 @@
+"""Text from outside (completions, names, messages) made safe to show."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_HOSTILE_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and other invisibles, lone surrogates
+
+
+def visible(text: str, keep_newlines: bool = False) -> str:
+    """`text` with control, bidirectional and invisible characters as escapes, so that it drives no terminal or page."""
+    return "".join(
+        char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        if unicodedata.category(char) in _HOSTILE_CATEGORIES and not (keep_newlines and char == "\n")
+        else char
+        for char in text
+    )

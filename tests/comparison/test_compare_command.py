@@ -1,0 +1,205 @@
+"""`qarl compare` as a whole: members trained once, a failed one among them, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_runs import ROOT, settings, write_config
+
+pytestmark = pytest.mark.slow
+
+# A member's process as a fork of the comparison's, which costs a tenth of a new one; all else is as it is.
+FORKED = """
+import os, signal, qarl.comparison.command, qarl.comparison.launch
+
+class Forked:
+    def __init__(self, argv, log):
+        self.pid = os.fork()
+        if self.pid == 0:
+            for fd in (1, 2):
+                os.dup2(log.fileno(), fd)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, signal.default_int_handler)
+            from qarl.cli import main
+            try:
+                main(argv)
+            except SystemExit as end:
+                import sys
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(end.code)
+
+    def poll(self):
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return None if pid == 0 else os.waitstatus_to_exitcode(status)
+
+    def send_signal(self, signum):
+        os.kill(self.pid, signum)
+
+qarl.comparison.launch.POLL_SECONDS = 0.02
+qarl.comparison.command.compare_config.__defaults__ = (Forked,)
+"""
+
+# Raises after the first step of w4a16-aligned, as long as there is a file `fail`.
+JUDGE = """
+import os
+def judge(completions, prompts, **columns):
+    run = os.path.dirname(os.readlink("/proc/self/fd/1"))  # a worker's stdout is its run's rewards.log
+    if os.path.exists("fail") and "w4a16-aligned" in run and os.path.getsize(run + "/metrics.jsonl"):
+        raise RuntimeError("<b>out of order</b>")
+    return [float(len(c)) for c in completions]
+"""
+
+
+def compare(qarl, folder: Path, *argv: object):
+    return qarl.run("compare", *argv, before=FORKED, cwd=folder)
+
+
+def members(out: Path) -> dict[str, dict]:
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert (comparison["format_version"], comparison["kind"]) == (1, "runs")
+    return {member["name"]: member for member in comparison["members"]}
+
+
+def configured(folder: Path, model: Path, **sections) -> Path:
+    return write_config(folder / "tiny.yaml", settings(model, **({"train": {"steps": 2}} | sections)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("comparison")
+
+
+@pytest.fixture(scope="module")
+def compared(qarl, tiny_model, folder):
+    """Two schemes by two learners; the reward of w4a16-aligned fails in its second step."""
+    (folder / "judge.py").write_text(JUDGE)
+    (folder / "fail").touch()
+    config = configured(folder, tiny_model("llama"), reward={"functions": [{"name": "judge.py:judge"}]})
+    argv = (config, "--schemes", "w8a8,w4a16", "--learners", "aligned,full_precision")
+    return argv, compare(qarl, folder, *argv)
+
+
+def test_a_failed_member_is_a_row_with_its_reason_and_the_others_go_on(compared, folder):
+    done = compared[1]
+    assert done.code == 1, done.err
+    found = members(folder / "runs/compare-tiny")
+    failed = found.pop("w4a16-aligned-seed0")
+    assert failed["state"] == "failed" and "out of order" in failed["reason"] and failed["steps"] == 1
+    assert {member["state"] for member in found.values()} == {"finished"} and len(found) == 3
+    assert "w4a16-aligned-seed0: failed: " in done.out
+
+
+def test_each_member_has_its_numbers(compared, folder):
+    found = members(folder / "runs/compare-tiny")
+    fine = found["w8a8-full_precision-seed0"]
+    numbers = ["checkpoint_bytes", "memory_peak_gib", "step_s", "rollout_s", "learner_s", "publish_s"]
+    assert all(fine[name] > 0 for name in numbers)
+    assert (fine["scheme"], fine["learner"], fine["seed"], fine["objective"]) == ("w8a8", "full_precision", 0, "grpo")
+    assert fine["mismatch_delta_abs_max"] > 0 == found["w8a8-aligned-seed0"]["mismatch_delta_abs_max"]
+
+
+def test_the_page_names_each_member_and_escapes_what_a_reward_raised(compared, folder):
+    out = folder / "runs/compare-tiny"
+    page = (out / "comparison.html").read_text()
+    assert all(name in page for name in members(out))
+    assert "out of order" in page and "<b>out of order" not in page
+    assert {"reward.png", "mismatch.png", "step_time.png", "checkpoint_size.png"} <= {
+        path.name for path in (out / "plots").iterdir()
+    }
+
+
+def test_a_rerun_trains_only_what_is_missing(compared, folder, qarl):
+    argv = compared[0]
+    out = folder / "runs/compare-tiny"
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.glob("runs/*/metrics.jsonl")}
+    (folder / "fail").unlink()
+    done = compare(qarl, folder, *argv)
+    assert done.code == 0, done.err
+    touched = {path for path, was in before.items() if (path.stat().st_mtime_ns, path.read_bytes()) != was}
+    assert touched == {out / "runs/w4a16-aligned-seed0/metrics.jsonl"}
+    found = members(out)
+    assert {member["state"] for member in found.values()} == {"finished"}
+    assert [member["reused"] for member in found.values()] == [True, True, False, True]
+
+
+def test_another_comparison_takes_finished_runs_with_reuse(compared, folder, qarl):
+    argv = (compared[0][0], "--schemes", "w8a8", "--reuse", "runs", "--out", "again")
+    assert compare(qarl, folder, *argv).code == 0
+    (member,) = members(folder / "again").values()
+    assert member["reused"] and member["run_dir"] == "runs/compare-tiny/runs/w8a8-aligned-seed0"
+    assert not (folder / "again/runs").exists()
+
+
+def test_the_directory_of_another_configuration_is_refused_before_anything_starts(compared, folder, qarl):
+    out = folder / "runs/compare-tiny"
+    before = (out / "comparison.json").read_bytes()
+    done = compare(qarl, folder, *compared[0], "optim.lr=0.5")
+    assert done.code == 2 and "optim.lr is 0.001 there, 0.5 here" in done.err and done.err.count("\n") == 1
+    assert (out / "comparison.json").read_bytes() == before
+
+
+def test_finished_runs_are_compared_and_named_apart(compared, folder, qarl):
+    runs = folder / "runs/compare-tiny/runs"
+    done = qarl.run("compare", runs / "w8a8-aligned-seed0", runs / "w8a8-full_precision-seed0", cwd=folder)
+    assert done.code == 0, done.err
+    out = folder / "runs/compare-w8a8-aligned-seed0-w8a8-full_precision-seed0"
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert list(members(out)) == ["w8a8-aligned-seed0", "w8a8-full_precision-seed0"]
+    assert list(comparison["configuration_differences"]) == ["quant.learner"]
+    assert "quant.learner" in (out / "comparison.html").read_text()
+
+
+def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
+    config = configured(tmp_path, tiny_model("llama"), train={"steps": 12}, checkpoint={"every": 12})
+    argv = ("compare", config, "--seeds", "0,1", "--out", "out")
+    started = qarl.start(*argv, before=FORKED, cwd=tmp_path)
+    first = tmp_path / "out/runs/w4a16-aligned-seed0/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not first.exists() or first.read_bytes().count(b"\n") < 2:
+        assert time.monotonic() < deadline, "no second step"
+        time.sleep(0.005)
+    os.kill(started.pid, signal.SIGINT)
+    stopped = started.wait()
+    assert stopped.code == 130, stopped.err
+    assert [member["state"] for member in members(tmp_path / "out").values()] == ["stopped", "waiting"]
+    kept = first.read_bytes()
+    done = qarl.run(*argv, "train.steps=13", before=FORKED, cwd=tmp_path)  # steps may grow: what was trained counts
+    assert done.code == 0, done.err
+    assert first.read_bytes().startswith(kept)
+    assert "resumed from" in (tmp_path / "out/logs/w4a16-aligned-seed0.log").read_text()
+    groups = json.loads((tmp_path / "out/comparison.json").read_text())["groups"]
+    assert [(group["name"], group["seeds"]) for group in groups] == [("w4a16-aligned", [0, 1])]
+
+
+def test_a_member_in_a_process_of_its_own_saves_and_ends_when_the_comparison_is_killed(tiny_model, tmp_path):
+    config = configured(tmp_path, tiny_model("llama"), train={"steps": 100_000}, checkpoint={"every": 100_000})
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats")),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "qarl.cli", "compare", str(config), "--schemes", "w8a8", "--out", "out"]
+    comparison = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    run = tmp_path / "out/runs/w8a8-aligned-seed0"
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+            assert comparison.poll() is None and time.monotonic() < deadline, "no first step"
+            time.sleep(0.02)
+    finally:
+        comparison.kill()
+        comparison.wait()
+    deadline = time.monotonic() + 60
+    while not (run / "checkpoints/latest").exists():
+        assert time.monotonic() < deadline, "the member did not save"
+        time.sleep(0.02)
+    last = (run / "metrics.jsonl").read_bytes()
+    time.sleep(0.5)
+    assert (run / "metrics.jsonl").read_bytes() == last

@@ -1,0 +1,99 @@
+"""The numbers of a run and of its seeds together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from comparisons import evaluation, record_of, settings_of, write_model
+
+from qarl.comparison.members import checkpoint_bytes, entry_of, grouped, numbers_of
+from qarl.comparison.plan import Member
+from qarl.config import Config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config.model_validate(settings_of(write_model(tmp_path / "model")))
+
+
+def test_numbers_are_quarters_maxima_and_medians_after_the_first_step(config, tmp_path):
+    numbers = numbers_of(record_of(config, tmp_path, 8, [evaluation(0, 0.1), evaluation(8, 0.7)]))
+    assert numbers["steps"] == 8
+    assert numbers["reward_first_quarter"] == pytest.approx(0.15)  # steps 1, 2
+    assert numbers["reward_last_quarter"] == pytest.approx(0.75)  # steps 7, 8
+    assert numbers["mismatch_delta_abs_mean"] == pytest.approx(0.01)
+    assert numbers["mismatch_delta_abs_max"] == pytest.approx(0.8)
+    assert numbers["memory_peak_gib"] == 9.0
+    assert numbers["step_s"] == 5.0  # of 2 to 8: the first step took 10
+    assert numbers["evaluation"]["step"] == 8
+
+
+def test_a_value_that_was_not_finite_leaves_no_mean_and_no_maximum(config, tmp_path):
+    broken = {"mismatch__delta_abs_mean": None, "mismatch__delta_abs_max": None}
+    numbers = numbers_of(record_of(config, tmp_path, 4, **broken))
+    assert numbers["mismatch_delta_abs_mean"] is numbers["mismatch_delta_abs_max"] is None
+    assert numbers["reward_last_quarter"] is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "asymmetric", "w8a8", "w4a8"])
+def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
+    """Against the forms that a publish is made of: every stored tensor of every parameter, tied weights once."""
+    import torch
+    from qarl_formats.quantize import QuantizedWeight
+
+    from qarl.inference.masters import open_masters
+    from qarl.inference.target import resolve_target
+
+    quant = {"group_size": 32} if scheme in ("w4a16", "asymmetric", "w4a8") else {}
+    quant |= {"scheme": "w4a16", "symmetric": False} if scheme == "asymmetric" else {"scheme": scheme}
+    quant |= {"ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}
+    target = resolve_target(str(tiny_model(family)), quant=quant)
+    total = 0
+    for _, form in open_masters(target).forms(target.quant, torch.bfloat16, torch.device("cpu")):
+        tensors = form.tensors.values() if isinstance(form, QuantizedWeight) else [form]
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    config = Config.model_validate(settings_of(tiny_model(family), quant={"group_size": None, **quant}))
+    assert checkpoint_bytes(config) == total
+
+
+def test_a_base_model_that_moved_costs_the_checkpoint_size_alone(config, tmp_path):
+    (tmp_path / "model" / "config.json").unlink()
+    numbers = numbers_of(record_of(config, tmp_path))
+    assert numbers["checkpoint_bytes"] is None and numbers["reward_last_quarter"] is not None
+
+
+def seeds(config: Config, path: Path, rewards: list[float]) -> list[dict]:
+    entries = []
+    for seed, reward in enumerate(rewards):
+        member = Member(f"m{seed}", "w4a16", "aligned", seed, path, config, "finished")
+        entries.append(entry_of(member, record_of(config, path, **{"reward__mean": reward})))
+    return entries
+
+
+def test_two_seeds_have_their_extremes_as_bounds(config, tmp_path):
+    (group,) = grouped(seeds(config, tmp_path, [0.2, 0.6]))
+    assert group["interval"] == "min-max" and group["seeds"] == [0, 1]
+    assert group["reward_last_quarter"] == pytest.approx({"mean": 0.4, "low": 0.2, "high": 0.6})
+
+
+def test_three_seeds_have_a_t_interval(config, tmp_path):
+    (group,) = grouped(seeds(config, tmp_path, [0.1, 0.2, 0.3]))
+    half = 4.302653 * 0.1 / 3**0.5  # the 97.5 % quantile of t with two degrees of freedom, from tables
+    assert group["interval"] == "t95"
+    assert group["reward_last_quarter"] == pytest.approx({"mean": 0.2, "low": 0.2 - half, "high": 0.2 + half}, abs=1e-6)
+
+
+def test_one_seed_makes_no_group_and_a_failed_one_is_left_out(config, tmp_path):
+    entries = seeds(config, tmp_path, [0.1, 0.2, 0.3])
+    assert grouped(entries[:1]) == []
+    entries[2]["state"] = "failed"
+    assert grouped(entries)[0]["seeds"] == [0, 1]
+
+
+def test_an_entry_is_strict_json(config, tmp_path):
+    member = Member("m", "w4a16", "aligned", 0, tmp_path, config, "finished")
+    entry = entry_of(member, record_of(config, tmp_path, mismatch__delta_abs_max=None))
+    assert json.loads(json.dumps(entry, allow_nan=False)) == entry

@@ -1,0 +1,171 @@
+"""The table, comparison.json and the page of made-up runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparisons import evaluation, record_of, settings_of, write_model
+from rich.console import Console
+
+from qarl.comparison.command import compare_runs, unique_names
+from qarl.comparison.members import entry_of, grouped
+from qarl.comparison.page import build_sections, write_outputs
+from qarl.comparison.plan import Member
+from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.report.blocks import BarChart, LineChart, Table, Text
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config.model_validate(settings_of(write_model(tmp_path / "model")))
+
+
+def compared(members: list[Member], records: dict[str, Any]) -> dict[str, Any]:
+    entries = [entry_of(member, records.get(member.name)) for member in members]
+    return build("A comparison", ["qarl", "compare"], entries, grouped(entries), environments_of(members, records),
+                 differing(configurations(members)))  # fmt: skip
+
+
+@pytest.fixture
+def three(config, tmp_path):
+    """Two seeds, evaluated, one of them with a mismatch, and a member that failed in a hostile manner."""
+    seed1 = Config.model_validate(settings_of(tmp_path / "model", train={"seed": 1}))
+    members = [
+        Member("fine", "w4a16", "aligned", 0, tmp_path / "fine", config, "finished"),
+        Member("other", "w4a16", "aligned", 1, tmp_path / "other", seed1, "finished"),
+        Member(HOSTILE, "fp8", "aligned", 0, tmp_path / "bad", None, "failed", f"because {HOSTILE}"),
+    ]
+    records = {
+        "fine": record_of(config, tmp_path / "fine", 4, [evaluation(4, 0.5)]),
+        "other": record_of(seed1, tmp_path / "other", 4, [evaluation(4, 0.7)], mismatch__delta_abs_mean=0.0),
+    }
+    return members, records
+
+
+def blocks_of(sections, kind):
+    return [block for section in sections for block in section.blocks if isinstance(block, kind)]
+
+
+def test_comparison_json_has_its_fields_and_is_strict(three, tmp_path):
+    write_json(tmp_path / "comparison.json", compared(*three))
+    read = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
+    assert (read["format_version"], read["kind"], read["title"]) == (1, "runs", "A comparison")
+    assert {
+        "name", "state", "reason", "scheme", "learner", "seed", "objective", "run_dir", "steps", "reward_first_quarter",
+        "reward_last_quarter", "evaluation", "mismatch_delta_abs_mean", "mismatch_delta_abs_max", "checkpoint_bytes",
+        "memory_peak_gib", "step_s", "rollout_s", "learner_s", "publish_s",
+    } <= set(read["members"][0])  # fmt: skip
+    assert read["configuration_differences"] == {"train.seed": {"fine": 0, "other": 1}}
+    assert read["environment_differences"] == {}  # of host and command, which say nothing about the numbers
+    assert read["groups"][0]["evaluation_avg"] == pytest.approx({"mean": 0.6, "low": 0.5, "high": 0.7})
+
+
+def test_the_page_escapes_hostile_names_and_reasons(three, tmp_path):
+    write_outputs(tmp_path, compared(*three), three[1])
+    page = (tmp_path / "comparison.html").read_text()
+    assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
+    assert page.count("&lt;script&gt;alert(1)") >= 2
+    assert all(name in page for name in ("fine", "other", "train.seed"))
+
+
+def test_each_chart_is_a_png_and_those_of_an_earlier_page_go(three, tmp_path):
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots/earlier.png").write_bytes(b"")
+    write_outputs(tmp_path, compared(*three), three[1])
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert names == {
+        "reward.png", "mismatch.png", "evaluation.png", "step_time.png", "rollout_time.png", "learner_time.png",
+        "publish_time.png", "peak_memory.png", "checkpoint_size.png",
+    }  # fmt: skip
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_seeds_are_one_curve_with_their_extremes_as_its_band(three):
+    sections = build_sections(compared(*three), three[1])
+    mismatch = next(chart for chart in blocks_of(sections, LineChart) if chart.title == "Mismatch")
+    (series,) = mismatch.series
+    assert (series.name, list(series.x)) == ("w4a16-aligned", [1, 2, 3, 4])
+    assert series.y == pytest.approx([0.005] * 4)
+    assert (series.low, series.high) == ([0.0] * 4, [0.01] * 4)
+
+
+def test_a_mismatch_of_zero_everywhere_is_said_in_words(config, tmp_path):
+    members = [Member("exact", "w4a16", "aligned", 0, tmp_path, config, "finished")]
+    records = {"exact": record_of(config, tmp_path, mismatch__delta_abs_mean=0.0)}
+    sections = build_sections(compared(members, records), records)
+    assert any("bit for bit" in block.text for block in blocks_of(sections, Text))
+    assert [chart.title for chart in blocks_of(sections, LineChart)] == ["Reward"]
+
+
+def test_many_curves_are_told_apart_by_learner(tmp_path):
+    members, records = [], {}
+    for learner in ("aligned", "full_precision"):
+        for index in range(4):
+            name = f"{learner}{index}"
+            config = Config.model_validate(settings_of(write_model(tmp_path / "model"), quant={"learner": learner}))
+            members.append(Member(name, "w4a16", learner, index, tmp_path / name, config, "finished"))
+            records[name] = record_of(config, tmp_path / name)
+    comparison = compared(members, records) | {"groups": []}
+    charts = blocks_of(build_sections(comparison, records), LineChart)
+    assert [(chart.title, len(chart.series)) for chart in charts] == [
+        ("Reward, aligned", 4), ("Mismatch, aligned", 4), ("Reward, full_precision", 4), ("Mismatch, full_precision", 4)
+    ]  # fmt: skip
+
+
+def test_evaluation_bars_have_the_interval(config, tmp_path):
+    members = [Member("m", "w4a16", "aligned", 0, tmp_path, config, "finished")]
+    records = {"m": record_of(config, tmp_path, 4, [evaluation(0, 0.1), evaluation(4, 0.5)])}
+    sections = build_sections(compared(members, records), records)
+    (bar,) = next(chart for chart in blocks_of(sections, BarChart) if chart.title == "Evaluation").bars
+    assert (bar.value, bar.low, bar.high) == pytest.approx((0.5, 0.4, 0.6))
+    tasks = next(table for table in blocks_of(sections, Table) if "by task" in table.caption)
+    assert tasks.rows == [["m", "4", "0.50 [0.40, 0.60]", "0.50 [0.40, 0.60]"]]
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_console_table_shows_every_column_at_any_width(three, width):
+    file = io.StringIO()
+    print_table(compared(*three), Console(file=file, width=width))
+    text = file.getvalue()
+    heads = ("quarter", "evaluation", "mismatch", "checkpoint", "peak", "publish", "tokens/s")
+    assert all(head in text for head in heads)
+    assert max(map(len, text.splitlines()[:8])) <= width
+    assert "\x1b" not in text and "\u202e" not in text
+
+
+def test_names_are_the_last_parts_that_tell_paths_apart():
+    assert unique_names([Path("/x/a/run"), Path("/x/b/run"), Path("/x/b/other")]) == ["a/run", "b/run", "b/other"]
+
+
+def test_runs_that_cannot_be_compared_are_one_line_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    cases = [
+        (["run"], None, "has nothing to be compared with"),
+        (["run", "run/../run"], None, "is given twice"),
+        (["run", "nothing"], None, "not a run directory"),
+    ]
+    for paths, out, message in cases:
+        with pytest.raises(UserError, match=message):
+            compare_runs([Path(path) for path in paths], out)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_directory_of_something_else_is_not_overwritten(config, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(config.to_yaml())
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.txt").write_text("precious")
+    with pytest.raises(UserError, match=r"thesis: holds 'chapter\.txt'"):
+        compare_runs([tmp_path / "a", tmp_path / "b"], thesis)
+    assert [path.name for path in thesis.iterdir()] == ["chapter.txt"]

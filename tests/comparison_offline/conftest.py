@@ -1,0 +1,33 @@
+"""Small comparisons of tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qarl.comparison.offline import command
+from qarl.comparison.offline.speed import SpeedTest
+
+SMALL = {"max_tokens": 192, "window": 48, "speed": SpeedTest(2, 16, 3, 1), "device": "cpu"}
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch) -> Callable[..., tuple[int, list[str]]]:
+    """compare(model, schemes, **arguments) -> (exit code, lines said); writes to tmp_path / "out".
+
+    page: whether to draw the page and its plots, which takes longer than a tiny model.
+    """
+
+    def run(model: Path, schemes: list[str], page: bool = False, **arguments) -> tuple[int, list[str]]:
+        if not page:
+            monkeypatch.setattr(command, "write_page_and_plots", lambda out, result: None)
+        lines: list[str] = []
+        group = {"group_size": 32} if {"w4a16", "w4a8"} & set(schemes) else {}
+        code = command.compare_offline(
+            str(model), schemes, out=tmp_path / "out", say=lines.append, **{**SMALL, **group, **arguments}
+        )
+        return code, lines
+
+    return run

@@ -1,0 +1,211 @@
+"""`compare_offline` as a user meets it: what it leaves, what it reuses, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from qarl_formats.compressed import quantization_config
+from qarl_formats.scheme import make_scheme
+from safetensors.torch import save_file
+
+from qarl import cli
+from qarl.comparison.offline import members
+from qarl.comparison.offline.command import compare_offline
+from qarl.comparison.offline.page import comparison_charts
+from qarl.errors import UserError
+
+ALL = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+
+
+def result_in(out):
+    return json.loads((out / "comparison.json").read_text())
+
+
+def test_all_schemes_leave_a_table_a_page_and_plots(tiny_model, tmp_path, compare, capsys):
+    code, _ = compare(tiny_model(), ALL, page=True)
+    out = tmp_path / "out"
+    result = result_in(out)
+    assert code == 0
+    assert (result["format_version"], result["kind"]) == (1, "offline")
+    assert [(m["name"], m["state"]) for m in result["members"]] == [(name, "finished") for name in ALL]
+    bf16, w4a16 = result["members"][:2]
+    assert bf16["kl"]["max"] == 0.0
+    assert bf16["perplexity_ratio"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert w4a16["kl"]["mean"] > 0
+    assert w4a16["checkpoint_ratio"] < 1
+    page = (out / "comparison.html").read_text()
+    assert all(name in page for name in ALL)
+    plots = {file.name for file in (out / "plots").iterdir()}
+    assert plots >= {"kl.png", "perplexity.png", "size.png", "decode.png", "weights_w4a16.png"}
+    assert "w4a16 g32" in capsys.readouterr().out
+
+
+def test_the_same_again_measures_nothing(tiny_model, tmp_path, compare, monkeypatch):
+    compare(tiny_model(), ["bf16", "fp8"])
+    before = result_in(tmp_path / "out")["members"]
+    monkeypatch.setattr(members, "open_policy", None)
+    code, lines = compare(tiny_model(), ["bf16", "fp8"])
+    assert code == 0
+    assert [line for line in lines if "before" in line] == ["bf16: measured before", "fp8: measured before"]
+    assert result_in(tmp_path / "out")["members"] == before
+
+
+def test_an_interrupted_comparison_goes_on_with_what_is_missing(tiny_model, tmp_path, compare, monkeypatch):
+    speed = members.engine_speed
+
+    def interrupt(opened, *arguments):
+        if opened.target.quant.scheme == "fp8":
+            raise KeyboardInterrupt
+        return speed(opened, *arguments)
+
+    monkeypatch.setattr(members, "engine_speed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tiny_model(), ["w8a8", "fp8"])
+    states = [(m["name"], m["state"]) for m in result_in(tmp_path / "out")["members"]]
+    assert states == [("w8a8", "finished"), ("fp8", "pending")]
+    monkeypatch.setattr(members, "engine_speed", speed)
+    code, lines = compare(tiny_model(), ["w8a8", "fp8"])
+    assert code == 0
+    assert "w8a8: measured before" in lines
+    assert not [line for line in lines if line.startswith("bf16: the reference")]  # kept as well
+
+
+def test_a_damaged_member_file_is_measured_again(tiny_model, tmp_path, compare):
+    compare(tiny_model(), ["fp8"])
+    (tmp_path / "out" / "members" / "fp8.json").write_text("{")
+    code, lines = compare(tiny_model(), ["fp8"])
+    assert code == 0
+    assert "fp8: measured before" not in lines
+
+
+def test_a_scheme_that_does_not_fit_is_a_row_that_says_why(tiny_model, tmp_path, compare, capsys):
+    path = tiny_model(hidden_size=96, num_attention_heads=4)
+    code, _ = compare(path, ["w4a16", "fp8"], page=True, group_size=64)
+    w4a16, fp8 = result_in(tmp_path / "out")["members"]
+    assert code == 1
+    assert w4a16["state"] == "failed"
+    assert "--group-size: model.layers.0" in w4a16["reason"]
+    assert "use 32 or -1" in w4a16["reason"]
+    assert fp8["state"] == "finished"
+    assert w4a16["reason"] in " ".join(capsys.readouterr().out.split())
+    assert w4a16["reason"] in (tmp_path / "out" / "comparison.html").read_text()
+
+
+def test_a_scheme_that_failed_is_tried_again(tiny_model, compare):
+    path = tiny_model(hidden_size=96, num_attention_heads=4)
+    compare(path, ["w4a16"], group_size=64)
+    code, lines = compare(path, ["w4a16"], group_size=64)
+    assert code == 1
+    assert any(line.startswith("w4a16: failed") for line in lines)
+
+
+def test_more_schemes_join_those_that_are_there(tiny_model, compare):
+    compare(tiny_model(), ["fp8"])
+    _, lines = compare(tiny_model(), ["fp8", "w8a8"])
+    assert "fp8: measured before" in lines
+    assert any(line.startswith("w8a8: KL") for line in lines)
+
+
+def test_other_settings_need_another_directory(tiny_model, compare):
+    compare(tiny_model(), ["fp8"])
+    with pytest.raises(UserError, match=r"holds another comparison \(max_tokens was 192, is 96\)"):
+        compare(tiny_model(), ["fp8"], max_tokens=96)
+
+
+def test_changed_weights_are_not_taken_for_the_old_ones(tiny_model, tmp_path, compare):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    compare(model, ["fp8"])
+    shutil.copy(tiny_model(seed=1) / "model.safetensors", model)
+    with pytest.raises(UserError, match="holds another comparison \\(weights was"):
+        compare(model, ["fp8"])
+
+
+def test_a_directory_of_something_else_is_left_alone(tiny_model, tmp_path, compare):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="exists and is no comparison"):
+        compare(tiny_model(), ["fp8"])
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_a_comparison_of_runs_is_left_alone(tiny_model, tmp_path, compare):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "comparison.json").write_text('{"kind": "runs"}')
+    with pytest.raises(UserError, match="holds a comparison of runs"):
+        compare(tiny_model(), ["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("schemes", "message"),
+    [
+        (["fp4"], "--schemes: 'fp4' is unknown"),
+        (["fp8", "fp8"], "--schemes: fp8 is named twice"),
+        ([], "--schemes: names no scheme"),
+        (["bf16", "fp8"], "--group-size 32: none of the schemes bf16,fp8 has groups"),
+    ],
+)
+def test_schemes_that_cannot_be_are_refused(tiny_model, tmp_path, schemes, message):
+    with pytest.raises(UserError, match=message):
+        compare_offline(str(tiny_model()), schemes, out=tmp_path / "out", group_size=32)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\t", "is empty"),
+        (b"too short", "has 9 tokens, less than one window of 48"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(tiny_model, tmp_path, compare, content, message):
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        compare(tiny_model(), ["w4a16"], text=file)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fewer_tokens_than_a_window_are_refused(tiny_model, compare):
+    with pytest.raises(UserError, match="--max-tokens: 47 is less than one window of 48"):
+        compare(tiny_model(), ["w4a16"], max_tokens=47)
+
+
+def test_a_page_of_failures_has_no_charts():
+    failed = {"name": "w4a16", "state": "failed", "reason": "too narrow"}
+    assert comparison_charts([failed]) == {}
+
+
+def test_the_command_line_says_what_is_wrong_with_the_text(tiny_model, tmp_path, capsys):
+    model = str(tiny_model())
+    capsys.readouterr()  # what saving it printed
+    with pytest.raises(SystemExit) as end:
+        cli.main(["compare", "--offline", model, "--schemes", "fp8", "--text", str(tmp_path / "absent"),
+                  "--out", str(tmp_path / "out")])  # fmt: skip
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --text: ")
+
+
+def test_a_quantized_checkpoint_is_refused(tiny_model, tmp_path, compare):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = quantization_config(make_scheme("w4a16", 32), ["lm_head"])
+    (model / "config.json").write_text(json.dumps(config))
+    save_file({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(128, 2)}, model / "model.safetensors")
+    with pytest.raises(UserError, match="is quantized already; give the model that it was made from"):
+        compare(model, ["w4a16"])
+
+
+def test_a_hostile_model_name_is_text_on_the_page(tiny_model, tmp_path, compare):
+    model = shutil.copytree(tiny_model(), tmp_path / "<img src=x onerror=alert(1)>")
+    compare(model, ["w4a16"], page=True)
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "<img src=x" not in page
+    assert "&lt;img src=x" in page

@@ -1,0 +1,133 @@
+"""`qarl eval` as a user runs it: on a model, on a run, again, and with what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROWS = [{"question": f"What is {a} + 3?", "answer": f"Sum.\n#### {a + 3}"} for a in range(5)]
+
+# Ends like Ctrl-C in the second batch.
+INTERRUPT = """
+import qarl.evaluation.runner as runner, qarl.evaluation.directory as directory
+runner.BATCH_RESPONSES = 4
+real = directory.ResultsDirectory.append
+def append(self, rows):
+    real(self, rows)
+    if len(self.rows) >= 8:
+        raise KeyboardInterrupt
+directory.ResultsDirectory.append = append
+"""
+
+
+class Commands:
+    def __init__(self, qarl, model: Path, folder: Path) -> None:
+        self.qarl, self.model, self.folder = qarl, model, folder
+        self.file = folder / "gsm8k.jsonl"
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def eval(self, *arguments: object, before: str = ""):
+        return self.qarl.run("eval", *arguments, before=before, cwd=self.folder)
+
+    def gsm8k(self, *arguments: object, before: str = ""):
+        return self.eval(self.model, "--data", f"gsm8k={self.file}", "--max-response-length", 8, *arguments,
+                         before=before)  # fmt: skip
+
+    def refused(self, *arguments: object) -> str:
+        before = sorted(self.folder.rglob("*"))
+        done = self.eval(*arguments)
+        assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+        assert sorted(self.folder.rglob("*")) == before
+        return done.err
+
+
+@pytest.fixture
+def commands(qarl, tiny_model, tmp_path) -> Commands:
+    return Commands(qarl, tiny_model("llama"), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(qarl, tiny_model, tmp_path_factory) -> Path:
+    from tiny_runs import settings, write_config
+
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder / "c.yaml", settings(tiny_model("llama"), train={"steps": 1}))
+    done = qarl.run("train", config, f"train.run_dir={folder / 'run'}")
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+def test_a_model_on_a_local_set_leaves_results_and_every_completion(commands):
+    done = commands.gsm8k("--samples", 2, "--k", "1,2", "--max-prompts", 3, "--scheme", "w4a16", "--group-size", 32)
+    assert (done.code, done.err) == (0, "")
+    assert "avg@2" in done.out and "pass@2" in done.out and "w4a16" in done.out
+    (folder,) = (commands.folder / "eval").iterdir()
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["format_version"], results["scheme"], results["step"], results["samples"]) == (1, "w4a16", None, 2)
+    (task,) = results["tasks"]
+    assert (task["name"], task["prompts"]) == ("gsm8k", 3) and set(task["pass"]) == {"1", "2"}
+    assert results["overall"]["avg"] == pytest.approx(task["avg"])
+    assert results["command"][:2] == ["qarl", "eval"] and results["environment"]["packages"]["torch"]
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert [(r["prompt_id"], r["sample"]) for r in rows] == [(p, s) for p in range(3) for s in range(2)]
+    assert rows[0]["answer"] == ROWS[0]["answer"] and "\\boxed{}" in rows[0]["prompt"]
+
+
+def test_interrupted_and_run_again_it_ends_as_if_never_interrupted(commands):
+    assert commands.gsm8k("--out", "whole").code == 0
+    stopped = commands.gsm8k("--out", "parts", before=INTERRUPT)
+    assert stopped.code == 130 and "stopped with 8 completions in parts" in stopped.out
+    assert not (commands.folder / "parts" / "results.json").exists()
+    done = commands.gsm8k("--out", "parts")
+    assert done.code == 0 and "8 completions are there already" in done.out
+    whole, parts = (commands.folder / name for name in ("whole", "parts"))
+    assert (parts / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
+    results = [json.loads((p / "results.json").read_text()) for p in (whole, parts)]
+    for key in ("tasks", "overall", "sampling"):
+        assert results[0][key] == results[1][key]
+
+
+def test_the_directory_of_another_evaluation_is_refused(commands):
+    commands.gsm8k("--out", "r", "--max-prompts", 1)
+    said = commands.refused(commands.model, "--data", f"gsm8k={commands.file}", "--max-response-length", 9,
+                            "--max-prompts", 1, "--out", "r")  # fmt: skip
+    assert "error: r: holds the results of another evaluation (sampling.max_response_length is 8 there, 9 here)" in said
+
+
+def test_a_run_without_tasks_is_evaluated_on_its_training_data(commands, trained):
+    done = commands.eval(trained, "--max-prompts", 2, "--samples", 1)
+    assert done.code == 0, done.err
+    assert "no --data, and no evaluation.tasks in the run: its training data, at most 2 rows" in done.out
+    (folder,) = (trained / "eval").iterdir()
+    assert folder.name.startswith("000001-w4a16-train-")
+    results = json.loads((folder / "results.json").read_text())
+    assert (results["step"], results["sampling"]["max_response_length"]) == (1, 8)
+
+
+def test_a_checkpoint_gives_what_its_run_gives(commands, trained):
+    for name, target in (("a", trained), ("b", trained / "checkpoints" / "000001")):
+        done = commands.eval(target, "--max-prompts", 2, "--out", name)
+        assert done.code == 0, done.err
+    a, b = ((commands.folder / name / "completions.jsonl").read_bytes() for name in "ab")
+    assert a == b
+
+
+def test_a_run_without_a_checkpoint_is_refused(commands, trained):
+    shutil.copytree(trained, commands.folder / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    assert "the run has no checkpoint yet" in commands.refused("run")
+
+
+def test_a_set_without_the_answer_column_is_refused(commands):
+    (commands.folder / "bad.jsonl").write_text('{"question": "1?", "solution": "1"}\n')
+    said = commands.refused(commands.model, "--data", "gsm8k=bad.jsonl")
+    assert "no column `answer`; it has: question, solution" in said
+
+
+def test_prompts_that_do_not_fit_the_context_are_refused(commands):
+    said = commands.refused(commands.model, "--data", f"gsm8k={commands.file}", "--max-response-length", 500)
+    assert "5 of 5 prompts" in said and "exceed the context of 512 tokens" in said

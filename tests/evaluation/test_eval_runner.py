@@ -1,0 +1,204 @@
+"""Evaluating in process: batches and interruptions change nothing, and what is kept is whole."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from qarl.config import EvalTask, EvaluationConfig, LoggingConfig
+from qarl.errors import UserError
+from qarl.evaluation import runner
+from qarl.evaluation.directory import ResultsDirectory
+from qarl.evaluation.results import metrics_of
+from qarl.evaluation.runner import MemorySink, Settings, evaluate
+from qarl.evaluation.tasks import TaskRewards, load_tasks
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.training.recorder import Recorder
+
+IDENTITY = {"step": None, "sampling": {"samples": 2, "temperature": 1.0}}
+
+
+@contextmanager
+def silent(name, total):
+    yield lambda n=1: None
+
+
+class Bench:
+    """A tiny w4a16 policy, two tasks of three and five prompts, and their rewards."""
+
+    def __init__(self, path):
+        self.opened = open_policy(resolve_target(str(path), quant={"scheme": "w4a16", "group_size": 32}))
+        reward = [{"name": "regex", "options": {"pattern": "[a-z]"}}]
+        tasks = [
+            EvalTask(name=name, data={"source": "task:arithmetic", "task": {"size": size, "seed": size}}, reward=reward)
+            for name, size in (("three", 3), ("five", 5))
+        ]
+        self.tasks = load_tasks(tasks, self.opened.tokenizer)
+        self.rewards = TaskRewards(self.tasks, None, None)
+
+    def settings(self, **values) -> Settings:
+        config = EvaluationConfig(**{"samples": 2, "max_response_length": 6, **values})
+        return Settings.of(config, 0, (), self.opened.sampling(1, 1, None).stop_token_ids)
+
+    def run(self, sink, settings=None, tasks=None, check=lambda: None):
+        return evaluate(self.opened.engine, self.opened.policy.version, tasks or self.tasks,
+                        settings or self.settings(), self.rewards, sink, silent, check)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_model):
+    bench = Bench(tiny_model("llama"))
+    yield bench
+    bench.rewards.close()
+    bench.opened.close()
+
+
+@pytest.fixture(scope="module")
+def whole(bench):
+    sink = MemorySink()
+    return bench.run(sink), sink.rows
+
+
+def test_every_prompt_has_its_samples_in_order_and_the_summary_counts_them(whole):
+    summary, rows = whole
+    expected = [(t, p, s) for t, n in (("three", 3), ("five", 5)) for p in range(n) for s in range(2)]
+    assert [(r["task"], r["prompt_id"], r["sample"]) for r in rows] == expected
+    assert 0 < sum(r["correct"] for r in rows) < len(rows)
+    for entry, count in zip(summary["tasks"], (3, 5), strict=True):
+        own = [r for r in rows if r["task"] == entry["name"]]
+        assert entry["prompts"] == count
+        assert entry["avg"]["mean"] == pytest.approx(sum(r["correct"] for r in own) / len(own))
+        assert entry["length_mean"] == pytest.approx(sum(r["tokens"] for r in own) / len(own))
+    means = [entry["avg"]["mean"] for entry in summary["tasks"]]
+    assert summary["overall"]["avg"]["mean"] == pytest.approx(sum(means) / 2)
+    assert metrics_of(summary)["eval/five/pass@2"] == summary["tasks"][1]["pass"]["2"]["mean"]
+
+
+@pytest.mark.parametrize("responses", [1, 4])
+def test_results_do_not_depend_on_batches(bench, whole, monkeypatch, responses):
+    monkeypatch.setattr(runner, "BATCH_RESPONSES", responses)
+    sink = MemorySink()
+    assert bench.run(sink) == whole[0] and sink.rows == whole[1]
+
+
+def test_results_of_a_task_do_not_depend_on_the_other_tasks(bench, whole):
+    sink = MemorySink()
+    bench.run(sink, tasks=bench.tasks[1:])
+    assert sink.rows == [r for r in whole[1] if r["task"] == "five"]
+
+
+def test_tasks_draw_from_streams_of_their_own_apart_from_trainings(bench):
+    seeds = {bench.settings(seed=seed).sampling(task).seed for seed in (0, 1) for task in ("three", "five")}
+    assert len(seeds) == 4 and all(2**63 <= seed < 2**64 for seed in seeds)
+
+
+def test_a_completion_is_correct_from_the_threshold_on(bench, whole):
+    sink = MemorySink()
+    bench.run(sink, bench.settings(correct_threshold=0.0))
+    assert all(r["correct"] for r in sink.rows)
+    assert [r["completion"] for r in sink.rows] == [r["completion"] for r in whole[1]]
+
+
+def test_greedy_is_the_same_for_every_seed(bench):
+    texts = []
+    for seed in (0, 1):
+        sink = MemorySink()
+        bench.run(sink, bench.settings(temperature=0.0, samples=1, seed=seed))
+        texts.append([r["completion"] for r in sink.rows])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("stop_at", [1, 7, 24])
+def test_an_interrupted_evaluation_continues_to_the_same_bytes(bench, whole, tmp_path, monkeypatch, stop_at):
+    monkeypatch.setattr(runner, "BATCH_RESPONSES", 4)
+    calls = 0
+
+    def check():
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise KeyboardInterrupt(signal.SIGINT)
+
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory, pytest.raises(KeyboardInterrupt):
+        directory.begin({"weights": "a"}, 2)
+        bench.run(directory, check=check)
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
+        directory.begin({"weights": "a"}, 2)
+        before = len(directory.rows)
+        assert before < 16 and (before > 0 or stop_at < 20)
+        assert bench.run(directory) == whole[0]
+        assert directory.rows == whole[1]
+        assert directory.completions.read_text() == "".join(json.dumps(r) + "\n" for r in whole[1])
+
+
+@pytest.mark.parametrize("cut", [2, 40, 3000])
+def test_a_torn_end_is_drawn_again(bench, whole, tmp_path, cut):
+    """A cut through the last line, through the last prompt's two samples, or through several prompts."""
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
+        directory.begin({"weights": "a"}, 2)
+        bench.run(directory)
+        path = directory.completions
+    complete = path.read_bytes()
+    path.write_bytes(complete[:-cut])
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
+        directory.begin({"weights": "a"}, 2)
+        assert len(directory.rows) % 2 == 0 and len(directory.rows) < 16
+        assert bench.run(directory) == whole[0]
+    assert path.read_bytes() == complete
+
+
+@pytest.mark.parametrize("identity, weights, said", [
+    ({**IDENTITY, "step": 3}, "a", "step is null there, 3 here"),
+    ({"step": None, "sampling": {"samples": 4, "temperature": 1.0}}, "a", "sampling.samples is 2 there, 4 here"),
+    (IDENTITY, "b", 'weights is "a" there, "b" here'),
+])  # fmt: skip
+def test_results_of_another_evaluation_are_refused_and_left_alone(tmp_path, identity, weights, said):
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
+        directory.begin({"weights": "a"}, 2)
+        directory.append([{"task": "t", "prompt_id": 0, "sample": 0}, {"task": "t", "prompt_id": 0, "sample": 1}])
+    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
+    with pytest.raises(UserError, match="holds the results of another evaluation") as caught:  # noqa: SIM117
+        with ResultsDirectory.open(tmp_path / "r", identity) as directory:
+            directory.begin({"weights": weights}, 2)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"it holds 'notes\.txt' but no evaluation\.json"):
+        ResultsDirectory.open(tmp_path, IDENTITY)
+    with pytest.raises(UserError, match="not a directory"):
+        ResultsDirectory.open(tmp_path / "notes.txt", IDENTITY)
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    with ResultsDirectory.open(tmp_path / "r", IDENTITY), pytest.raises(UserError, match="in use by another"):
+        ResultsDirectory.open(tmp_path / "r", IDENTITY)
+
+
+def test_a_start_that_is_refused_leaves_no_directory(tmp_path):
+    with pytest.raises(UserError, match="no model"), ResultsDirectory.open(tmp_path / "eval" / "r", IDENTITY):
+        raise UserError("no model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trackers_get_the_finite_values_and_metrics_jsonl_none(tmp_path):
+    class Tracker:
+        name, logged = "fake", []
+
+        def log(self, step, metrics):
+            self.logged.append((step, metrics))
+
+        def close(self):
+            pass
+
+    with Recorder(tmp_path, LoggingConfig(tensorboard=False)) as recorder:
+        recorder._trackers.append(Tracker())
+        recorder.track(0, {"eval/a/avg": 0.5, "time/eval_s": float("inf")})
+    assert Tracker.logged == [(0, {"eval/a/avg": 0.5})]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""

@@ -1,0 +1,176 @@
+"""Evaluations during training: what they leave, and that training does not notice them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+TASKS = [
+    {"name": "short", "data": {"source": "task:arithmetic", "task": {"size": 3, "seed": 7}, "max_prompt_length": 64},
+     "reward": [{"name": "regex", "options": {"pattern": "[a-z]"}}]},
+    {"name": "long", "data": {"source": "task:arithmetic", "task": {"size": 4, "terms": 5}, "max_prompt_length": 64},
+     "reward": [{"name": "length", "options": {"target": 4}}]},
+]  # fmt: skip
+EVALUATION = {"tasks": TASKS, "every": 2, "samples": 2, "max_response_length": 12, "temperature": 0.7}
+
+# Kills or interrupts the run in its N-th evaluation's second batch.
+IN_EVALUATION = """
+import os, signal
+import qarl.evaluation.training as training
+real, calls = training.evaluate, []
+def evaluate(engine, version, tasks, settings, rewards, sink, phase, check):
+    calls.append(1)
+    if len(calls) == N:
+        append = sink.append
+        def stop(rows):
+            append(rows)
+            os.kill(os.getpid(), signal.SIGNAL)
+        sink.append = stop
+    return real(engine, version, tasks, settings, rewards, sink, phase, check)
+training.evaluate = evaluate
+"""
+
+
+def in_evaluation(number: int, name: str) -> str:
+    return IN_EVALUATION.replace("== N", f"== {number}").replace("SIGNAL)", f"{name})")
+
+
+def jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def training_record(run: Path) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.startswith(UNREPEATABLE)} for r in jsonl(run / "metrics.jsonl")]
+
+
+def evaluations(run: Path) -> list[dict]:
+    return [{k: v for k, v in r.items() if k != "time/eval_s"} for r in jsonl(run / "evaluations.jsonl")]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+class Evaluated:
+    """One configuration: `plain` without evaluations, `reference` with them, and runs of a test's own."""
+
+    def __init__(self, qarl, model: Path, folder: Path) -> None:
+        from tiny_runs import settings, write_config
+
+        self.qarl, self.folder = qarl, folder
+        data = settings(model, train={"steps": 3}, logging={"tensorboard": False})
+        self.plain_config = write_config(folder / "plain.yaml", data)
+        self.config = write_config(folder / "c.yaml", {**data, "evaluation": EVALUATION})
+        self.plain, self.reference = folder / "plain", folder / "reference"
+        assert self.train(self.plain, config=self.plain_config).code == 0
+        done = self.train(self.reference)
+        assert done.code == 0, done.err
+        self.output = done.out
+
+    def train(self, run: Path, *overrides: str, config: Path | None = None, before: str = ""):
+        return self.qarl.run("train", config or self.config, f"train.run_dir={run}", *overrides, before=before)
+
+
+@pytest.fixture(scope="module")
+def evaluated(qarl, tiny_model, tmp_path_factory) -> Evaluated:
+    return Evaluated(qarl, tiny_model("llama"), tmp_path_factory.mktemp("evaluated"))
+
+
+def test_training_is_bit_identical_with_and_without_evaluations(evaluated):
+    assert training_record(evaluated.reference) == training_record(evaluated.plain)
+    for folder in ("rollouts", "checkpoints/000002", "checkpoints/latest"):
+        assert files(evaluated.reference / folder) == files(evaluated.plain / folder), folder
+    assert not (evaluated.plain / "evaluations.jsonl").exists() and not (evaluated.plain / "evaluations").exists()
+
+
+def test_evaluations_come_before_training_every_n_steps_and_at_the_end(evaluated):
+    records = jsonl(evaluated.reference / "evaluations.jsonl")
+    assert [r["step"] for r in records] == [0, 2, 3]
+    for record in records:
+        assert [(t["name"], t["prompts"], t["samples"]) for t in record["tasks"]] == [("short", 3, 2), ("long", 4, 2)]
+        assert set(record["tasks"][0]["pass"]) == {"1", "2"} and record["time/eval_s"] > 0
+        rows = jsonl(evaluated.reference / "evaluations" / f"{record['step']:06d}.jsonl")
+        assert len(rows) == 14 and {r["step"] for r in rows} == {record["step"]}
+        assert max(r["tokens"] for r in rows) == 12  # not the rollouts' 8
+    assert "evaluation after step 3: short avg@2 0." in evaluated.output
+
+
+def test_the_time_of_an_evaluation_is_not_in_the_step(evaluated, tmp_path):
+    slow = "import time, qarl.evaluation.training as t\nreal = t.evaluate\ndef evaluate(*a):\n    time.sleep(2)\n"
+    done = evaluated.train(tmp_path / "run", "train.steps=1", "evaluation.at_end=false",
+                           before=slow + "    return real(*a)\nt.evaluate = evaluate")  # fmt: skip
+    assert done.code == 0, done.err
+    (evaluation,) = jsonl(tmp_path / "run" / "evaluations.jsonl")
+    (step,) = jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert evaluation["time/eval_s"] > 2 > step["time/step_s"] and not [k for k in step if "eval" in k]
+
+
+@pytest.mark.parametrize("number, name, code", [(1, "SIGINT", 130), (2, "SIGTERM", 143), (3, "SIGKILL", -9)])
+def test_stopped_in_an_evaluation_a_run_goes_on_to_the_same_records(evaluated, tmp_path, number, name, code):
+    run = tmp_path / "run"
+    assert evaluated.train(run, before=in_evaluation(number, name)).code == code
+    kept = jsonl(run / "evaluations.jsonl") if number > 1 else []
+    assert [r["step"] for r in kept] == [0, 2, 3][: number - 1]
+    done = evaluated.train(run)
+    assert done.code == 0, done.err
+    assert jsonl(run / "evaluations.jsonl")[: len(kept)] == kept, "a finished evaluation was repeated"
+    assert evaluations(run) == evaluations(evaluated.reference)
+    assert files(run / "evaluations") == files(evaluated.reference / "evaluations")
+    assert training_record(run) == training_record(evaluated.reference)
+
+
+def test_going_back_forgets_the_evaluations_after_the_checkpoint(evaluated, tmp_path):
+    run = tmp_path / "run"
+    evaluated.train(run, "checkpoint.keep_last=0")
+    with open(run / "evaluations.jsonl", "a") as file:
+        file.write('{"step": 4, "ta')
+    done = evaluated.train(run, "checkpoint.keep_last=0", "train.steps=2",
+                           f"checkpoint.resume={run}/checkpoints/000002")  # fmt: skip
+    assert done.code == 0, done.err
+    assert [r["step"] for r in jsonl(run / "evaluations.jsonl")] == [0, 2]
+    assert sorted(p.name for p in (run / "evaluations").iterdir()) == ["000000.jsonl", "000002.jsonl"]
+
+
+def test_evaluation_may_be_changed_on_resumption_and_is_then_done_anew(evaluated, tmp_path):
+    run = tmp_path / "run"
+    evaluated.train(run, "train.steps=2")
+    done = evaluated.train(run, "evaluation.samples=3")
+    assert done.code == 0, done.err
+    samples = {r["step"]: r["tasks"][0]["samples"] for r in jsonl(run / "evaluations.jsonl")}
+    assert samples == {0: 2, 2: 3, 3: 3}
+    assert training_record(run) == training_record(evaluated.plain)
+
+
+def test_a_reward_that_breaks_down_in_an_evaluation_loses_no_finished_step(evaluated, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "import pathlib\n"
+        "def judge(completions, prompts, **columns):\n"
+        f"    calls = pathlib.Path({str(tmp_path / 'calls')!r})\n"
+        "    calls.write_text(calls.read_text() + 'x' if calls.exists() else 'x')\n"
+        "    assert calls.read_text() == 'x', 'the judge is away'\n"
+        "    return [1.0 for c in completions]\n"
+    )
+    run, reward = tmp_path / "run", f"evaluation.tasks.0.reward=[{{name: '{tmp_path}/judge.py:judge'}}]"
+    done = evaluated.train(run, reward, "checkpoint.every=9")
+    assert done.code == 2 and done.err.count("\n") == 1, done.err
+    assert done.err.startswith("error: evaluation task short: reward `judge`: ") and "the judge is away" in done.err
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000002", "latest"]
+
+
+@pytest.mark.parametrize("override, message", [
+    ("evaluation.max_response_length=600", "the context of 512 tokens; lower it"),
+    ("evaluation.tasks=[{preset: gsm8k, path: nowhere.jsonl}]", "evaluation.tasks.0.path = \"nowhere.jsonl\": no such"),
+    ("evaluation.tasks.0.reward=[{name: 'no.py:f'}]", "evaluation.tasks.0.reward.0.name = \"no.py:f\": no such file"),
+    ("evaluation.tasks.1.data.prompt_template='{question}'", "evaluation task long: data.prompt_template: there is no"),
+    ("rollout.kv_cache_tokens=100", "evaluation task short: 3 of 3 prompts"),
+])  # fmt: skip
+def test_evaluations_that_cannot_be_are_refused_before_the_run_starts(evaluated, tmp_path, override, message):
+    done = evaluated.train(tmp_path / "run", override, "data.max_prompt_length=32",
+                           *(["evaluation.max_response_length=60"] if "kv" in override else []))  # fmt: skip
+    assert done.code == 2 and message in done.err, done.err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,120 @@
+"""The papers' sets: by hub name with a patched loader, and by local file with the same columns and template."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from qarl.config import EvalTask
+from qarl.config.evaluation_presets import PRESETS, unknown_preset
+from qarl.errors import UserError
+from qarl.evaluation.tasks import TaskRewards, load_tasks, require_room
+from qarl.policy.load import load_tokenizer
+from qarl.types import Rollout
+
+ANSWERS = {"gsm8k": "3 times 4 is <<3*4=12>>12.\n#### 12", "olympiadbench": ["$12$"]}
+
+
+def row(name: str) -> dict:
+    preset = PRESETS[name]
+    return {preset.prompt: "What is $3 \\times 4$?", preset.answer: ANSWERS.get(name, "12"), "other": None}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    from qarl.config import ModelConfig
+
+    return load_tokenizer(ModelConfig(path=str(tiny_model("llama"))))
+
+
+def response(text: str) -> Rollout:
+    return Rollout(0, 0, [5], [0.0], "stop", 0, 0, text)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_asks_the_hub_for_its_subset_and_split(name, tokenizer, monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, split):
+        asked.append((*arguments, split))
+        return datasets.Dataset.from_list([row(name)] * 3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (task,) = load_tasks([EvalTask(preset=name, max_prompts=2)], tokenizer)
+    preset = PRESETS[name]
+    assert asked == [(preset.source, preset.subset, preset.split)]
+    assert task.name == name and len(task.prompts) == 2
+    assert "What is $3 \\times 4$?\n\nPlease reason" in task.prompts[0].text and "\\boxed{}" in task.prompts[0].text
+
+
+def test_a_local_file_gives_the_same_task_as_the_hub(tokenizer, tmp_path, monkeypatch):
+    for name in PRESETS:
+        rows = datasets.Dataset.from_list([row(name)])
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, rows=rows, **__: rows)
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row(name)) + "\n")
+        hub, local = load_tasks([EvalTask(preset=name), EvalTask(preset=name, path=str(path))], tokenizer)
+        assert hub.fingerprint == local.fingerprint, name
+
+
+def test_every_preset_rewards_its_own_kind_of_answer(tokenizer, tmp_path):
+    tasks = []
+    for name in PRESETS:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row(name)) + "\n")
+        tasks.append(EvalTask(preset=name, path=str(path)))
+    loaded = load_tasks(tasks, tokenizer)
+    rewards = TaskRewards(loaded, None, None)
+    try:
+        for task in loaded:
+            both = [response("It is \\boxed{12}."), response("It is \\boxed{13}.")]
+            assert rewards.score(task, task.prompts, both).total == [1.0, 0.0], task.name
+    finally:
+        rewards.close()
+
+
+def test_several_answers_are_compared_as_a_set(tokenizer, tmp_path):
+    path = tmp_path / "o.jsonl"
+    path.write_text(json.dumps({"question": "Roots?", "final_answer": ["$2$", "$-\\frac{1}{3}$"]}) + "\n")
+    loaded = load_tasks([EvalTask(preset="olympiadbench", path=str(path))], tokenizer)
+    rewards = TaskRewards(loaded, None, None)
+    try:
+        texts = ["\\boxed{-\\frac{1}{3}, 2}", "\\boxed{2}"]
+        assert rewards.score(loaded[0], loaded[0].prompts, [response(t) for t in texts]).total == [1.0, 0.0]
+    finally:
+        rewards.close()
+
+
+def test_a_file_without_the_answer_column_is_refused_with_the_columns_it_has(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "1?", "solution": "1"}\n')
+    with pytest.raises(UserError, match=r"evaluation task gsm8k: .*no column `answer`; it has: question, solution$"):
+        load_tasks([EvalTask(preset="gsm8k", path=str(path))], tokenizer)
+
+
+def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
+    task = EvalTask(name="own", data={"source": "task:arithmetic", "chat_template": False},
+                    reward=[{"name": "exact", "options": {"column": "gold"}}])  # fmt: skip
+    with pytest.raises(UserError, match=r"evaluation task own: .*no data column `gold`; there are: answer"):
+        TaskRewards(load_tasks([task], tokenizer), None, None)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("MATH-50", "no such evaluation set; did you mean math500?"),
+    ("zebra", "no such evaluation set; there are math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench"),
+])  # fmt: skip
+def test_an_unknown_preset_names_the_nearest_or_all(name, said):
+    assert unknown_preset(name) == said
+
+
+def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in ("x" * 900, "y")))
+    tasks = load_tasks([EvalTask(preset="gsm8k", path=str(path))], tokenizer)
+    assert len(tasks[0].prompts) == 2
+    longest = tasks[0].longest
+    require_room(tasks, 10, longest + 10, "the context")
+    with pytest.raises(UserError, match=r"gsm8k: 1 of 2 prompts .* exceed the context of .* to 9 or less"):
+        require_room(tasks, 10, longest + 9, "the context")

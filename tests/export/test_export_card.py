@@ -1,0 +1,99 @@
+"""The model card: front matter the hub takes, the run's own numbers, no text that breaks out of its cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+from tiny_exports import TinyRun, save_run
+
+from qarl.config import ModelConfig
+from qarl.errors import UserError
+from qarl.export.card import model_card
+from qarl.inference.masters import scheme_of
+from qarl.inference.target import Target, resolve_target
+
+
+def card(target: Target) -> str:
+    return model_card(target, scheme_of(target.quant), "bfloat16", "pack-quantized", 2_500_000, 10_000_000)
+
+
+def task(name: str, mean: float) -> dict:
+    number = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+    return {"name": name, "prompts": 30, "samples": 4, "avg": number, "pass": {"1": number, "4": number}}
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path) -> TinyRun:
+    return save_run(tmp_path / "my_run", tiny_model())
+
+
+def test_front_matter_of_a_hub_model_names_its_base(run):
+    target = resolve_target(str(run.path))
+    target = dataclasses.replace(target, model=ModelConfig(path="HuggingFaceTB/SmolLM2-135M-Instruct"))
+    front = yaml.safe_load(card(target).split("---\n")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "finetune")
+    assert front["library_name"] == "transformers" and {"w4a16", "compressed-tensors", "tbpo"} <= set(front["tags"])
+
+
+def test_a_local_base_is_named_without_its_place(run):
+    target = resolve_target(str(run.path))
+    text = card(target)
+    assert "base_model" not in yaml.safe_load(text.split("---\n")[1])
+    assert str(run.path.parent) not in text and target.model.path not in text
+
+
+def test_a_runs_card_says_how_it_was_trained(run):
+    text = card(resolve_target(str(run.path)))
+    assert "# my_run-w4a16" in text and "bit for bit" in text
+    assert "| Steps | 4 of 6 |" in text and "| Objective | tbpo, advantage grpo" in text and "learner aligned" in text
+    assert "0.100 in the first quarter, 0.400 in the last; 0.400 in step 4" in text
+    assert "differ by 0 in the mean" in text and "temperature 1" in text
+    assert "| Size | 2.5 MB, 0.250 of that in bfloat16 |" in text
+
+
+def test_an_earlier_step_has_that_steps_numbers(run):
+    text = card(resolve_target(str(run.path), step=2))
+    assert "| Steps | 2 of 6 |" in text and "0.200 in step 2" in text and "0.400" not in text
+
+
+def test_evaluations_of_this_step_and_the_last_one_in_training_are_shown(run):
+    lines = [{"step": step, "tasks": [task(f"during-{step}", 0.3)], "overall": {}} for step in (1, 3, 5)]
+    (run.path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, step, scheme in (("same", 4, "w4a16"), ("older", 2, "w4a16"), ("other", 4, "bf16")):
+        (run.path / "eval" / name).mkdir(parents=True)
+        results = {"step": step, "scheme": scheme, "tasks": [task(f"eval-{name}", 0.5)]}
+        (run.path / "eval" / name / "results.json").write_text(json.dumps(results))
+    text = card(resolve_target(str(run.path)))
+    assert "| during-3 | 3 | 30 | avg@4 0.300 (0.200 to 0.400) | pass@1 0.300 (0.200 to 0.400), pass@4" in text
+    assert "| eval-same | 4 | 30 | avg@4 0.500" in text
+    assert not any(name in text for name in ("during-1", "during-5", "eval-older", "eval-other"))
+
+
+@pytest.mark.parametrize("text", ["{", '{"step": 4, "scheme": "w4a16", "tasks": [{}]}'])
+def test_an_evaluation_that_cannot_be_read_is_named(run, text):
+    (run.path / "eval" / "broken").mkdir(parents=True)
+    (run.path / "eval" / "broken" / "results.json").write_text(text)
+    with pytest.raises(UserError, match=r"broken/results\.json: .*evaluate again"):
+        card(resolve_target(str(run.path)))
+
+
+def test_text_of_others_stays_in_its_cell(run):
+    (run.path / "evaluations.jsonl").write_text(
+        json.dumps({"step": 4, "tasks": [task("x | y <b>\n# z", 0.5)], "overall": {}})
+    )
+    text = card(resolve_target(str(run.path)))
+    assert "| x \\| y \\<b\\> # z | 4 |" in text
+
+
+def test_bf16_masters_of_a_low_bit_run_are_not_called_its_policy(run):
+    text = card(resolve_target(str(run.path), quant={"scheme": "bf16"}))
+    assert "master weights, unquantized: not the policy that generated in training" in text
+    assert "compressed-tensors" not in yaml.safe_load(text.split("---\n")[1])["tags"]
+
+
+def test_a_quantized_model_is_called_a_baseline(tiny_model):
+    text = card(resolve_target(str(tiny_model()), quant={"scheme": "w4a16", "group_size": 32}))
+    assert "rounding to nearest, without training: a baseline" in text and "## Training" not in text

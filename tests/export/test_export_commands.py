@@ -1,0 +1,218 @@
+"""`qarl export` and `qarl quantize`: what they print, and every refusal as one line with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored_tensors
+
+from qarl import cli
+from qarl.inference.masters import open_masters, scheme_of
+from qarl.inference.opening import snapshot_of
+from qarl.inference.target import resolve_target
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path) -> TinyRun:
+    return save_run(tmp_path / "run", tiny_model())
+
+
+@pytest.fixture
+def qarl(capsys):
+    """qarl(*argv) -> what was printed; fails unless it exits with 0."""
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()  # what making the model printed
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(arg) for arg in argv])
+        printed = capsys.readouterr()
+        assert not caught.value.code, printed.err
+        return printed.out
+
+    return call
+
+
+@pytest.fixture
+def refusal(capsys):
+    """refusal(*argv) -> the one line on stderr; fails unless the exit code is 2 and stdout is empty."""
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()  # what making the model printed
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(arg) for arg in argv])
+        printed = capsys.readouterr()
+        assert (caught.value.code, printed.out) == (2, "")
+        assert printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed.err
+        return printed.err
+
+    return call
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_export_writes_the_newest_checkpoint_below_the_run(run, qarl):
+    out = qarl("export", run.path)
+    directory = run.path / "export"
+    digest = run.snapshots[4].manifest().digest()
+    total = sum(path.stat().st_size for path in directory.iterdir())
+    assert f"{directory}: {total:,} bytes in {len(entries(directory))} files, 1 of them with tensors" in out
+    assert f"snapshot sha256 {digest[:16]}: the digest that the run recorded" in out
+    assert out.count("\n") == 3
+
+
+def test_export_of_a_step_writes_that_checkpoint(run, qarl, tmp_path):
+    qarl("export", run.path, tmp_path / "out", "--step", 2)
+    stored, published = stored_tensors(tmp_path / "out"), run.snapshots[2].tensors
+    assert all(same_bytes(stored[name], published[name]) for name in published)
+
+
+def test_export_of_a_checkpoint_directory_goes_below_its_run(run, qarl):
+    qarl("export", run.path / "checkpoints" / "000002")
+    assert json.loads((run.path / "export" / "qarl_export.json").read_text())["step"] == 2
+
+
+def test_export_dtype_bf16_writes_no_quantization(run, qarl, tmp_path):
+    out = qarl("export", run.path, tmp_path / "out", "--dtype", "bf16")
+    assert "1.000 of the" in out and "read back from the files" in out
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_export_shards_by_the_size_asked_for(run, qarl, tmp_path):
+    qarl("export", run.path, tmp_path / "out", "--max-shard-size", "40KB")
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(sizes) > 1 and max(sizes) < 45_000
+
+
+def test_export_finds_a_base_model_that_moved_with_the_option(tiny_model, tmp_path, qarl, refusal):
+    base = shutil.copytree(tiny_model(), tmp_path / "base")
+    run = save_run(tmp_path / "run", base)
+    base.rename(tmp_path / "moved")
+    line = refusal("export", run.path, tmp_path / "out")
+    assert str(base) in line and "--model" in line and not (tmp_path / "out").exists()
+    qarl("export", run.path, tmp_path / "out", "--model", tmp_path / "moved")
+    assert stored_tensors(tmp_path / "out").keys() == run.snapshots[4].tensors.keys()
+
+
+@pytest.mark.parametrize("ok, code", [(True, 0), (False, 1)])
+def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, monkeypatch):
+    seen = []
+
+    def verify(target, out, **options):
+        seen.append((target.step, out, entries(out) != []))
+        return {"ok": ok}
+
+    monkeypatch.setattr("qarl.export.verify.verify_export", verify)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["export", str(run.path), str(tmp_path / "out"), "--verify"])
+    assert (caught.value.code or 0) == code and seen == [(4, tmp_path / "out", True)]
+
+
+def test_export_of_a_run_without_a_checkpoint_is_refused(run, refusal):
+    shutil.rmtree(run.path / "checkpoints")
+    assert "the run has no checkpoint yet" in refusal("export", run.path)
+
+
+def test_export_of_a_damaged_checkpoint_names_the_others_and_takes_none(run, refusal):
+    flip(run.path / "checkpoints" / "000004" / "masters.safetensors")
+    line = refusal("export", run.path)
+    assert "000004/masters.safetensors: the digest does not match" in line and "--step (2)" in line
+    assert not (run.path / "export").exists()
+
+
+def test_export_of_the_only_checkpoint_damaged_says_to_restore_it(run, refusal):
+    shutil.rmtree(run.path / "checkpoints" / "000002")
+    flip(run.path / "checkpoints" / "000004" / "state.json")
+    assert "restore it from a copy" in refusal("export", run.path)
+
+
+def test_export_of_a_step_that_is_missing_lists_those_there(run, refusal):
+    assert "--step: " in (line := refusal("export", run.path, "--step", 3)) and "it has 2, 4" in line
+
+
+def test_export_of_a_model_points_to_quantize(tiny_model, refusal, tmp_path):
+    assert "use qarl quantize" in refusal("export", tiny_model(), tmp_path / "out")
+
+
+def test_export_of_an_export_is_refused(run, qarl, refusal, tmp_path):
+    qarl("export", run.path)
+    assert "is exported already" in refusal("export", run.path / "export", tmp_path / "out")
+
+
+def test_export_into_an_output_that_exists_is_refused_before_reading(run, refusal, tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl.export.job.open_masters", lambda target: pytest.fail("read"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    assert "exists and is not empty; remove it, or choose another OUT" in refusal("export", run.path, tmp_path / "out")
+    assert entries(tmp_path / "out") == ["mine"]
+
+
+def test_export_into_a_place_that_cannot_be_written_is_refused(run, refusal, tmp_path):
+    (tmp_path / "file").touch()
+    assert "file/out: cannot be written" in refusal("export", run.path, tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_quantize_stores_what_round_to_nearest_gives(name, tiny_model, qarl, tmp_path):
+    wanted = SCHEMES[name]
+    options = ["--group-size", wanted["group_size"]] if "group_size" in wanted else []
+    options += ["--asymmetric"] * (not wanted.get("symmetric", True))
+    options += ["--grid", wanted["grid"]] if "grid" in wanted else []
+    qarl("quantize", tiny_model("qwen2"), tmp_path / "out", "--scheme", wanted["scheme"], *options)
+    target = resolve_target(str(tiny_model("qwen2")), quant=wanted)
+    expected = snapshot_of(target, open_masters(target), torch.bfloat16).tensors
+    stored = stored_tensors(tmp_path / "out")
+    assert stored.keys() == expected.keys()
+    assert all(same_bytes(stored[tensor], expected[tensor]) for tensor in expected)
+    opened = resolve_target(str(tmp_path / "out"))
+    assert opened.kind == "export" and scheme_of(opened.quant).name == wanted["scheme"]
+
+
+def test_quantize_leaves_ignored_layers_alone(tiny_model, qarl, tmp_path):
+    qarl("quantize", tiny_model(), tmp_path / "out", "--scheme", "w8a8", "--ignore", "re:.*down_proj",
+         "--ignore", "model.layers.0.mlp.up_proj")  # fmt: skip
+    stored = stored_tensors(tmp_path / "out")
+    kept = {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"}
+    assert {n.removesuffix(".weight") for n, t in stored.items() if "mlp" in n and t.dtype == torch.bfloat16
+            and n.endswith(".weight")} == kept  # fmt: skip
+
+
+REFUSED = {
+    "group size that does not divide a layer": (["--scheme", "w4a16", "--group-size", "128"],
+                                                "--group-size: model.layers.0.self_attn"),
+    "group size that there is not": (["--scheme", "w4a16", "--group-size", "48"], "group_size = 48: must be 32, 64"),
+    "unknown scheme": (["--scheme", "w3a16"], 'scheme = "w3a16": must be'),
+    "asymmetric fp8": (["--scheme", "fp8", "--asymmetric"], "only scheme w4a16 has zero points"),
+    "unknown grid": (["--scheme", "w4a16", "--grid", "x"], 'grid = "x": must be'),
+    "unpacked fp8": (["--scheme", "fp8", "--unpacked"], "--unpacked: is for symmetric w4a16 and w4a8"),
+    "nothing to ignore": (["--scheme", "fp8", "--ignore", "mlp"], "--ignore: 'mlp' matches no Linear layer"),
+    "size": (["--scheme", "fp8", "--max-shard-size", "big"], "--max-shard-size: 'big' is no size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options, reason", REFUSED.values(), ids=REFUSED.keys())
+def test_quantize_refuses_what_the_format_cannot_express(options, reason, tiny_model, refusal, tmp_path):
+    assert reason in refusal("quantize", tiny_model(), tmp_path / "out", *options)
+    assert entries(tmp_path) == []
+
+
+def test_quantize_of_a_quantized_checkpoint_is_refused(tiny_model, qarl, refusal, tmp_path):
+    qarl("quantize", tiny_model(), tmp_path / "once", "--scheme", "fp8")
+    line = refusal("quantize", tmp_path / "once", tmp_path / "twice", "--scheme", "w8a8")
+    assert "is quantized already" in line and entries(tmp_path) == ["once"]
+
+
+def test_quantize_of_a_run_points_to_export(run, refusal, tmp_path):
+    assert "use qarl export" in refusal("quantize", run.path, tmp_path / "out", "--scheme", "fp8")
+
+
+def test_quantize_of_nothing_is_refused(refusal, tmp_path):
+    assert "no such directory" in refusal("quantize", tmp_path / "gone", tmp_path / "out", "--scheme", "fp8")

@@ -1,0 +1,127 @@
+"""Whole or not at all: full disks, signals, leftovers of the killed, two at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+
+import pytest
+from tiny_exports import TinyRun, entries, save_run
+
+from qarl.errors import UserError
+from qarl.export import staging
+from qarl.export.staging import require_vacant, staged
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path) -> TinyRun:
+    return save_run(tmp_path / "run", tiny_model(), steps=(4,))
+
+
+def test_too_little_space_is_refused_before_a_tensor_is_written(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "free_bytes", lambda path: 20_000)
+    monkeypatch.setattr("qarl.export.writer._write_tensors", lambda *arguments: pytest.fail("wrote"))
+    with pytest.raises(UserError, match=r"no space for the export \([\d,]+ bytes needed, 20,000 free\); .*another OUT"):
+        run.export(tmp_path / "out")
+    assert entries(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("limit", [1000, 30_000], ids=["in the tokenizer", "in the tensors"])
+def test_a_real_write_failure_half_way_through_a_file_leaves_nothing(run, tmp_path, limit):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(UserError, match="cannot be written: File too large") as caught:
+            run.export(tmp_path / "new" / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert entries(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("files", [0, 3, 5, 8])
+def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, monkeypatch, files):
+    real, seen = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        seen.append(fd)
+        if len(seen) > files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(UserError, match=r"out: cannot be written: No space left on device .*choose another OUT"):
+            run.export(tmp_path / "out")
+    assert entries(tmp_path) == ["run"]
+
+
+def test_ctrl_c_leaves_nothing_and_no_new_parent(run, tmp_path):
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.export(tmp_path / "new" / "deep" / "out", progress=stop)
+    assert entries(tmp_path) == ["run"]
+
+
+def test_the_next_export_clears_what_a_killed_one_left(run, tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run.export(tmp_path / "out", progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(entries(tmp_path)) == 2, "the killed export left nothing to clear"
+    run.export(tmp_path / "out")
+    assert entries(tmp_path) == ["out", "run"]
+    assert sum(name.endswith(".safetensors") for name in entries(tmp_path / "out")) == 1
+
+
+def test_two_at_once_into_one_place_are_refused(tmp_path):
+    with staged(tmp_path / "out") as first:
+        (first / "file").write_text("1")
+        with pytest.raises(UserError, match="out: another process is writing it"), staged(tmp_path / "out"):
+            pytest.fail("both write")
+    assert (tmp_path / "out" / "file").read_text() == "1" and entries(tmp_path) == ["out"]
+
+
+def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path):
+    with pytest.raises(UserError, match="exists and is not empty"), staged(tmp_path / "out") as hidden:
+        (hidden / "file").write_text("ours")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("theirs")
+    assert (tmp_path / "out" / "file").read_text() == "theirs" and entries(tmp_path) == ["out"]
+
+
+def test_an_empty_directory_and_a_link_to_one_are_filled(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with staged(tmp_path / "link") as hidden:
+        (hidden / "file").write_text("1")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").exists()
+
+
+@pytest.mark.parametrize("kind, reason", [("file", "is a file"), ("full", "is not empty"), ("link", "link to nothing")])
+def test_an_output_in_use_is_refused(tmp_path, kind, reason):
+    out = tmp_path / kind
+    if kind == "full":
+        out.mkdir()
+        (out / "x").touch()
+    elif kind == "file":
+        out.touch()
+    else:
+        out.symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=reason):
+        require_vacant(out)
+
+
+@pytest.mark.parametrize("place", ["/sys/out", "file/out"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, place):
+    (tmp_path / "file").touch()
+    message = r"out: cannot be written: .*choose another OUT$"
+    with pytest.raises(UserError, match=message), staged(tmp_path / place):
+        pytest.fail("entered")

@@ -1,0 +1,120 @@
+"""`--verify`: agreement where there is some, and a refusal to agree where a scale, a code or a number is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_exports import SCHEMES, TinyRun, save_run
+
+from qarl.export import verify
+from qarl.export.readers import Reading, Unsupported
+from qarl.inference.target import resolve_target
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch):
+    """vLLM has a test of its own, on a model that it supports."""
+
+    def unsupported(*arguments):
+        raise Unsupported("not in this test")
+
+    monkeypatch.setattr(verify, "read_vllm", unsupported)
+    monkeypatch.setattr(verify, "MAX_TOKENS", 6)
+
+
+def exported(tiny_model, directory: Path, name: str) -> tuple[TinyRun, Path]:
+    run = save_run(directory / "run", tiny_model(), steps=(2,), **SCHEMES[name])
+    run.export(directory / "out")
+    return run, directory / "out"
+
+
+def verified(run: TinyRun, out: Path) -> tuple[bool, dict[str, dict]]:
+    lines: list[str] = []
+    record = verify.verify_export(resolve_target(str(run.path)), out, device="cpu", say=lines.append)
+    assert len(lines) == 4 and json.loads((out / "verification.json").read_text()) == record
+    return record["ok"], {agreement["reader"]: agreement for agreement in record["readers"]}
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8", "w4a8"])
+def test_a_good_export_agrees_bit_for_bit_in_qarl(tiny_model, tmp_path, name):
+    ok, found = verified(*exported(tiny_model, tmp_path, name))
+    assert ok
+    assert found["codes"]["status"] == "agrees"
+    assert found["qarl"]["status"] == "agrees" and found["qarl"]["delta_abs_max"] == 0.0
+    assert found["qarl"]["same_text"] == found["qarl"]["prompts"] == 4
+    assert found["transformers"]["status"] == "agrees" and found["transformers"]["tokens"] == found["qarl"]["tokens"]
+    assert found["vllm"] == found["vllm"] | {"status": "skipped", "reason": "not in this test"}
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale", "weight_packed"])
+def test_one_changed_value_in_one_layer_is_found(tiny_model, tmp_path, suffix):
+    run, out = exported(tiny_model, tmp_path, "w4a16-g32")
+    tensors = load_file(out / "model.safetensors")
+    name = f"model.layers.1.mlp.down_proj.{suffix}"
+    tensors[name].view(-1)[3] *= 2 if suffix == "weight_scale" else -1
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    ok, found = verified(run, out)
+    assert not ok
+    assert found["codes"]["status"] == "differs" and "model.layers.1.mlp.down_proj" in found["codes"]["reason"]
+    assert found["qarl"]["status"] == "differs"
+
+
+def test_a_changed_norm_is_found(tiny_model, tmp_path):
+    run, out = exported(tiny_model, tmp_path, "w8a8")
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    ok, found = verified(run, out)
+    assert not ok and "model.norm.weight" in found["codes"]["reason"]
+
+
+def test_an_unreadable_export_is_a_reader_that_failed(tiny_model, tmp_path):
+    run, out = exported(tiny_model, tmp_path, "fp8")
+    stored = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(stored | {"hidden_size": 65}))
+    ok, found = verified(run, out)
+    assert not ok and found["qarl"]["status"] == "failed" and "\n" not in found["qarl"]["reason"]
+
+
+REFERENCE = Reading([[1, 2, 3], [4, 5]], [[-1.0, -2.0, -3.0], [-1.0, -2.0]])
+
+
+def test_agreement_counts_the_mean_over_all_tokens():
+    near = Reading([[1, 2], [4, 6]], [[-1.1, -2.0, -3.0], [-1.0, -2.4]])
+    found = verify.compare("x", REFERENCE, near, bound=0.1)
+    assert (found.status, found.same_text, found.tokens) == ("agrees", 1, 5)  # [1, 2] lacks the last token only
+    assert found.delta_abs_mean == pytest.approx(0.1) and found.delta_abs_max == pytest.approx(0.4)
+    assert verify.compare("x", REFERENCE, near, bound=0.09).status == "differs"
+
+
+def test_nan_never_agrees():
+    broken = Reading(REFERENCE.token_ids, [[float("nan"), -2.0, -3.0], [-1.0, -2.0]])
+    assert verify.compare("x", REFERENCE, broken, bound=10.0).status == "differs"
+
+
+def test_where_bits_are_promised_another_text_differs_even_with_equal_logprobs():
+    other = Reading([[1, 2, 3], [4, 6]], REFERENCE.logprobs)
+    assert verify.compare("qarl", REFERENCE, other, bound=0.0).status == "differs"
+
+
+def test_prompts_come_from_the_latest_rollouts(tiny_model, tmp_path):
+    run, out = exported(tiny_model, tmp_path, "w8a8")
+    (run.path / "rollouts").mkdir()
+    for step, text in ((1, "old"), (2, "new")):
+        rows = [{"step": step, "prompt": f"{text} {i // 2}"} for i in range(12)]
+        (run.path / "rollouts" / f"{step:06d}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    verified(run, out)
+    record = json.loads((out / "verification.json").read_text())
+    assert [g["prompt"] for g in record["greedy"]] == ["new 0", "new 1", "new 2", "new 3", *verify.PROMPTS]
+
+
+def test_bf16_export_is_compared_with_the_masters_in_bf16(tiny_model, tmp_path):
+    run, _ = exported(tiny_model, tmp_path, "w4a16-g32")
+    target = resolve_target(str(run.path), quant={"scheme": "bf16"})
+    run.export(tmp_path / "bf16", target, dtype=torch.bfloat16)
+    ok, found = verified(run, tmp_path / "bf16")
+    assert ok and found["qarl"]["delta_abs_max"] == 0.0

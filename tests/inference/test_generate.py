@@ -1,0 +1,201 @@
+"""`qarl generate`: completions, how they are shown, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qarl import cli
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.inference.generate import Completed, Look, complete, gather_texts, render
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.policy.attention import learner_context
+from qarl.policy.load import load_tokenizer
+from qarl.types import Prompt, Rollout
+
+
+def completions(path, texts, scheme="w4a16", **look) -> list[Completed]:
+    quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
+    target = resolve_target(str(path), quant=quant)
+    return complete(target, texts, Look(**{"max_new_tokens": 6, **look}), "cpu", lambda line: None)
+
+
+def run_qarl(capsys, *arguments) -> tuple[int, str, str]:
+    capsys.readouterr()  # what making a model printed
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return end.value.code, shown.out, shown.err
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+def test_greedy_is_the_likeliest_token_of_a_whole_forward_at_every_step(tiny_model, scheme):
+    found = completions(tiny_model("qwen3"), ["7 + 5 ="], scheme)[0]
+    quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
+    policy = open_policy(resolve_target(str(tiny_model("qwen3")), quant=quant), device="cpu").policy
+    ids = list(found.prompt.token_ids)
+    for token, logprob in zip(found.rollout.token_ids, found.rollout.logprobs, strict=True):
+        context, positions = learner_context([(len(ids), [0])], policy.device)
+        with policy.sampling():
+            hidden = policy.hidden_states(torch.tensor(ids), positions, context)
+            row = policy.logits(hidden[-1:])[0].log_softmax(-1)
+        assert token == row.argmax().item()
+        assert logprob == row[token].item()
+        ids.append(token)
+
+
+def test_samples_at_a_temperature_differ_and_come_by_prompt(tiny_model):
+    found = completions(tiny_model(), ["one", "two"], n=3, temperature=1.0)
+    assert [(c.given, c.rollout.sample) for c in found] == [(t, i) for t in ("one", "two") for i in range(3)]
+    assert len({tuple(c.rollout.token_ids) for c in found}) == 6
+
+
+def test_the_seed_decides_what_is_drawn(tiny_model):
+    drawn = [completions(tiny_model(), ["one"], temperature=1.0, seed=seed)[0].rollout.token_ids for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_model_with_a_chat_template_gets_it(tiny_model):
+    assert completions(tiny_model(), ["hi"])[0].prompt.text == "<|user|>hi\n<|assistant|>"
+
+
+def test_a_model_without_a_chat_template_gets_the_plain_text(tiny_model):
+    assert completions(tiny_model(chat_template=False), ["hi"])[0].prompt.text == "hi"
+
+
+def test_no_chat_gives_the_plain_text(tiny_model):
+    assert completions(tiny_model(), ["hi"], chat=False)[0].prompt.text == "hi"
+
+
+def test_a_system_message_goes_first(tiny_model):
+    found = completions(tiny_model(), ["hi"], system="be brief")[0]
+    assert found.prompt.text == "<|system|>be brief\n<|user|>hi\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("data", "look", "text"),
+    [
+        ({}, Look(), "<|user|>hi\n<|assistant|>"),
+        ({"chat_template": False}, Look(), "hi"),
+        ({"chat_template": False}, Look(chat=True), "<|user|>hi\n<|assistant|>"),
+        ({"system_prompt": "count"}, Look(), "<|system|>count\n<|user|>hi\n<|assistant|>"),
+        ({"system_prompt": "count"}, Look(system="sing"), "<|system|>sing\n<|user|>hi\n<|assistant|>"),
+        ({"system_prompt": "count"}, Look(chat=False), "hi"),
+        ({"prompt_template": "Q: {prompt}"}, Look(), "<|user|>hi\n<|assistant|>"),
+    ],
+)
+def test_a_run_is_asked_as_it_was_trained(tiny_model, data, look, text):
+    path = str(tiny_model())
+    config = Config.model_validate({
+        "model": {"path": path}, "data": {"source": "task:arithmetic", **data},
+        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": 1},
+    })  # fmt: skip
+    target = replace(resolve_target(path), run=config)
+    assert render(target, load_tokenizer(target.model), ["hi"], look)[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("look", "message"),
+    [
+        ({"n": 2}, "--n: 2 samples at temperature 0 are all the same"),
+        ({"top_p": 0.5}, "--top-p: 0.5 does nothing at temperature 0"),
+        ({"top_p": 0.0, "temperature": 1.0}, "--top-p: 0.0 is no probability"),
+        ({"temperature": -1.0}, "--temperature: -1.0 is no temperature"),
+        ({"temperature": float("nan")}, "--temperature: nan is no temperature"),
+        ({"chat": False, "system": "be brief"}, "--system: is part of the chat template"),
+        ({"max_new_tokens": 500}, "--prompt 1: its 24 tokens and 500 new ones exceed the context of 512"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(tiny_model, look, message):
+    with pytest.raises(UserError, match=message):
+        completions(tiny_model(), ["hi"], **{"max_new_tokens": 6, **look})
+
+
+def test_chat_without_a_template_is_refused(tiny_model):
+    with pytest.raises(UserError, match="has no chat template; give --no-chat"):
+        completions(tiny_model(chat_template=False), ["hi"], chat=True)
+
+
+def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ raise_exception('only in French') }}")
+    with pytest.raises(UserError, match="the chat template refuses the prompt: only in French; give --no-chat"):
+        completions(model, ["hi"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "content", "message"),
+    [
+        ([], None, "--prompt: there is none"),
+        (["hi", "  "], None, "--prompt 2: is empty"),
+        ([], b"\n", "is empty"),
+        ([], b"\xff", "is not UTF-8 text"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, message):
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        gather_texts(prompts, file if content is not None else None)
+
+
+def test_a_missing_prompt_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--prompt-file: .*absent.txt: cannot be read \(No such file"):
+        gather_texts([], tmp_path / "absent.txt")
+
+
+def test_a_file_is_one_more_prompt(tmp_path):
+    (tmp_path / "prompt.txt").write_text("line one\nline two\n")
+    assert gather_texts(["first"], tmp_path / "prompt.txt") == ["first", "line one\nline two\n"]
+
+
+def test_json_lines_hold_ids_and_log_probs(tiny_model, capsys):
+    code, out, _ = run_qarl(capsys, "generate", tiny_model(), "--prompt", "a", "--prompt", "b", "--n", 2,
+                            "--temperature", 1, "--max-new-tokens", 4, "--scheme", "fp8", "--json")  # fmt: skip
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [(row["prompt"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    for row in rows:
+        assert len(row["token_ids"]) == len(row["logprobs"]) <= 4
+        assert row["mean_logprob"] == pytest.approx(sum(row["logprobs"]) / len(row["logprobs"]))
+        assert row["finish_reason"] in ("stop", "length")
+    tokenizer = load_tokenizer(resolve_target(str(tiny_model())).model)
+    assert rows[0]["completion"] == tokenizer.decode(rows[0]["token_ids"], skip_special_tokens=True)
+
+
+def test_a_completion_cannot_drive_the_terminal(tiny_model, capsys, monkeypatch):
+    hostile = Rollout(0, 0, [5, 6], [-0.5, -1.5], "length", 0, 0, "red \x1b[31m\r\nsecond line\u202e")
+    made = Completed("hi", Prompt(0, [4], "hi"), hostile)
+    monkeypatch.setattr("qarl.inference.generate.complete", lambda *_: [made])
+    code, out, _ = run_qarl(capsys, "generate", tiny_model(), "--prompt", "hi")
+    assert code == 0
+    assert out.splitlines() == [
+        "prompt 1, sample 1: 2 tokens, cut at --max-new-tokens, mean log-prob -1.000",
+        "red \\x1b[31m\\r",
+        "second line\\u202e",
+    ]
+    assert "\x1b" not in made.as_json()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "error: --prompt 1: is empty"),
+        ([], "error: --prompt: there is none"),
+        (["--prompt", "x" * 600], "error: --prompt 1: its 622 tokens and 128 new ones exceed the context of 512"),
+        (["--prompt", "hi", "--step", "3"], "error: --step:"),
+        (["--prompt", "hi", "--scheme", "w9"], "error: --scheme"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tiny_model, capsys, arguments, message):
+    code, out, err = run_qarl(capsys, "generate", tiny_model(), *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+    assert err.count("\n") == 1

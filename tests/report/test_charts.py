@@ -1,0 +1,129 @@
+"""Drawings: what is in the SVG, and what must not be."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hand_made_runs import HOSTILE
+
+from qarl.report.blocks import Bar, BarChart, Histogram, LineChart, Series
+from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg, write_png
+from qarl.report.figures import MAX_POINTS, TickText, thin
+
+SVG = "{http://www.w3.org/2000/svg}"
+CHARTS = [
+    LineChart("Reward", "step", "mean", [Series("a", [1, 2, 3], [0.1, 0.4, 0.2], [0, 0, 0], [1, 1, 1])]),
+    LineChart("Delta", "step", "nats", [Series("a", range(50), [10.0**-i for i in range(50)])], log_y=True),
+    BarChart("Accuracy", "fraction", [Bar("w4a16", 0.4, 0.3, 0.5), Bar("bf16", None)]),
+    Histogram("Lengths", "tokens", "responses", [1.0, 2.0, 2.0, 7.0]),
+]
+
+
+def curve(chart: LineChart) -> str:
+    """Path data of the first curve."""
+    return next(
+        path.get("d", "")
+        for path in ET.fromstring(svg(chart)).iter(f"{SVG}path")
+        if "stroke: var(--curve-0)" in path.get("style", "") and "fill: none" in path.get("style", "")
+    )
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
+def test_the_same_chart_is_the_same_bytes(chart, tmp_path):
+    assert svg(chart) == svg(chart)
+    for name in ("a.png", "b.png"):
+        write_png(tmp_path / name, chart)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
+def test_every_colour_is_a_variable_and_the_size_is_the_containers(chart):
+    text = svg(chart)
+    root = ET.fromstring(text)
+    assert not re.findall(r"#[0-9a-f]{6}\b", text)
+    assert root.get("width") is None and root.get("viewBox") and root.get("role") == "img"
+    assert root.findtext(f"{SVG}title") == chart.title
+    assert "<metadata" not in text and "<style" not in text
+
+
+def test_ids_and_the_references_to_them_carry_the_prefix():
+    text = svg(CHARTS[0], "c7-")
+    ids = set(re.findall(r' id="([^"]*)"', text))
+    references = set(re.findall(r'href="#([^"]*)"', text)) | set(re.findall(r"url\(#([^)]*)\)", text))
+    assert references and all(name.startswith("c7-") for name in ids)
+    assert references <= ids
+
+
+def test_hostile_names_are_text_in_the_drawing():
+    chart = BarChart(HOSTILE, HOSTILE, [Bar(HOSTILE[:20], 1.0), Bar("$\\frac{", 2.0), Bar("_hidden", 3.0)])
+    root = ET.fromstring(svg(chart))
+    texts = {element.text for element in root.iter(f"{SVG}text")}
+    assert {HOSTILE[:20], "$\\frac{", "_hidden"} <= texts
+    assert not [element for element in root.iter() if element.tag in (f"{SVG}script", f"{SVG}image")]
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+def test_a_missing_point_is_a_gap(missing):
+    whole = LineChart("t", "step", "y", [Series("a", [1, 2, 3, 4, 5], [1.0, 2.0, 3.0, 2.0, 1.0])])
+    broken = LineChart("t", "step", "y", [Series("a", [1, 2, 3, 4, 5], [1.0, 2.0, missing, 2.0, 1.0])])
+    assert curve(whole).count("M") == 1
+    assert curve(broken).count("M") == 2
+
+
+@pytest.mark.parametrize("chart", [
+    LineChart("t", "x", "y", []), LineChart("t", "x", "y", [Series("a", [], [])], log_y=True),
+    LineChart("t", "x", "y", [Series("a", [1], [None])]), BarChart("t", "y", []), BarChart("t", "y", [Bar("a", None)]),
+    Histogram("t", "x", "y", []),
+])  # fmt: skip
+def test_a_chart_without_data_says_so(chart, tmp_path):
+    assert ">no data<" in svg(chart)
+    write_png(tmp_path / "a.png", chart)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-9, 1e9])
+def test_a_flat_curve_and_a_single_point_are_drawn(value):
+    for count in (1, 40):
+        assert "no data" not in svg(LineChart("t", "x", "y", [Series("a", range(count), [value] * count)]))
+
+
+def test_a_log_axis_says_what_it_leaves_out():
+    some = LineChart("t", "x", "y", [Series("a", [1, 2, 3], [0.0, 1.0, 10.0])], log_y=True)
+    none = LineChart("t", "x", "y", [Series("a", [1, 2], [0.0, 0.0])], log_y=True)
+    assert chart_note(some) == "1 value at 0 or below, which a log axis cannot show."
+    assert "the axis is linear" in chart_note(none)
+
+
+def test_a_long_curve_is_thinned_to_means_and_says_so():
+    values = [float(i % 2) for i in range(4 * MAX_POINTS)]
+    series, each = thin(Series("a", range(len(values)), values))
+    assert each == 4 and len(series.x) == MAX_POINTS and set(series.y) == {0.5}
+    assert set(series.low) == {0.0} and set(series.high) == {1.0}
+    assert "the mean of 4" in chart_note(LineChart("t", "x", "y", [Series("a", range(len(values)), values)]))
+
+
+@pytest.mark.parametrize(
+    "ticks, shown",
+    [([0.0, 0.25, 0.5], ["0", "0.25", "0.50"]), ([1.0, 1.00001], ["1.00000", "1.00001"]),
+     ([0.0, 2e-5, 4e-5], ["0", "2e-05", "4e-05"]), ([0.0, 1.5e6], ["0", "1.5M"])],
+)  # fmt: skip
+def test_ticks_have_the_digits_that_tell_them_apart(ticks, shown):
+    formatter = TickText()
+    formatter.set_locs(ticks)
+    assert [formatter(tick) for tick in ticks] == shown
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colours, background", [(LIGHT_CURVES, "#ffffff"), (DARK_CURVES, "#161b21")])
+def test_every_curve_stands_out_from_its_background(colours, background):
+    for colour in colours:  # 3:1, what WCAG 2 asks of graphics
+        light, dark = sorted((luminance(colour), luminance(background)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, colour

@@ -1,0 +1,114 @@
+"""Pages as text: what is escaped, and what stands in them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hand_made_runs import HOSTILE, HOSTILE_SHOWN
+
+from qarl.errors import UserError
+from qarl.report.blocks import (
+    Bar,
+    BarChart,
+    Code,
+    Column,
+    Completion,
+    Completions,
+    Facts,
+    Histogram,
+    LineChart,
+    Section,
+    Series,
+    Table,
+    Text,
+)
+from qarl.report.page import SHOWN_CHARACTERS, render_page, write_page
+
+SERIES = [Series(HOSTILE, [1, 2], [0.1, 0.2]), Series("b", [1, 2], [0.2, None])]
+BLOCKS = {
+    "line": LineChart(HOSTILE, HOSTILE, HOSTILE, SERIES, note=HOSTILE),
+    "bar": BarChart(HOSTILE, HOSTILE, [Bar(HOSTILE, 1.0)], note=HOSTILE),
+    "histogram": Histogram(HOSTILE, HOSTILE, HOSTILE, [1.0, 2.0], note=HOSTILE),
+    "table": Table([Column(HOSTILE, "right", HOSTILE)], [[HOSTILE]], HOSTILE, HOSTILE),
+    "facts": Facts([(HOSTILE, HOSTILE)]),
+    "text": Text(HOSTILE, "warning"),
+    "code": Code(HOSTILE, HOSTILE),
+    "completions": Completions([Completion(HOSTILE, HOSTILE, 0.5, HOSTILE)], HOSTILE),
+}
+
+
+class Tags(HTMLParser):
+    """The elements and attributes of a page, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_hostile_text_in_any_block_is_text(name):
+    section = Section(HOSTILE, [BLOCKS[name]], HOSTILE)
+    html = render_page(HOSTILE, HOSTILE, [section])
+    page = Tags(html)
+    assert not {"script", "img", "iframe", "object", "base", "form"} & set(page.tags)
+    assert not [attribute for attribute in page.attributes if attribute.startswith("on")]
+    assert HOSTILE_SHOWN in page.text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\u200b\u202a-\u202e\ud800-\udfff]", html)
+
+
+def test_the_policy_forbids_scripts_and_the_network():
+    html = render_page("t", "", [Section("s", [BLOCKS["line"]])])
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in html
+    allowed = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
+    assert set(re.findall(r"https?://[^\"'<> ]*", html)) <= set(allowed)
+
+
+def test_ids_are_unique_and_every_reference_has_its_target():
+    html = render_page("t", "", [Section(f"s{i}", [BLOCKS["line"], BLOCKS["bar"]]) for i in range(2)])
+    ids = re.findall(r' id="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]*)"', html)) | set(re.findall(r"url\(#([^)]*)\)", html)) <= set(ids)
+
+
+def test_the_same_page_is_the_same_bytes():
+    sections = [Section("s", list(BLOCKS.values()))]
+    assert render_page("t", "u", sections) == render_page("t", "u", sections)
+
+
+def test_newlines_of_a_completion_are_kept_even_the_first():
+    html = render_page("t", "", [Section("s", [Completions([Completion("p", "\n\n a\r\nb\tc", None)])])])
+    assert "<pre>\n\n\n a\\r\nb   c</pre>" in html
+
+
+def test_a_very_long_completion_is_cut_with_a_word():
+    html = render_page("t", "", [Section("s", [Completions([Completion("p", "x" * 10 * SHOWN_CHARACTERS, 1.0)])])])
+    assert len(html) < 3 * SHOWN_CHARACTERS and f"{9 * SHOWN_CHARACTERS:,} more characters" in html
+
+
+def test_a_chart_without_data_is_a_note():
+    html = render_page("t", "", [Section("s", [LineChart("empty", "x", "y", [])])])
+    assert "No data." in html and "<svg" not in html
+
+
+def test_sections_without_content_are_left_out():
+    html = render_page("t", "", [Section("nothing here", []), Section("intro alone", [], "some words")])
+    assert "nothing here" not in html and "intro alone" in html
+
+
+def test_a_page_that_cannot_be_written_is_a_user_error_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_page(tmp_path / "file" / "page.html", "t", "", [])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,290 @@
+"""Checkpoints: round trip, atomicity under kill -9, full disks, damage, pruning."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl.errors import UserError
+from qarl.storage import checkpoint as module
+from qarl.storage import tensorfile
+from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
+
+
+def small(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"masters": {"w": torch.full((64, 64), float(step)), "b": torch.arange(3) + step}}
+
+
+def store(tmp_path: Path, keep_last: int = 0) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep_last)
+
+
+def hidden(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+def assert_is_step(found: module.Checkpoint, step: int) -> None:
+    assert found.step == step
+    for name, tensor in small(step)["masters"].items():
+        assert torch.equal(found.tensors["masters"][name], tensor), name
+    assert found.state == {"step": step}
+
+
+def fail_disk_after(monkeypatch: pytest.MonkeyPatch, files: int, code: int) -> None:
+    """The fsync of file number `files` fails, as it does on a disk that delays allocation."""
+    real, seen = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        seen.append(fd)
+        if len(seen) > files:
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(module.os, "fsync", fsync)
+
+
+def test_state_comes_back_equal(tmp_path):
+    state = {"rng": [2**64 - 1, -3], "position": {"epoch": 1, "order": [3, 1]}, "loss": 1e-6 / 3, "text": "π\ud800"}
+    path = store(tmp_path).save(3, {}, state)
+    assert CheckpointStore.load(path).state == state
+
+
+def test_a_group_above_the_shard_size_is_split_and_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 96)
+    tensors = {f"t{i}": torch.randn(100) for i in range(7)}
+    path = store(tmp_path).save(1, {"masters": tensors}, {})
+    assert sorted(p.name for p in path.glob("*.safetensors")) == [f"masters-{i:05d}.safetensors" for i in range(1, 5)]
+    loaded = CheckpointStore.load(path).tensors["masters"]
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_latest_is_a_relative_link_to_the_newest(tmp_path):
+    checkpoints = store(tmp_path)
+    checkpoints.save(5, small(5), {"step": 5})
+    checkpoints.save(10, small(10), {"step": 10})
+    assert os.readlink(checkpoints.directory / "latest") == "000010"
+    assert_is_step(CheckpointStore.load(checkpoints.directory / "latest"), 10)
+
+
+@pytest.mark.parametrize("keep_last, kept", [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_keep_last_keeps_the_newest(tmp_path, keep_last, kept):
+    checkpoints = store(tmp_path, keep_last)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, small(step), {"step": step})
+    assert checkpoints.steps() == kept and hidden(checkpoints.directory) == []
+
+
+def test_pruning_spares_the_one_just_written_below_newer_ones(tmp_path):
+    store(tmp_path).save(30, small(30), {"step": 30})
+    store(tmp_path, 1).save(20, small(20), {"step": 20})
+    assert store(tmp_path).steps() == [20, 30]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpoints = store(tmp_path, 1)
+    checkpoints.save(5, small(1), {"step": 1})
+    checkpoints.save(5, small(5), {"step": 5})
+    assert_is_step(checkpoints.latest_valid(pytest.fail), 5)
+    assert hidden(checkpoints.directory) == []
+
+
+def test_discard_after_removes_the_abandoned_future(tmp_path):
+    checkpoints = store(tmp_path)
+    for step in (1, 2, 3):
+        checkpoints.save(step, small(step), {"step": step})
+    assert checkpoints.discard_after(1) == [2, 3]
+    assert checkpoints.steps() == [1] and os.readlink(checkpoints.directory / "latest") == "000001"
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert store(tmp_path).latest_valid(pytest.fail) is None
+
+
+def test_loading_a_missing_path_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="no such checkpoint"):
+        CheckpointStore.load(tmp_path / "000099")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped tensor byte": (lambda c: flip(c / "masters.safetensors"), "masters.safetensors: the digest"),
+    "flipped state byte": (lambda c: flip(c / "state.json"), "state.json: the digest"),
+    "truncated": (lambda c: os.truncate(c / "masters.safetensors", 100), "masters.safetensors: 100 bytes"),
+    "missing file": (lambda c: (c / "masters.safetensors").unlink(), "masters.safetensors: missing"),
+    "missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json: missing"),
+    "empty manifest": (lambda c: os.truncate(c / "manifest.json", 0), "manifest.json: not valid JSON"),
+    "edited manifest": (
+        lambda c: (c / "manifest.json").write_text((c / "manifest.json").read_text().replace('"step": 2', '"step": 3')),
+        "manifest.json: its own digest",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, reason", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, damage, reason):
+    checkpoints = store(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, small(step), {"step": step})
+    damage(checkpoints.path(2))
+    skipped: list[str] = []
+    assert_is_step(checkpoints.latest_valid(skipped.append), 1)
+    assert len(skipped) == 1 and reason in skipped[0] and "\n" not in skipped[0]
+    with pytest.raises(CheckpointDamaged, match=reason):
+        CheckpointStore.load(checkpoints.path(2))
+
+
+def test_all_damaged_is_a_user_error_with_the_fix(tmp_path):
+    checkpoints = store(tmp_path)
+    checkpoints.save(1, small(1), {})
+    flip(checkpoints.path(1) / "masters.safetensors")
+    with pytest.raises(UserError, match=r"all 1 checkpoints are damaged.*choose another train.run_dir"):
+        checkpoints.latest_valid(lambda line: None)
+
+
+def test_another_format_version_is_not_called_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FORMAT_VERSION", 99)
+    path = store(tmp_path).save(1, small(1), {})
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="checkpoint format 99") as caught:
+        CheckpointStore.load(path)
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("files", [0, 1, 2, 3])  # masters, state, manifest, the directory
+def test_a_refusing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, files):
+    checkpoints = store(tmp_path, 1)
+    checkpoints.save(1, small(1), {"step": 1})
+    with monkeypatch.context() as patch:
+        fail_disk_after(patch, files, code)
+        with pytest.raises(UserError) as caught:
+            checkpoints.save(2, small(2), {"step": 2})
+    message = str(caught.value)
+    assert "\n" not in message and str(checkpoints.path(2)) in message and os.strerror(code) in message
+    assert ("bytes needed" in message and "free)" in message) == (code != errno.EIO)
+    assert sorted(p.name for p in checkpoints.directory.iterdir()) == ["000001", "latest"]
+    assert_is_step(checkpoints.latest_valid(pytest.fail), 1)
+
+
+def test_a_real_write_failure_half_way_through_a_file_is_a_user_error(tmp_path):
+    checkpoints = store(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # the masters take 16 KiB
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            checkpoints.save(1, small(1), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(checkpoints.directory.iterdir()) == []
+
+
+def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "free_bytes", lambda path: 20_000)
+    monkeypatch.setattr(module, "_write_checkpoint", lambda *arguments: pytest.fail("wrote"))
+    with pytest.raises(UserError, match=r"no space for a checkpoint \([\d,]+ bytes needed, 20,000 free\)"):
+        store(tmp_path).save(1, small(1), {})
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def leftover(tmp_path: Path, kind: str, pid: int, host: str | None = None) -> Path:
+    path = tmp_path / "checkpoints" / f".{kind}-000007-{pid}-{host or module.socket.gethostname()}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+    return path
+
+
+def test_leftovers_of_dead_processes_are_removed(tmp_path):
+    path = leftover(tmp_path, "tmp", dead_pid())
+    store(tmp_path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("pid, host", [(os.getppid(), None), (os.getpid(), "elsewhere")])
+def test_leftovers_of_processes_that_may_live_stay(tmp_path, pid, host):
+    path = leftover(tmp_path, "tmp", pid, host)
+    store(tmp_path)
+    assert path.exists()
+
+
+def test_leftovers_of_another_host_go_after_an_hour(tmp_path):
+    path = leftover(tmp_path, "tmp", 1, "elsewhere")
+    for entry in (path / "state.json", path):
+        os.utime(entry, (time.time() - 3700,) * 2)
+    store(tmp_path)
+    assert not path.exists()
+
+
+def test_a_checkpoint_caught_between_the_renames_of_a_replacement_comes_back(tmp_path):
+    checkpoints = store(tmp_path, 1)
+    final = checkpoints.save(7, small(7), {"step": 7})
+    final.rename(checkpoints.directory / f".old-000007-{dead_pid()}-{module.socket.gethostname()}")
+    assert_is_step(store(tmp_path).latest_valid(pytest.fail), 7)
+
+
+def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_path):
+    # Forked and not started anew: ten imports of torch would take longer than everything else here.
+    rng = random.Random(0)
+    directory = tmp_path / "checkpoints"
+    finished = 0
+    for _ in range(12):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                checkpoints = CheckpointStore(directory, keep_last=1)
+                for turn in range(1, 100_000):
+                    step = finished + turn // 2  # each step twice: kills fall into replacements too
+                    value = torch.full((2000,), float(step))
+                    group = {f"t{i}": value for i in range(8)}
+                    checkpoints.save(step, {"masters": group, "optimizer": group}, {"step": step})
+                    os.write(write_end, f"{step}\n".encode())
+            finally:
+                os._exit(1)
+        os.close(write_end)
+        time.sleep(rng.uniform(0.02, 0.25))
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "the saver failed by itself"
+        with open(read_end) as pipe:
+            steps = pipe.read().split()
+        finished = int(steps[-1]) if steps else finished
+        survivor = CheckpointStore(directory, keep_last=1).latest_valid(pytest.fail)
+        if survivor is None:
+            assert finished == 0
+            continue
+        # The save that was under way may have become visible before it was reported.
+        assert survivor.step in (finished, finished + 1)
+        finished = survivor.step
+        for group in survivor.tensors.values():
+            assert all(torch.equal(t, torch.full((2000,), float(finished))) for t in group.values())
+        assert [name for name in hidden(directory) if name != ".latest"] == []
+    assert finished > 0
+
+
+def test_manifest_lists_size_and_digest_of_every_other_file(tmp_path):
+    path = store(tmp_path).save(4, small(4), {"a": 1})
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
+    for name, entry in manifest["files"].items():
+        data = (path / name).read_bytes()
+        assert entry == {"bytes": len(data), "sha256": module.hashlib.sha256(data).hexdigest()}

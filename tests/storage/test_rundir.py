@@ -1,0 +1,282 @@
+"""The run directory: reuse, refusal with nothing written, locking, atomic files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.storage import rundir as module
+from qarl.storage.disk import atomic_write_text
+from qarl.storage.rundir import RunDirectory, config_difference
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(**sections) -> Config:
+        data = {
+            "model": {"path": "models/tiny"},
+            "data": {"source": "task:arithmetic"},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": {"steps": 10, "run_dir": str(tmp_path / "runs" / "demo")},
+        }
+        for name, values in sections.items():
+            data[name] = {**data.get(name, {}), **values}
+        return Config.model_validate(data)
+
+    return make
+
+
+def run_once(config: Config, resume: str = "auto") -> None:
+    """Leave what a run of at least one step leaves."""
+    with RunDirectory.open(config, resume) as run:
+        run.begin()
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def test_a_new_directory_holds_config_and_environment(make):
+    config = make(optim={"lr": 1e-6})
+    with RunDirectory.open(config, "auto") as run:
+        assert run.begin() == []
+        assert (run.path / "config.yaml").read_text() == config.to_yaml()
+        environment = json.loads((run.path / "environment.json").read_text())
+        assert environment["packages"]["torch"] and environment["seed"] == 0 and environment["threads"] >= 1
+    assert {p.name for p in run.path.iterdir()} == {".lock", "config.yaml", "environment.json"}
+
+
+def test_a_new_directory_in_which_nothing_began_is_removed_with_its_new_parents(make, tmp_path):
+    with RunDirectory.open(make(), "auto") as run:
+        (run.path / "rewards.log").write_text("")
+        (run.path / "checkpoints").mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_was_there_stays_though_nothing_began(make, tmp_path):
+    make().run_dir.mkdir(parents=True)
+    RunDirectory.open(make(), "auto").close()
+    assert make().run_dir.is_dir()
+
+
+def test_nothing_is_written_before_the_run_begins(make):
+    run_once(make())
+    before = snapshot(make().run_dir)
+    RunDirectory.open(make(train={"steps": 99}), "auto").close()
+    after = snapshot(make().run_dir)
+    assert before.pop(".lock") and after.pop(".lock") and before == after
+
+
+@pytest.mark.parametrize("resume", ["auto", "some/checkpoint"])
+def test_the_same_configuration_is_resumed(make, resume):
+    run_once(make())
+    run_once(make(), resume)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 99}},
+        {"checkpoint": {"every": 3, "keep_last": 9, "resume": "never"}},
+        {"logging": {"console": "none", "tensorboard": False, "wandb": {"project": "p"}}},
+    ],
+)
+def test_keys_that_change_no_step_may_differ_and_are_stored(make, sections):
+    run_once(make())
+    config = make(**sections)
+    with RunDirectory.open(config, "auto") as run:
+        run.begin()
+        assert (run.path / "config.yaml").read_text() == config.to_yaml()
+
+
+def test_a_moved_directory_is_still_the_same_run(make, tmp_path):
+    run_once(make())
+    (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "moved")
+    run_once(make(train={"run_dir": str(tmp_path / "runs" / "moved")}))
+
+
+def test_another_configuration_is_refused_naming_both_values_and_nothing_is_written(make):
+    first = make()
+    run_once(first)
+    before = snapshot(first.run_dir)
+    with pytest.raises(UserError) as caught:
+        RunDirectory.open(make(optim={"lr": 3e-5}, train={"seed": 7}), "auto")
+    message = str(caught.value)
+    assert "optim.lr is 1e-06 there, 3e-05 here" in message and "train.seed is 0 there, 7 here" in message
+    assert "choose another train.run_dir" in message and "\n" not in message
+    assert snapshot(first.run_dir) == before
+
+
+def test_only_the_first_three_differences_are_spelled_out(make):
+    run_once(make())
+    with pytest.raises(UserError, match=r"optim\.lr .*optim\.eps .*train\.seed .* and 1 more\)"):
+        RunDirectory.open(make(optim={"lr": 1e-3, "eps": 1e-6}, train={"seed": 7, "threads": 1}), "auto")
+
+
+def test_a_run_stopped_before_its_first_step_binds_no_configuration(make):
+    with RunDirectory.open(make(), "auto") as run:
+        run.begin()
+    config = make(optim={"lr": 3e-5})
+    with RunDirectory.open(config, "auto") as run:
+        run.begin()
+        assert (run.path / "config.yaml").read_text() == config.to_yaml()
+
+
+def test_a_difference_in_thread_count_counts():
+    assert config_difference({"train": {"threads": 1}}, {"train": {"threads": 2}}) == [
+        "train.threads is 1 there, 2 here"
+    ]
+
+
+def test_keys_on_one_side_only_and_empty_tables_are_differences():
+    assert config_difference({"a": {"x": 1}, "b": {}}, {"b": {"y": None}}) == [
+        "b.y is not set there, null here",
+        "a.x is 1 there, not set here",
+        "b is {} there, not set here",
+    ]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/000010/manifest.json"])
+def test_never_refuses_a_directory_with_results(make, name):
+    config = make()
+    for _ in range(2):  # nothing learned in between: fine
+        with RunDirectory.open(config, "never") as run:
+            run.begin()
+    result = config.run_dir / name
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text("{}\n")
+    with pytest.raises(UserError, match=r"checkpoint\.resume is never; choose another train\.run_dir"):
+        RunDirectory.open(config, "never")
+
+
+def test_a_foreign_directory_is_refused_and_left_alone(make):
+    config = make()
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match=r"not a run directory \(it holds 'thesis.tex'"):
+        RunDirectory.open(config, "auto")
+    assert snapshot(config.run_dir) == {"thesis.tex": b"precious"}
+
+
+def test_what_a_killed_start_leaves_is_taken_over(make):
+    config = make()
+    (config.run_dir / "checkpoints").mkdir(parents=True)
+    for name in (".lock", ".config.yaml.tmp", "environment.json", "rewards.log", "metrics.jsonl"):
+        (config.run_dir / name).write_text("" if name == "metrics.jsonl" else "{")
+    run_once(config)
+
+
+def test_a_broken_stored_configuration_is_a_user_error(make):
+    config = make()
+    run_once(config)
+    (config.run_dir / "config.yaml").write_bytes(b"\xff\xfe: [")
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        RunDirectory.open(config, "auto")
+
+
+def test_a_path_below_a_file_is_a_user_error(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/run: cannot be written: Not a directory; check the path"):
+        RunDirectory.open(make(train={"run_dir": str(tmp_path / "file" / "run")}), "auto")
+
+
+def test_a_file_in_its_place_is_a_user_error(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: not a directory; choose another"):
+        RunDirectory.open(make(train={"run_dir": str(tmp_path / "file")}), "auto")
+
+
+def test_a_read_only_disk_is_a_user_error(make, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(module.Path, "mkdir", refuse)
+    with pytest.raises(UserError, match="Read-only file system; make it writable, or choose another"):
+        RunDirectory.open(make(), "auto")
+
+
+def test_a_full_disk_leaves_no_new_directory(make, monkeypatch):
+    config = make()
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    refused = pytest.raises(UserError, match=r"No space left on device \([\d,]+ free\); free some space")
+    with refused, RunDirectory.open(config, "auto") as run:
+        run.begin()
+    assert not config.run_dir.exists()
+
+
+def test_a_directory_in_use_is_refused_naming_the_process(make):
+    with (
+        RunDirectory.open(make(), "auto"),
+        pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*; wait for it"),
+    ):
+        RunDirectory.open(make(), "auto")
+
+
+def test_the_lock_of_a_killed_process_is_free(make):
+    config = make()
+    run_once(config)
+    code = (
+        "import sys; from pathlib import Path; from qarl.storage.rundir import _lock; _lock(Path(sys.argv[1]));"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(config.run_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with child:
+        assert child.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match=f"in use by process {child.pid}"):
+            RunDirectory.open(config, "auto")
+        child.kill()
+        child.wait()
+    RunDirectory.open(config, "auto").close()
+
+
+def test_a_forked_worker_does_not_keep_the_lock(make):
+    run = RunDirectory.open(make(), "auto")
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    worker = context.Process(target=stop.wait, args=(30,))
+    worker.start()
+    try:
+        run.close()
+        RunDirectory.open(make(), "auto").close()
+    finally:
+        stop.set()
+        worker.join()
+
+
+def test_environment_changes_are_told(make):
+    config = make()
+    run_once(config)
+    path = config.run_dir / "environment.json"
+    stored = json.loads(path.read_text())
+    stored["packages"]["torch"] = "1.0"
+    path.write_text(json.dumps(stored))
+    with RunDirectory.open(config, "auto") as run:
+        changes = run.begin()
+    assert len(changes) == 1 and changes[0].startswith("torch was 1.0, is 2.")
+
+
+def test_a_failed_atomic_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    atomic_write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write_text(path, "new " * 10_000 + "\ud800")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,35 @@
+"""Tensors on disk: bit-equal through `CheckpointStore`, and readable by the safetensors library."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from qarl.storage import tensorfile
+from qarl.storage.checkpoint import CheckpointStore
+
+
+def test_every_dtype_shape_and_layout_comes_back_bit_equal(tmp_path):
+    dtypes = list(tensorfile.DTYPE_NAMES)
+    tensors = {str(dtype): torch.randn(3, 5).mul(50).to(dtype) for dtype in dtypes}
+    tensors["transposed"] = torch.randn(7, 4).t()
+    tensors["strided"] = torch.randn(40)[::3]
+    tensors["scalar"] = torch.tensor(3.25)
+    tensors["empty"] = torch.empty(0, 4)
+    tensors["nan"] = torch.tensor([float("nan"), float("inf"), -0.0])
+    tensors["view"] = tensors["strided"]  # shares memory with another
+    tensors["grad"] = torch.nn.Parameter(torch.randn(2))
+    path = CheckpointStore(tmp_path, 0).save(10, {"optimizer": tensors, "rng": {}}, {})
+    loaded = CheckpointStore.load(path).tensors
+    assert loaded["rng"] == {} and loaded["optimizer"].keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        back = loaded["optimizer"][name]
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape), name
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (back, tensor)]
+        assert torch.equal(*raw), name
+
+
+def test_the_library_reads_the_file(tmp_path):
+    weight = torch.randn(64, 64)
+    path = CheckpointStore(tmp_path, 0).save(1, {"masters": {"w": weight}}, {})
+    assert torch.equal(load_file(path / "masters.safetensors")["w"], weight)
