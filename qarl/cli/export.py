@@ -63,8 +63,8 @@ def write(target: Target, out: Path, max_shard_size: str, unpacked: bool, unquan
     import torch  # only once the arguments are known to be good
 
     from qarl.export.job import export_target
+    from qarl.policy.device import DTYPES
     from qarl.training.noise import quiet_libraries
-    from qarl.training.setup import DTYPES
 
     dtype = torch.bfloat16 if unquantized else DTYPES[target.model.dtype]
     with quiet_libraries(typer.echo), _bar(str(out)) as progress:

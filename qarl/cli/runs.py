@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,18 +63,29 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
     if not rows:
         typer.echo(f"no runs in {root}")
         return
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width to keep to
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("run", lambda row: row["name"]),
+        ("state", lambda row: row["state"]),
+        ("step", lambda row: f"{row['step']}/{row['steps']}"),
+        ("scheme", lambda row: row["scheme"]),
+        ("learner", lambda row: row["learner"]),
+        ("objective", lambda row: row["objective"]),
+        ("reward", lambda row: number(row["reward"])),
+        ("eval", lambda row: number(row["eval"])),
+        ("age", lambda row: _age(row["age_s"])),
+    ]
+    if console.width < 100:
+        columns = [column for column in columns if column[0] not in ("objective", "age")]
+    longest = max(len(row["name"]) for row in rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("run", "state", "step", "scheme", "learner", "objective", "reward", "eval", "age"):
+    for name, _ in columns:
         table.add_column(name, justify="right" if name in ("step", "reward", "eval", "age") else "left",
-                         no_wrap=name not in ("run", "learner"), overflow="fold")  # fmt: skip
+                         no_wrap=name not in ("run", "learner"), overflow="fold",
+                         min_width=min(20, longest) if name == "run" else None)  # fmt: skip
     for row in rows:
-        cells = [
-            row["name"], row["state"], f"{row['step']}/{row['steps']}", row["scheme"], row["learner"], row["objective"],
-            number(row["reward"]), number(row["eval"]), _age(row["age_s"]),
-        ]  # fmt: skip
-        table.add_row(*(Text(_one_line(cell)) for cell in cells))
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 160)  # a pipe has no width to keep to
+        table.add_row(*(Text(_one_line(cell(row))) for _, cell in columns))
+    console.print(table)
 
 
 def _age(elapsed: float) -> str:

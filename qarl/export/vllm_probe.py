@@ -80,6 +80,8 @@ def known_limits(quantization: dict[str, Any] | None, version: str) -> tuple[str
         if packed and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
             unpacked = "" if activations is None else "; export it with --unpacked"
             return f"vLLM {version} has no kernel for packed int4 weights on this CPU, it needs AVX-512{unpacked}", ""
+        if packed and activations is not None:
+            return "", "its kernel for packed int4 weights leaves activations unquantized"
         if weights["type"] == "int" and weights["num_bits"] == 8:
             error = cpu_int8_error()
             return "", f"its int8 product is off by {error:.0%} on this CPU" if error > 0.01 else ""

@@ -22,12 +22,12 @@ from qarl.export.staging import require_space, staged
 from qarl.inference.masters import Masters, scheme_of
 from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target
+from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer
 from qarl.publish.snapshot import Manifest, TensorRecord, describe, named_tensors
 from qarl.storage.disk import disk_errors
 from qarl.storage.environment import package_versions
 from qarl.storage.tensorfile import TensorFile, write_file
-from qarl.training.setup import DTYPES
 
 FORMAT_VERSION = 1
 RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most

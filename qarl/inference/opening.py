@@ -20,13 +20,13 @@ from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.inference.masters import Masters, open_masters, plain_config, scheme_of
 from qarl.inference.target import Target
-from qarl.policy.load import load_generation_config, load_model_config, load_tokenizer
+from qarl.policy.device import DTYPES, pick_device
+from qarl.policy.load import load_generation_config, load_model_config, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import skeleton
 from qarl.publish.snapshot import Snapshot, build_snapshot
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.training.setup import DTYPES, pick_device, stop_token_ids
 
 
 @dataclass

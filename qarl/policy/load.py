@@ -113,6 +113,12 @@ def load_generation_config(config: ModelConfig) -> GenerationConfig:
     return GenerationConfig.from_model_config(load_model_config(config))
 
 
+def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a response by the model's own account: of its generation config and its tokenizer."""
+    declared = getattr(generation, "eos_token_id", None)
+    return frozenset({*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None})
+
+
 def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs):
     if source.gguf_file is not None:
         kwargs["gguf_file"] = source.gguf_file

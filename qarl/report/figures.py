@@ -196,7 +196,8 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> bool:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
         axes.xaxis.set_major_formatter(TickText())
     axes.grid(axis="x", color=colours.grid, linewidth=0.8)
-    axes.set_xlabel(_cut(chart.y_label, 56), color=colours.muted, fontsize=10.5)
+    # Flush right: long bar labels leave an axis too short for its own label, which then runs out to the left.
+    axes.set_xlabel(_cut(chart.y_label, 56), loc="right", color=colours.muted, fontsize=10.5)
     return True
 
 

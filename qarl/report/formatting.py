@@ -81,10 +81,11 @@ def percent(x: float | None) -> str:
 
 
 def interval(mean: float | None, low: float | None, high: float | None) -> str:
-    """`0.42 [0.38, 0.46]`; the mean alone where the bounds are missing."""
+    """`0.42 [0.38, 0.46]`: as exact as the width, and two digits of the mean; the mean alone without bounds."""
     if _missing(mean):
         return MISSING
     if _missing(low) or _missing(high):
         return number(mean)
-    decimals = min(6, max(2, -math.floor(math.log10(high - low)))) if high > low else 3
+    sizes = [size for size in (high - low, abs(mean) / 10) if size > 0]
+    decimals = min(6, max(2, *(-math.floor(math.log10(size)) for size in sizes))) if high > low else 3
     return f"{mean:.{decimals}f} [{low:.{decimals}f}, {high:.{decimals}f}]"

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from qarl_formats.scheme import make_scheme
 from qarl_kernels.logprob import Truncation
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.data import PromptStream, build_prompts
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
-from qarl.policy.load import load_model, load_model_config, load_tokenizer
+from qarl.policy.device import DTYPES, pick_device
+from qarl.policy.load import load_model, load_model_config, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams
@@ -29,8 +30,6 @@ from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer
 from qarl.training.trackers import require_trackers
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass
@@ -50,13 +49,6 @@ class Run:
         self.engine.close()
         self.rewards.close()
         self.evaluation.close()
-
-
-def pick_device(name: str) -> torch.device:
-    """`model.device`: auto is CUDA where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device: cuda asked for, but torch sees no CUDA device; use auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def set_determinism(config: Config) -> None:
@@ -134,9 +126,3 @@ def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenize
         stop=tuple(rollout.stop),
         stop_token_ids=own | set(rollout.stop_token_ids),
     )
-
-
-def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a response by the model's own account: of its generation config and its tokenizer."""
-    declared = getattr(generation, "eos_token_id", None)
-    return frozenset({*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None})

@@ -16,11 +16,11 @@ from qarl.export.job import export_target
 from qarl.export.writer import ExportReport
 from qarl.inference.masters import scheme_of
 from qarl.inference.target import Target, resolve_target
+from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.publish.snapshot import Snapshot
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.training.setup import DTYPES
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "w4a16-g32": {"scheme": "w4a16", "group_size": 32},

@@ -16,6 +16,7 @@ import yaml
 from qarl_formats.scheme import make_scheme
 
 from qarl.config import Config
+from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -23,7 +24,7 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer
-from qarl.training.setup import DTYPES, build_sampling
+from qarl.training.setup import build_sampling
 from qarl.types import Prompt
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ from qarl.comparison.offline.targets import REFERENCE, scheme_targets, weights_m
 from qarl.comparison.offline.windows import cut, read_text
 from qarl.inference.context import context_of
 from qarl.inference.masters import open_masters
+from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import describe_environment
-from qarl.training.setup import pick_device
 
 
 def compare_offline(
@@ -66,7 +66,7 @@ def compare_offline(
         "repeats": speed.repeats, "seed": seed, "device": _device_name(where), "threads": torch.get_num_threads(),
     }  # fmt: skip
     open_out(out, settings)
-    record = Record(out, settings, f"Schemes of {base.name}", sys.argv, describe_environment(seed))
+    record = Record(out, settings, f"Schemes of {base.name}", ["qarl", *sys.argv[1:]], describe_environment(seed))
     members = {name: record.member(name) for name in schemes}
     record.save(list(members.values()))
     missing = [name for name, member in members.items() if member["state"] == "pending"]

@@ -23,8 +23,8 @@ from qarl.errors import UserError
 from qarl.inference.masters import Masters, scheme_of
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
+from qarl.policy.device import DTYPES
 from qarl.storage.disk import disk_errors
-from qarl.training.setup import DTYPES
 
 
 @dataclass(frozen=True)
