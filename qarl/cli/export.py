@@ -40,8 +40,9 @@ def export(
     """
     target = resolve_target(run, step=step, model=model, quant=None if dtype is None else {"scheme": "bf16"})
     if target.run_dir is None:
-        done = f"{run} is exported already" if target.kind == "export" else f"{run} is a model, no run"
-        raise UserError(f"RUN: {done}; give a run directory, or use qarl quantize for a model")
+        kinds = {"export": "is exported already", "model": "is a model, no run"}
+        what = kinds[target.kind] if Path(run).expanduser().exists() else "is no run directory"
+        raise UserError(f"RUN: {run} {what}; give a run directory, or use qarl quantize for a model")
     out = out or target.run_dir / "export"
     report = write(target, out, max_shard_size, unpacked, unquantized=dtype is not None)
     show(report)

@@ -33,8 +33,8 @@ def quantize(
         quant["grid"] = grid
     kind = resolve_target(model).kind
     if kind != "model":
-        what = "is a run; use qarl export" if kind == "run" else "is quantized already"
-        raise UserError(f"MODEL: {model} {what}, or give the model that it was made from")
+        what = "is a run; use qarl export, or" if kind == "run" else "is quantized already;"
+        raise UserError(f"MODEL: {model} {what} give the model that it was made from")
     target = resolve_target(model, quant=quant)
     show(write(target, out, max_shard_size, unpacked))
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from qarl.config import EvaluationConfig
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
-from qarl.config.messages import fault_lines
+from qarl.config.messages import Loc, fault_lines
 from qarl.errors import UserError
 from qarl.inference.target import Target
 
@@ -70,8 +70,15 @@ def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConf
     try:
         return EvaluationConfig.model_validate(section), notes
     except ValidationError as error:
-        lines = fault_lines(error, EvaluationConfig, section, lambda loc: "command line")
+        lines = fault_lines(error, EvaluationConfig, section, _option)
         raise UserError("\n".join(lines)) from None
+
+
+def _option(loc: Loc) -> str:
+    """The option that sets a key of the section."""
+    names = {"pass_at": "--k", "samples": "--samples", "temperature": "--temperature", "seed": "--seed",
+             "max_response_length": "--max-response-length"}  # fmt: skip
+    return names.get(str(loc[0]), "command line") if loc else "command line"
 
 
 def _preset_task(text: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.errors import UserError
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import resolve_target
+from qarl.policy.load import quiet_loading
 from qarl.types import Prompt
 
 VLLM_TIMEOUT_S = 900
@@ -68,7 +69,8 @@ def read_transformers(
     """transformers on the exported files. drops_activations: the scheme quantizes activations, which it does not do."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").to(device).eval()
+    with quiet_loading():
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").to(device).eval()
     note = "weights alone: it drops activation quantization" if drops_activations else ""
     reading = Reading([], version=transformers.__version__, note=note)
     for prompt, response in zip(prompts, responses, strict=True):

@@ -101,9 +101,12 @@ def cpu_int8_error() -> float:
     x = torch.randint(-127, 128, (8, 576), dtype=torch.int8, generator=generator)
     weight = torch.randint(-127, 128, (256, 576), dtype=torch.int8, generator=generator)
     exact = x.double() @ weight.double().t()
-    found = torch.zeros(8, 256)
-    handle = ops.create_onednn_scaled_mm(weight.t(), torch.ones(256, 1), found.dtype, True, False, 1)
-    ops.onednn_scaled_mm(handle, x, found, torch.ones(8, 1), None, None, None)
+    found = torch.zeros(8, 256, dtype=torch.bfloat16)
+    transposed, weight_scale, scale = weight.t(), torch.ones(256, 1), torch.ones(8, 1)
+    handle = ops.create_onednn_scaled_mm(transposed, weight_scale, found.dtype, True, False, 1)
+    ops.onednn_scaled_mm(handle, x, found, scale, None, None, None)
+    # vLLM's handle keeps addresses, not references: the operands must outlive the product.
+    del transposed, weight_scale, scale
     return float((found.double() - exact).norm() / exact.norm())
 
 

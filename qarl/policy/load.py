@@ -53,7 +53,7 @@ def locate(config: ModelConfig) -> ModelSource:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to the model. Raises UserError with the reason if there is none."""
     source = locate(config)
-    with _quiet():
+    with quiet_loading():
         return _load(config, "tokenizer", AutoTokenizer.from_pretrained, source)
 
 
@@ -65,7 +65,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     source = locate(config)
     if source.gguf_file is None and getattr(load_model_config(config), "quantization_config", None) is not None:
         raise UserError(f"model.path: '{config.path}' is a quantized checkpoint; train from the unquantized model")
-    with _quiet():
+    with quiet_loading():
         model = _load(config, "model", AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32)
         if source.gguf_file is not None:
             model = _plain(model)
@@ -94,13 +94,13 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
     source = locate(config)
     if source.gguf_file is not None:
         return copy.deepcopy(_gguf_config(config, source))
-    with _quiet():
+    with quiet_loading():
         return _load(config, "config", AutoConfig.from_pretrained, source)
 
 
 @functools.cache  # parsing the header takes seconds
 def _gguf_config(config: ModelConfig, source: ModelSource) -> transformers.PretrainedConfig:
-    with _quiet():
+    with quiet_loading():
         return _load(config, "config", AutoConfig.from_pretrained, source)
 
 
@@ -108,7 +108,7 @@ def load_generation_config(config: ModelConfig) -> GenerationConfig:
     """The model's generation config; where it has none, what its configuration implies."""
     source = locate(config)
     if source.gguf_file is None:
-        with _quiet(), contextlib.suppress(OSError, ValueError):
+        with quiet_loading(), contextlib.suppress(OSError, ValueError):
             return GenerationConfig.from_pretrained(source.name, revision=config.revision or "main")
     return GenerationConfig.from_model_config(load_model_config(config))
 
@@ -130,13 +130,14 @@ def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs)
         raise UserError(f"model.path: cannot load the {what} of '{config.path}': {reason}") from error
 
 
-class _quiet:
+class quiet_loading:
     """transformers' progress bars and notices stay out of the user's progress view while a model loads."""
 
     def __enter__(self) -> None:
         self.stderr = contextlib.redirect_stderr(io.StringIO())
         self.stderr.__enter__()
         self.verbosity = transformers.logging.get_verbosity()
+        self.bars = transformers.logging.is_progress_bar_enabled()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self.warnings = warnings.catch_warnings()
@@ -145,6 +146,7 @@ class _quiet:
 
     def __exit__(self, *exc) -> None:
         transformers.logging.set_verbosity(self.verbosity)
-        transformers.logging.enable_progress_bar()
+        if self.bars:
+            transformers.logging.enable_progress_bar()
         self.warnings.__exit__(*exc)
         self.stderr.__exit__(*exc)

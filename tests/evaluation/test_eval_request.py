@@ -66,9 +66,9 @@ def test_max_prompts_lowers_a_tasks_own_limit_and_does_not_raise_it():
     (Request(), r"^--data: m is no run, and has no data of its own; give math500, "),
     (Request(data=("gsm-8",)), r"^--data gsm-8: no such evaluation set; did you mean gsm8k\?$"),
     (Request(data=("gsm8k=/nowhere.jsonl",)), r"^--data gsm8k=/nowhere\.jsonl: no such file or directory"),
-    (Request(data=("amc",), samples=2, pass_at=(4,)), r"^command line: pass_at\.0 = 4: must be 2 \(samples\) or less"),
+    (Request(data=("amc",), samples=2, pass_at=(4,)), r"^--k: pass_at\.0 = 4: must be 2 \(samples\) or less"),
     (Request(data=("amc", "amc")), r'^command line: tasks\.1\.name = "amc": is the name of an earlier task too'),
-    (Request(data=("amc",), samples=0), r"^command line: samples = 0: "),
+    (Request(data=("amc",), samples=0), r"^--samples: samples = 0: "),
 ])  # fmt: skip
 def test_refusals_are_one_line(request_, message):
     with pytest.raises(UserError, match=message) as caught:
