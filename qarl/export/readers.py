@@ -69,20 +69,20 @@ def read_transformers(
     """transformers on the exported files. drops_activations: the scheme quantizes activations, which it does not do."""
     import transformers
 
-    with quiet_loading():
+    with quiet_loading():  # it decompresses in its first forward, with a progress bar
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").to(device).eval()
-    note = "weights alone: it drops activation quantization" if drops_activations else ""
-    reading = Reading([], version=transformers.__version__, note=note)
-    for prompt, response in zip(prompts, responses, strict=True):
-        ids = torch.tensor([prompt.token_ids], device=device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
-                             temperature=None, top_p=None, top_k=None)  # fmt: skip
-        reading.token_ids.append(out[0, ids.shape[1] :].tolist())
-        whole = torch.tensor([prompt.token_ids + response], device=device)
-        logits = model(whole).logits[0, ids.shape[1] - 1 : -1].float()
-        targets = torch.tensor(response, device=device)
-        reading.logprobs.append(torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0].tolist())
-        reading.likeliest += int((logits.argmax(-1) == targets).sum())
+        note = "weights alone: it drops activation quantization" if drops_activations else ""
+        reading = Reading([], version=transformers.__version__, note=note)
+        for prompt, response in zip(prompts, responses, strict=True):
+            ids = torch.tensor([prompt.token_ids], device=device)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
+                                 temperature=None, top_p=None, top_k=None)  # fmt: skip
+            reading.token_ids.append(out[0, ids.shape[1] :].tolist())
+            whole = torch.tensor([prompt.token_ids + response], device=device)
+            logits = model(whole).logits[0, ids.shape[1] - 1 : -1].float()
+            targets = torch.tensor(response, device=device)
+            reading.logprobs.append(torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0].tolist())
+            reading.likeliest += int((logits.argmax(-1) == targets).sum())
     del model
     release_memory()
     return reading
