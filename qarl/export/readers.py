@@ -91,7 +91,7 @@ def read_transformers(
 def read_vllm(
     checkpoint: Path, prompts: Sequence[Prompt], responses: Sequence[list[int]], max_tokens: int, dtype: str, log: Path
 ) -> Reading:
-    """vLLM on the exported files, in a process of its own whose output goes to `log`.
+    """vLLM on the exported files, in a process of its own whose output goes to `log`, which stays where it fails.
 
     Raises Unsupported where vLLM is not installed, or has no kernel for the format on this device; UserError with its
     last line where it fails.
@@ -118,6 +118,7 @@ def read_vllm(
             last = _last_error(log)
             raise UserError(f"vLLM ended with code {error.returncode}: {last} (all of it in {log})") from None
         answer = json.loads(answered.read_text())
+    log.unlink()  # it is of use to who looks for a fault
     if "unsupported" in answer:
         raise Unsupported(answer["unsupported"])
     greedy_ids = [g["token_ids"] for g in answer["greedy"]]

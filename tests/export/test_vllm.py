@@ -54,3 +54,4 @@ def test_vllm_agrees_with_the_native_engine(name, directory, tmp_path, monkeypat
     assert found["vllm"]["status"] == "agrees", found["vllm"]
     assert found["vllm"]["tokens"] == 4 * 12 and found["vllm"]["likeliest"] >= 36
     assert json.loads((tmp_path / "out" / "verification.json").read_text())["ok"]
+    assert not (tmp_path / "out" / "vllm.log").exists()
