@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qarl_formats.scheme import Scheme, is_ignored, make_scheme
+from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.config.quant import scheme_of
 
 Device = Literal["cpu", "cuda"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -97,7 +98,7 @@ class Item:
 def estimate(config: Config, architecture: Architecture, device: Device) -> list[Item]:
     """The memory of a training run on `device`, line by line; `peak_bytes` adds them up."""
     quant, a = config.quant, architecture
-    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    scheme = scheme_of(quant)
     width = DTYPE_BYTES[config.model.dtype]
     stored, operands, quantized_elements = 0, 0, 0
     for name, n, k in a.linears():

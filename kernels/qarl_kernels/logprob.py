@@ -36,6 +36,11 @@ class Truncation:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by."""
+        return 1.0 if self.greedy else self.temperature
+
 
 # Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that a
 # learner whose own truncation excludes a sampled token gets a finite log-prob and no NaN in the backward.
@@ -53,8 +58,8 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
     """Apply temperature and truncation to logits (R, V) float32 in place. Returns the mask of tokens cut, or None."""
-    if truncation.temperature != 1.0 and not truncation.greedy:
-        logits.div_(truncation.temperature)
+    if truncation.divisor != 1.0:
+        logits.div_(truncation.divisor)
     if not truncation.active:
         return None
     top = logits.amax(-1, keepdim=True)
@@ -107,7 +112,7 @@ class _TokenLogProbs(torch.autograd.Function):
             cut = truncate_(logits, ctx.truncation)
             rows = torch.log_softmax(logits, -1).exp_().neg_()
             rows.scatter_add_(-1, targets[part, None], torch.ones_like(rows[:, :1]))
-            rows.mul_(grad[part, None] / (1.0 if ctx.truncation.greedy else ctx.truncation.temperature))
+            rows.mul_(grad[part, None] / ctx.truncation.divisor)
             if cut is not None:  # a cut logit is a constant, and a cut target gives no gradient at all
                 rows.masked_fill_(cut | cut.gather(-1, targets[part, None]), 0.0)
             if weight.dtype == torch.bfloat16:  # on a GPU: operands in bf16, sums in float32

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from qarl_formats.compressed import tensor_specs
-from qarl_formats.scheme import is_ignored, make_scheme
+from qarl_formats.scheme import is_ignored
 
-from qarl.comparison.offline.intervals import mean_interval
+from qarl.comparison.intervals import mean_interval
 from qarl.comparison.plan import Member
 from qarl.config import Config, check_model
+from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.memory import DTYPE_BYTES
 from qarl.storage.runs import RunRecord
@@ -58,7 +59,7 @@ def checkpoint_bytes(config: Config) -> int | None:
     if architecture is None:
         return None
     quant = config.quant
-    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    scheme = scheme_of(quant)
     width = DTYPE_BYTES[config.model.dtype]
     total = width * (architecture.embedding_parameters + architecture.vector_parameters)
     for name, out_features, in_features in architecture.linears():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from qarl_formats.scheme import check_shape, is_ignored, make_scheme
+from qarl_formats.scheme import check_shape, is_ignored
 
 from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
 from qarl.config.base import Fault
@@ -17,6 +17,7 @@ from qarl.config.messages import Loc, fault_line
 from qarl.config.model import ModelConfig
 from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
+from qarl.config.quant import scheme_of
 from qarl.config.reward import RewardFunction
 from qarl.errors import UserError
 
@@ -137,7 +138,7 @@ def _read(model: ModelConfig, path: Path) -> Inspection:
 
 def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
     quant = config.quant
-    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    scheme = scheme_of(quant)
     linears = architecture.linears()
     for name, out_features, in_features in linears:
         if is_ignored(name, quant.ignore):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from qarl_formats.scheme import is_ignored
+from qarl_formats.scheme import Scheme, is_ignored, make_scheme
 
 from qarl.config.base import Fault, Field, Section
 
@@ -88,3 +88,8 @@ def _ignore_faults(index: int, entry: str) -> Iterator[Fault]:
             re.compile(entry.removeprefix("re:"))
         except re.error as error:
             yield Fault(("ignore", index), entry, f"is not a regular expression ({error})")
+
+
+def scheme_of(quant: QuantConfig) -> Scheme:
+    """How the section stores a Linear weight, and which activations it quantizes."""
+    return make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)

@@ -14,9 +14,10 @@ from qarl.evaluation.directory import ResultsDirectory
 from qarl.evaluation.request import DEFAULT_RESPONSE_LENGTH
 from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
+from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
-from qarl.policy.load import load_model_config, load_tokenizer
+from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import describe_environment
 from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged
@@ -44,7 +45,7 @@ def evaluate_target(
             if task.dropped:
                 console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
         settings = Settings.of(section, length, stop, frozenset())
-        require_room(tasks, settings.max_response_length, _context(target), "the context")
+        require_room(tasks, settings.max_response_length, context_of(target), "the context")
         identity = _identity(target, tasks, settings)
         path = out or _default_directory(target, tasks, identity)
         limits = target.run.reward if target.run else RewardConfig(functions=tasks[0].functions)
@@ -93,13 +94,6 @@ def evaluate_target(
             }
             directory.finish(results)
     return results, path
-
-
-def _context(target: Target) -> int:
-    """Tokens of prompt and response that the policy can hold."""
-    limit = load_model_config(target.model).max_position_embeddings
-    own = target.run.model.max_length if target.run else None
-    return min(own or limit, limit)
 
 
 def _identity(target: Target, tasks: list[LoadedTask], settings: Settings) -> dict[str, Any]:

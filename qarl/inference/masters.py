@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from qarl_formats.compressed import TensorSpec, tensor_specs
 from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.scheme import Scheme, check_shape, is_ignored, make_scheme
+from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from qarl.config import ModelConfig, QuantConfig
+from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.inference.target import Target
 from qarl.policy.load import load_generation_config, load_model, load_model_config, locate
@@ -83,10 +84,6 @@ class Masters:
 
     def _quantized(self, module: str, scheme: Scheme, ignore: list[str]) -> bool:
         return scheme.quantized and module in self.linears and not is_ignored(module, ignore)
-
-
-def scheme_of(quant: QuantConfig) -> Scheme:
-    return make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
 
 
 def open_masters(target: Target) -> Masters:

@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
+from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.inference.masters import Masters, open_masters, plain_config, scheme_of
+from qarl.inference.masters import Masters, open_masters, plain_config
 from qarl.inference.target import Target
 from qarl.policy.device import DTYPES, pick_device
 from qarl.policy.load import load_generation_config, load_model_config, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
-from qarl.policy.skeleton import skeleton
+from qarl.policy.skeleton import linear_names, skeleton
 from qarl.publish.snapshot import Snapshot, build_snapshot
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
@@ -117,7 +118,7 @@ def _stored_forms(
     tensors = {name: tensor.to(device) for name, tensor in _read_export(Path(target.model.path)).items()}
     scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)
     model = skeleton(config)
-    linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    linears = set(linear_names(model))
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in linears and not is_ignored(module, target.quant.ignore):

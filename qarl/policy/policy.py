@@ -25,6 +25,7 @@ from qarl.policy.linear import (
     operand_of,
 )
 from qarl.policy.modules import Embedding, RMSNorm, check_family, replace_modules
+from qarl.policy.skeleton import linear_names
 from qarl.publish.snapshot import PublishError, Snapshot, build_snapshot, published
 
 
@@ -70,9 +71,8 @@ class Policy:
 
     def _replace_linears(self) -> dict[str, QuantLinear]:
         linears = {}
-        for name, module in list(self.model.named_modules()):
-            if not isinstance(module, nn.Linear) or name == "lm_head":
-                continue
+        for name in linear_names(self.model):
+            module = self.model.get_submodule(name)
             if not is_ignored(name, self.quant.ignore):
                 try:
                     check_shape(self.scheme, name, module.out_features, module.in_features)

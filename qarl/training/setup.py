@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from qarl_formats.scheme import make_scheme
 from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
+from qarl.config.quant import scheme_of
 from qarl.data import PromptStream, build_prompts
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards
@@ -97,7 +97,7 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
         with console.phase("model"):
             model = load_model(config.model)
         quant = config.quant
-        scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+        scheme = scheme_of(quant)
         with console.phase("quantize"):
             policy = Policy(model, scheme, quant, DTYPES[config.model.dtype], device, context)
         policy.set_gradient_checkpointing(config.train.gradient_checkpointing)

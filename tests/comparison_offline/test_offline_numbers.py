@@ -10,13 +10,14 @@ import torch
 from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.scheme import make_scheme
 
+from qarl.comparison.intervals import mean_interval, t_quantile
 from qarl.comparison.offline.divergence import TokenNumbers, final_states, token_numbers
-from qarl.comparison.offline.intervals import mean_interval, t_quantile
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
 from qarl.comparison.offline.weights import checkpoint_bytes, error_of, weight_errors
 from qarl.comparison.offline.windows import Windows, cut, read_text
 from qarl.config import RolloutConfig
-from qarl.inference.masters import open_masters, scheme_of
+from qarl.config.quant import scheme_of
+from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, load_tokenizer

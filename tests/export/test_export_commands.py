@@ -11,7 +11,8 @@ import torch
 from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored_tensors
 
 from qarl import cli
-from qarl.inference.masters import open_masters, scheme_of
+from qarl.config.quant import scheme_of
+from qarl.inference.masters import open_masters
 from qarl.inference.opening import snapshot_of
 from qarl.inference.target import resolve_target
 

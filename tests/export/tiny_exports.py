@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qarl.config import Config
+from qarl.config.quant import scheme_of
 from qarl.export.job import export_target
 from qarl.export.writer import ExportReport
-from qarl.inference.masters import scheme_of
 from qarl.inference.target import Target, resolve_target
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import yaml
-from qarl_formats.scheme import make_scheme
 
 from qarl.config import Config
+from qarl.config.quant import scheme_of
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
@@ -79,7 +79,7 @@ class Parts:
 def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     config = Config.model_validate(settings(path, **sections))
     quant = config.quant
-    scheme = make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    scheme = scheme_of(quant)
     policy = Policy(load_model(config.model), scheme, quant, DTYPES[config.model.dtype], torch.device("cpu"), None)
     tokenizer = load_tokenizer(config.model)
     sampling = build_sampling(config, policy, tokenizer)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.comparison.offline.intervals import mean_interval
+from qarl.comparison.intervals import mean_interval
 from qarl.comparison.offline.windows import Windows
 from qarl.errors import UserError
 from qarl.policy.attention import learner_context

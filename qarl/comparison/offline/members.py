@@ -19,8 +19,9 @@ from qarl.comparison.offline.targets import REFERENCE
 from qarl.comparison.offline.weights import checkpoint_bytes, weight_errors
 from qarl.comparison.offline.windows import Windows
 from qarl.config import RolloutConfig
+from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.inference.masters import Masters, scheme_of
+from qarl.inference.masters import Masters
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.policy.device import DTYPES

@@ -11,6 +11,7 @@ from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from torch import Tensor
 
 from qarl.config import QuantConfig
+from qarl.export.shards import stored_bytes
 from qarl.inference.masters import Masters
 from qarl.publish.snapshot import Snapshot
 
@@ -52,7 +53,7 @@ def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
 
 def checkpoint_bytes(masters: Masters, quant: QuantConfig, dtype: torch.dtype) -> int:
     """Bytes of the tensors that an export in this scheme stores; file headers come on top of them."""
-    return sum(spec.nbytes for stored in masters.specs(quant, dtype).values() for spec in stored.values())
+    return stored_bytes(masters.specs(quant, dtype))
 
 
 def _device_of(form: QuantizedWeight | Tensor) -> torch.device:
