@@ -49,14 +49,26 @@ def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) 
     return codes + scales + zero_points
 
 
-def operand_bytes(weights: int, quantized: bool, activations_quantized: bool, device: Device, width: int) -> int:
-    """The copy of a weight that the reference products multiply with.
+def operand_bytes(
+    scheme: Scheme, out_features: int, in_features: int, quantized: bool, device: Device, width: int, kernels: bool
+) -> int:
+    """What the products keep of one weight beside the published tensors.
 
-    weights: elements. width: bytes of the compute dtype. The CPU multiplies in float32, so it keeps a float32 copy of
-    every weight; a GPU keeps dequantized weights in the compute dtype, codes for quantized activations in float32,
-    and multiplies an unquantized weight as it is published (no copy).
+    width: bytes of the compute dtype. The CPU multiplies in float32, so it keeps a float32 copy of every weight. A GPU
+    multiplies an unquantized weight as it is published. Its kernels read published codes too, int4 ones in a tiled
+    copy of 16 x 128 blocks with 4 bytes a group and row; without them (`quant.kernels: reference`) it keeps
+    dequantized weights in the compute dtype, and codes for quantized activations in float32.
     """
-    if device == "cpu" or (quantized and activations_quantized):
+    weights = out_features * in_features
+    if device == "cpu":
+        return 4 * weights
+    if kernels:
+        if not (quantized and scheme.packed):
+            return 0
+        rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
+        groups = 128 // min(scheme.group_size or 128, 128)
+        return rows * blocks * (64 + 4 * groups)
+    if quantized and scheme.activation is not None:
         return 4 * weights
     return width * weights if quantized else 0
 
@@ -101,16 +113,17 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
     scheme = scheme_of(quant)
     width = DTYPE_BYTES[config.model.dtype]
     stored, operands, quantized_elements = 0, 0, 0
+    kernels = quant.kernels == "auto" and config.model.dtype != "float32" and quant.learner == "aligned"
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
         if quantized:
             stored += quantized_weight_bytes(scheme, n, k)
             quantized_elements += n * k
-        operands += operand_bytes(n * k, quantized, scheme.activation is not None, device, width)
+        operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or (quant.learner == "fake_quant" and quantized):
             # the sampler's operand is not the learner's: the learner holds its own in the compute dtype
             operands += (4 if device == "cpu" else width) * n * k
-    head = operand_bytes(a.vocab_size * a.hidden_size, False, False, device, width)
+    head = operand_bytes(scheme, a.vocab_size, a.hidden_size, False, device, width, kernels)
     unquantized = width * (a.parameters - quantized_elements)
     # A micro batch holds at least one sequence, however small its budget.
     tokens = max(config.train.micro_batch_tokens, config.max_sequence_length)
@@ -128,7 +141,7 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
              "always"),
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
-        Item("GEMM operands (dequantized weights, lm_head)", operands + head, "always"),
+        Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         Item(f"KV cache ({config.kv_cache_tokens:,} tokens)", kv_cache, "always"),
         Item(f"activations ({tokens:,} tokens)", activations, "update"),
         Item(f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",

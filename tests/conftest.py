@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from qarl.threads import wait_politely
 
 wait_politely()  # before anything imports torch
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on the CPU
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"

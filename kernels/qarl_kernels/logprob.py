@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import invariant
+from qarl_kernels.backward import weight_grad
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,19 @@ class Truncation:
 CUT_LOGIT_GAP = 50.0
 
 
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight^T as float32. hidden: (R, H); weight: (V, H), float32 on the CPU, hidden's dtype on a GPU."""
+def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
+    """hidden @ weight^T as float32. hidden: (R, H); weight: (V, H), float32 on the CPU, hidden's dtype on a GPU.
+
+    kernels: on a GPU, the Triton product of 16-bit operands, whose rows do not depend on the batch; False: torch's.
+    """
     if hidden.device.type == "cpu":
         return invariant.matmul(hidden.float(), weight)
     if hidden.dtype == torch.float32:
         return hidden @ weight.t()
+    if kernels:
+        from qarl_kernels import gemm  # imports Triton, which the CPU does not need
+
+        return gemm.dense(hidden.contiguous(), weight, out_dtype=torch.float32)
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
@@ -88,14 +96,15 @@ def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, master, weight, targets, truncation, chunk):
+    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.truncation, ctx.chunk, ctx.master_grad = truncation, chunk, master is not None and master.requires_grad
+        ctx.kernels = kernels
         logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logp)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            rows = log_probs_of(logits_of(hidden[part], weight), truncation)
+            rows = log_probs_of(logits_of(hidden[part], weight, kernels), truncation)
             logp[part] = rows.gather(-1, targets[part, None])[:, 0]
             entropy[part] = -rows.exp().mul_(rows).sum(-1)  # finite: a logit cut off is far down, not -inf
         ctx.mark_non_differentiable(entropy)
@@ -108,7 +117,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.master_grad else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = logits_of(hidden[part], weight)
+            logits = logits_of(hidden[part], weight, ctx.kernels)
             cut = truncate_(logits, ctx.truncation)
             rows = torch.log_softmax(logits, -1).exp_().neg_()
             rows.scatter_add_(-1, targets[part, None], torch.ones_like(rows[:, :1]))
@@ -119,21 +128,23 @@ class _TokenLogProbs(torch.autograd.Function):
                 rows = rows.bfloat16()
                 grad_hidden[part] = rows @ weight
                 if grad_weight is not None:
-                    grad_weight += torch.mm(rows.t(), hidden[part], out_dtype=torch.float32)
+                    weight_grad(rows, hidden[part], into=grad_weight)
                 continue
             grad_hidden[part] = (rows @ weight.float()).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(rows.t(), hidden[part].float())
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def token_logprobs(
-    hidden: Tensor, master: Tensor | None, weight: Tensor, targets: Tensor, truncation: Truncation, chunk: int
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, master: Tensor | None, weight: Tensor, targets: Tensor, truncation: Truncation, chunk: int,
+    kernels: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-prob of each target token and the entropy of its distribution.
 
     hidden: (R, H) bf16/fp16/fp32, the state before the target; master: (V, H) float32 parameter that takes the
-    output layer's gradient, or None; weight: (V, H), the values the forward uses (`logits_of`); targets: (R,) int64;
-    chunk: rows of logits held at once. Returns logp (R,) and entropy (R,), float32, in nats; logp carries gradient.
+    output layer's gradient, or None; weight: (V, H), the values the forward uses; weight, kernels: see `logits_of`;
+    targets: (R,) int64; chunk: rows of logits held at once. Returns logp (R,) and entropy (R,), float32, in nats; logp
+    carries gradient.
     """
-    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk)
+    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels)

@@ -16,6 +16,7 @@ from qarl_kernels.activation import quantize_activation_fp8, quantize_activation
 # 127 * 128 * 1024 < 2**24: partial sums of this many int8 products are integers that float32 holds exactly, so the
 # FP32 units compute the int32 accumulation without error, in any order.
 INT8_EXACT_K = 1024
+FP8_BLOCK = 128
 INT4_EXACT_K = 16_384  # 127 * 8 * 16,384 < 2**24
 
 
@@ -40,7 +41,7 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def w8a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = (qx @ codes^T in int32) * s_x * s_w + bias, qx int8 per token, dynamic.
+    """y = ((qx @ codes^T in int32) * s_w) * s_x + bias, qx int8 per token, dynamic.
 
     x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding int8 values; weight_scale: (N, 1). Returns (M, N) of
     x's dtype. The int32 accumulation is exact.
@@ -51,17 +52,33 @@ def w8a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = N
     for start in range(0, codes.shape[1], INT8_EXACT_K):
         stop = start + INT8_EXACT_K
         acc += (qx[:, start:stop] @ codes[:, start:stop].t()).to(torch.int32)
-    return _epilogue(acc.float() * scale * weight_scale.float().t(), bias, x.dtype)
+    return _epilogue(acc.float() * weight_scale.float().t() * scale, bias, x.dtype)
 
 
 def fp8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = (qx @ codes^T in fp32) * s_x * s_w + bias, qx float8_e4m3fn per token, dynamic.
+    """y = ((qx @ codes^T in fp32) * s_w) * s_x + bias, qx float8_e4m3fn per token, dynamic.
 
     x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding e4m3 values; weight_scale: (N, 1). Returns (M, N) of
     x's dtype.
     """
     qx, scale = quantize_activation_fp8(x)
-    return _epilogue(_matmul(qx.float(), codes) * scale * weight_scale.float().t(), bias, x.dtype)
+    return _epilogue(_matmul(qx.float(), codes) * weight_scale.float().t() * scale, bias, x.dtype)
+
+
+def fp8_block(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = sum over blocks of 128 features of (qx_b @ codes_b^T in fp32) * (s_x,b * s_w,b) + bias.
+
+    qx is float8_e4m3fn per token and block, dynamic. x: (M, K) bf16/fp16/fp32; codes: (N, K) float32 holding e4m3
+    values; weight_scale: (ceil(N / 128), ceil(K / 128)). Returns (M, N) of x's dtype; blocks are added in order.
+    """
+    n, k = codes.shape
+    weight_scale = weight_scale.float().repeat_interleave(FP8_BLOCK, dim=0)[:n]
+    acc = torch.zeros(x.shape[0], n, device=x.device)
+    for block, start in enumerate(range(0, k, FP8_BLOCK)):
+        stop = start + FP8_BLOCK
+        qx, scale = quantize_activation_fp8(x[:, start:stop])
+        acc += _matmul(qx.float(), codes[:, start:stop].contiguous()) * (scale * weight_scale[:, block])
+    return _epilogue(acc, bias, x.dtype)
 
 
 def w4a8(x: Tensor, codes: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -47,6 +47,11 @@ class QuantConfig(Section):
         description="Which input the straight-through weight gradient uses; dequantized only where activations are "
         "quantized.",
     )
+    kernels: Literal["auto", "reference"] = Field(
+        "auto",
+        description="auto: Triton kernels on CUDA (bfloat16 and float16); reference: the plain-torch products, for "
+        "debugging. The CPU, and model.dtype float32, have only the latter.",
+    )
 
     def faults(self) -> Iterator[Fault]:
         int4 = self.scheme in WEIGHT_INT4

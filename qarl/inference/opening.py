@@ -93,7 +93,7 @@ def same_codes_expected(target: Target) -> bool:
     """Whether opening `target` gives the tensors that its run published: the run's own scheme and layout."""
     if target.run is None:
         return False
-    of_training = {"learner", "ste_input"}
+    of_training = {"learner", "ste_input", "kernels"}
     return target.quant.model_dump(exclude=of_training) == target.run.quant.model_dump(exclude=of_training)
 
 

@@ -137,7 +137,7 @@ def _run_target(
         raise UserError(f"{error}; if the base model of {name} moved, give its new place with --model") from error
     own = run.quant.model_dump()
     if quant.get("scheme", run.quant.scheme) != run.quant.scheme:  # what belongs to the run's scheme does not apply
-        own = {"ignore": own["ignore"], "scale_dtype": own["scale_dtype"]}
+        own = {key: own[key] for key in ("ignore", "scale_dtype", "kernels")}
     # Only training has a learner to misalign.
     both = own | dict(quant) | {"learner": "aligned", "ste_input": "unquantized"}
     return Target("run", name, base, _quant(both), run, run_dir, int(checkpoint.name), checkpoint)

@@ -9,20 +9,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight, unpack_codes
 from qarl_kernels import reference
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from qarl.policy.kernel_operand import KernelOperand
 
 Product = Literal["dense", "plain", "w8a8", "fp8", "w4a8"]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The weight side of one product, as the product reads it.
+    """The weight side of one product in plain torch, as the product reads it. Its twin on a GPU is `KernelOperand`.
 
     product: `dense` is the batch-invariant product of model.dtype operands; `plain` the framework's ordinary GEMM;
     the others the low-bit products of `qarl_kernels.reference`.
@@ -46,6 +50,11 @@ class Operand:
             return nn.functional.linear(wide, self.weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
         return getattr(reference, self.product)(x, self.weight, self.scale, bias)
 
+    def held(self) -> dict[str, Tensor]:
+        """The published tensors of a quantized weight that this operand was made from, by compressed-tensors suffix."""
+        assert isinstance(self.source, QuantizedWeight)
+        return self.source.tensors
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K): code * scale rounded to `dtype`, held in the operand's own storage dtype."""
         if self.scale is None:
@@ -64,8 +73,17 @@ def dequantized_input(x: Tensor, activation: Literal["int8", "fp8"] | None) -> T
     return (codes.float() * scale).to(x.dtype)
 
 
-def operand_of(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> Operand:
-    """The aligned operand: the product the sampler runs on these tensors. weight: codes and scales, or (N, K)."""
+def operand_of(
+    weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bool = False
+) -> Operand | KernelOperand:
+    """The aligned operand: the product the sampler runs on these tensors.
+
+    weight: codes and scales, or (N, K); kernels: multiply with Triton (`qarl.policy.kernels.use_kernels`).
+    """
+    if kernels:
+        from qarl.policy.kernel_operand import kernel_operand  # imports Triton, which the CPU does not need
+
+        return kernel_operand(weight, dtype)
     if isinstance(weight, Tensor):
         return Operand("dense", _storage(weight), source=weight)
     scheme = weight.scheme
@@ -103,21 +121,40 @@ class _StraightThrough(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         operand = ctx.operand
         grad_x = grad_weight = grad_bias = None
-        wide = grad.to(operand.weight.dtype)
         if ctx.needs_input_grad[0]:
-            grad_x = (wide @ operand.dequantized(x.dtype)).to(x.dtype)
+            grad_x = input_grad(grad, operand.dequantized(x.dtype))
         if ctx.needs_input_grad[1]:
             if ctx.keep_dequantized_input:
                 x = dequantized_input(x, operand.activation)
-            if x.device.type == "cpu":
-                grad_weight = wide.t() @ x.to(wide.dtype)
-            elif x.dtype == torch.float32:
-                grad_weight = grad.t() @ x
-            else:
-                grad_weight = torch.mm(grad.t(), x, out_dtype=torch.float32)
+            grad_weight = weight_grad(grad, x, _open_gradient(ctx.next_functions[1][0]))
         if ctx.has_bias:
             grad_bias = grad.float().sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _open_gradient(node: Any) -> Tensor | None:
+    """The gradient that a master holds already, where the next may be added to it at once; else None.
+
+    From the second micro batch on, this saves a float32 matrix of the weight's size and a pass over two of them. It
+    goes behind autograd's back, so only where nobody would see the difference: the master is a leaf with a plain
+    float32 gradient, no hook waits for what arrives, no graph of the backward is made, and the gradient goes into
+    `.grad` (and is not what `torch.autograd.grad` returns). Hooks on the node itself cannot be seen from here:
+    wrappers that put one there (DistributedDataParallel) are not used.
+
+    node: what the graph sends the master's gradient to.
+    """
+    if torch.is_grad_enabled() or type(node).__name__ != "AccumulateGrad":
+        return None
+    master = node.variable
+    into = master.grad
+    if into is None or into.layout != torch.strided or into.dtype != torch.float32 or not into.is_contiguous():
+        return None
+    if into.shape != master.shape or master._backward_hooks or master._post_accumulate_grad_hooks:
+        return None
+    try:
+        return into if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch's way of saying that `torch.autograd.grad` was asked for this gradient
+        return None
 
 
 class QuantLinear(nn.Module):
@@ -132,8 +169,8 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.role, self.keep_dequantized_input = role, keep_dequantized_input
-        self.learner: Operand | None = None
-        self.sampler: Operand | None = None
+        self.learner: Operand | KernelOperand | None = None
+        self.sampler: Operand | KernelOperand | None = None
         self.bias_value: Tensor | None = None  # the bias as published, in the compute dtype
 
     def forward(self, x: Tensor) -> Tensor:

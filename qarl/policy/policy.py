@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from qarl_formats.quantize import QuantizedWeight
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
+from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import (
     Operand,
     QuantLinear,
@@ -27,6 +29,9 @@ from qarl.policy.linear import (
 from qarl.policy.modules import Embedding, RMSNorm, check_family, replace_modules
 from qarl.policy.skeleton import linear_names
 from qarl.publish.snapshot import PublishError, Snapshot, build_snapshot, published
+
+if TYPE_CHECKING:
+    from qarl.policy.kernel_operand import KernelOperand
 
 
 class Policy:
@@ -44,6 +49,7 @@ class Policy:
     ) -> None:  # fmt: skip
         check_family(model.config)
         self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
+        self.kernels = use_kernels(quant, scheme, dtype, device)
         limit = model.config.max_position_embeddings
         if max_length is not None and max_length > limit:
             raise UserError(f"model.max_length: {max_length} is above the model's {limit} positions; lower it")
@@ -99,7 +105,7 @@ class Policy:
         Raises UserError naming the tensor when a master is not finite.
         """
         forms = (
-            (name, published(name, master, self._scheme_of(name), self.dtype, version))
+            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels))
             for name, master in self.named_parameters()
         )
         self.version, self.current = version, build_snapshot(version, forms)
@@ -121,12 +127,12 @@ class Policy:
         self.head_source = tensors["lm_head.weight" if not self.tied else self._embedding_name()]
         self.head_value = self.head_source.float() if self.device.type == "cpu" else self.head_source
 
-    def _learner_operand(self, linear: QuantLinear, published: QuantizedWeight | Tensor) -> Operand:
+    def _learner_operand(self, linear: QuantLinear, published: QuantizedWeight | Tensor) -> Operand | KernelOperand:
         if self.quant.learner == "full_precision":
             return full_precision_operand(linear.weight, self.dtype)
         if self.quant.learner == "fake_quant" and isinstance(published, QuantizedWeight):
             return fake_quant_operand(published, self.dtype)
-        return operand_of(published, self.dtype)
+        return operand_of(published, self.dtype, self.kernels)
 
     def _embedding_name(self) -> str:
         return next(name for name, parameter in self.named_parameters() if parameter is self.head_master)
@@ -142,7 +148,7 @@ class Policy:
         for name, linear in self.linears.items():
             published = snapshot.weights.get(name, snapshot.tensors.get(f"{name}.weight"))
             aligned = self.quant.learner == "aligned"
-            linear.sampler = linear.learner if aligned else operand_of(published, self.dtype)
+            linear.sampler = linear.learner if aligned else operand_of(published, self.dtype, self.kernels)
 
     def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the sampler's forward stands on, by published name, read from the operands themselves."""
@@ -150,7 +156,7 @@ class Policy:
             if isinstance(module, QuantLinear):
                 source = module.sampler.source
                 if isinstance(source, QuantizedWeight):
-                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in source.tensors.items())
+                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in module.sampler.held().items())
                 else:
                     yield f"{name}.weight", source
                 if module.bias_value is not None:
@@ -180,7 +186,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""
-        return logits_of(hidden, self.head_value)
+        return logits_of(hidden, self.head_value, self.kernels)
 
     def logprobs(
         self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
@@ -209,7 +215,7 @@ class Policy:
         hidden = self.hidden_states(torch.tensor(ids, device=device), positions, context)
         targets = torch.tensor([t for r in responses for t in r], device=device)
         return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.head_value, targets,
-                              truncation, chunk)  # fmt: skip
+                              truncation, chunk, self.kernels)  # fmt: skip
 
     def set_gradient_checkpointing(self, on: bool) -> None:
         """Recompute each layer in the backward instead of keeping its activations."""

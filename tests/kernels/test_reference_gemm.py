@@ -78,7 +78,7 @@ def test_w8a8_accumulates_exactly_as_int64_does(k: int) -> None:
     x[0] = 1.0  # codes of 127 against -128: the largest sum
     qx, sx = quantize_activation_int8(x)
     exact = qx.long() @ codes.long().t()
-    expected = exact.float() * sx * _scale().float().t()
+    expected = exact.float() * _scale().float().t() * sx
     assert torch.equal(reference.w8a8(x, codes, _scale()), expected)
 
 

@@ -1,0 +1,52 @@
+"""Conversions between float32 and the stored float types, the same bits on a GPU and in Triton's interpreter.
+
+A GPU has them as instructions. The interpreter (Triton 3.9) rounds bf16 and e4m3 ties away from zero, and loses bf16
+subnormals and the NaN of e4m3, so there the same numbers are made with integer arithmetic.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qarl_kernels.launch import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def widen(x):
+    """bf16, fp16, e4m3 or fp32 -> fp32, exact."""
+    if _INTERPRETED:
+        if x.dtype == tl.bfloat16:
+            return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        if x.dtype == tl.float8e4nv:
+            code = x.to(tl.uint8, bitcast=True)
+            return tl.where((code & 0x7F) == 0x7F, float("nan"), x.to(tl.float32))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """fp32 -> bf16, fp16 or fp32, to nearest even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def narrow_e4m3(x):
+    """fp32 -> e4m3, to nearest even, saturated to +-448; NaN stays NaN."""
+    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    if _INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # 2^14 has an ulp of 2^-9, the step of e4m3 below 2^-6: the sum's low bits are the code.
+        small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0x3C800000, small, normal)
+        code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return x.to(tl.float8e4nv)

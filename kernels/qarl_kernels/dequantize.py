@@ -1,0 +1,207 @@
+"""Triton kernels that turn stored weights back into matrices: (code - zero point) * scale in FP32, rounded once.
+
+Bit for bit what `qarl_formats.quantize.dequantize_weight` computes. Each thread writes 16 bytes of bf16 or fp16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.casts import narrow, widen
+from qarl_kernels.launch import launch
+
+TILE = 2048  # values of a program: 8 in each of 256 threads
+FP8_BLOCK = 128
+
+# The float whose bits are these or'ed with a nibble u is 12,582,912 + u: the difference of two such is exact, and
+# takes one addition where a conversion would run at a quarter of the speed.
+_AS_FLOAT = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def dequantize_int4_kernel(
+    packed,  # (rows, words) i32
+    scale,  # (rows, groups)
+    zero_point,  # (ceil(rows / 8), groups) i32; not read if SYMMETRIC
+    out,  # (rows, columns) bf16, fp16 or f32
+    rows,
+    columns,
+    words,
+    groups,
+    WORDS_PER_GROUP: tl.constexpr,  # 0: a row is one group
+    SYMMETRIC: tl.constexpr,
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8: the last word of a row is not full
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    t = tl.arange(0, ROWS * WORDS)  # one axis, so that neighbouring threads have neighbouring words
+    row = (tl.program_id(1) * ROWS + t // WORDS).to(tl.int64)
+    word = tl.program_id(0) * WORDS + t % WORDS
+    inside = (row < rows) & (word < words)
+    group = word * 0 if WORDS_PER_GROUP == 0 else word // WORDS_PER_GROUP
+    value = tl.load(packed + row * words + word, mask=inside, other=0)
+    step = widen(tl.load(scale + row * groups + group, mask=inside, other=0.0))
+    if SYMMETRIC:
+        zero = tl.full(t.shape, 8, tl.int32)
+    else:
+        zero = tl.load(zero_point + (row // 8) * groups + group, mask=inside, other=0)
+        zero = (zero >> ((row % 8).to(tl.int32) * 4)) & 15
+    zero = (zero | _AS_FLOAT).to(tl.float32, bitcast=True)
+
+    eight = tl.arange(0, 8)[None, :]
+    code = (((value[:, None] >> (eight * 4)) & 15) | _AS_FLOAT).to(tl.float32, bitcast=True) - zero[:, None]
+    keep = inside[:, None]
+    if RAGGED:
+        keep = keep & (word[:, None] * 8 + eight < columns)
+    target = (out + row * columns + word * 8)[:, None] + eight
+    tl.store(target, narrow(code * step[:, None], out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def dequantize_bytes_kernel(
+    codes,  # (rows, columns) i8 or e4m3
+    scale,  # (scale rows, scale_columns)
+    out,  # (rows, columns) bf16, fp16 or f32
+    rows,
+    columns,
+    scale_columns,
+    BLOCK: tl.constexpr,  # rows and columns that share a scale; 0: a row does
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8
+    ROWS: tl.constexpr,
+    EIGHTS: tl.constexpr,
+):
+    t = tl.arange(0, ROWS * EIGHTS)  # as above, a thread takes eight codes of a row
+    row = (tl.program_id(1) * ROWS + t // EIGHTS).to(tl.int64)
+    first = (tl.program_id(0) * EIGHTS + t % EIGHTS) * 8
+    inside = (row < rows) & (first < columns)
+    source = row if BLOCK == 0 else (row // BLOCK) * scale_columns + first // BLOCK
+    step = widen(tl.load(scale + source, mask=inside, other=0.0))
+    eight = tl.arange(0, 8)[None, :]
+    keep = inside[:, None]
+    if RAGGED:
+        keep = keep & (first[:, None] + eight < columns)
+    offset = (row * columns + first)[:, None] + eight
+    code = widen(tl.load(codes + offset, mask=keep, other=0.0))
+    tl.store(out + offset, narrow(code * step[:, None], out.dtype.element_ty), mask=keep)
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """(rows, columns) of a program's tile."""
+    width = min(TILE, triton.next_power_of_2(max(columns, 8)))
+    return TILE // width, width
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must be contiguous {wanted} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}; "
+            "pass the tensors of one quantized weight as they are stored"
+        )
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.no_grad()
+def dequantize_int4(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight that packed int4 codes stand for.
+
+    Args:
+        packed: int32 [N, ceil(K / 8)], contiguous like all of them.
+        scale: bf16, fp16 or fp32 [N, groups]; the groups of a row are equally long, multiples of 8 unless there is one.
+        zero_point: int32 [ceil(N / 8), groups], or None if symmetric.
+        in_features: K.
+        dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        `dtype` [N, K].
+
+    Raises:
+        ValueError: dtypes or shapes do not fit each other.
+    """
+    n, words = len(packed), triton.cdiv(in_features, 8)
+    groups = scale.shape[-1]
+    _check("packed", packed, (torch.int32,), (n, words))
+    _check("scale", scale, _FLOATS, (n, groups))
+    if zero_point is not None:
+        _check("zero_point", zero_point, (torch.int32,), (triton.cdiv(n, 8), groups))
+    if groups > 1 and in_features % (8 * groups):
+        raise ValueError(f"scale has {groups} groups, which does not divide {in_features} input features into words")
+    out = torch.empty(n, in_features, dtype=dtype, device=packed.device)
+    rows, width = _tile(in_features)
+    launch(
+        dequantize_int4_kernel,
+        (triton.cdiv(in_features, width), triton.cdiv(n, rows)),
+        num_warps=8,
+        packed=packed,
+        scale=scale,
+        zero_point=packed if zero_point is None else zero_point,
+        out=out,
+        rows=n,
+        columns=in_features,
+        words=words,
+        groups=groups,
+        WORDS_PER_GROUP=0 if groups == 1 else words // groups,
+        SYMMETRIC=zero_point is None,
+        RAGGED=in_features % 8 != 0,
+        ROWS=rows,
+        WORDS=width // 8,
+    )
+    return out
+
+
+@torch.no_grad()
+def dequantize_channel(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight that codes with one scale a row stand for.
+
+    Args:
+        codes: int8 or float8_e4m3fn [N, K], contiguous.
+        scale: bf16, fp16 or fp32 [N, 1], contiguous.
+        dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        `dtype` [N, K].
+
+    Raises:
+        ValueError: dtypes or shapes do not fit each other.
+    """
+    return _dequantize_bytes(codes, scale, dtype, 0)
+
+
+@torch.no_grad()
+def dequantize_fp8_block(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight that e4m3 codes with one scale for each 128 x 128 stand for.
+
+    codes: float8_e4m3fn [N, K]; scale: [ceil(N / 128), ceil(K / 128)]; otherwise as `dequantize_channel`.
+    """
+    return _dequantize_bytes(codes, scale, dtype, FP8_BLOCK)
+
+
+def _dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
+    n, k = codes.shape
+    _check("codes", codes, (torch.float8_e4m3fn,) if block else (torch.int8, torch.float8_e4m3fn), (n, k))
+    _check("scale", scale, _FLOATS, (triton.cdiv(n, block), triton.cdiv(k, block)) if block else (n, 1))
+    out = torch.empty(n, k, dtype=dtype, device=codes.device)
+    rows, width = _tile(k)
+    launch(
+        dequantize_bytes_kernel,
+        (triton.cdiv(k, width), triton.cdiv(n, rows)),
+        num_warps=8,
+        codes=codes,
+        scale=scale,
+        out=out,
+        rows=n,
+        columns=k,
+        scale_columns=scale.shape[1],
+        BLOCK=block,
+        RAGGED=k % 8 != 0,
+        ROWS=rows,
+        EIGHTS=width // 8,
+    )
+    return out

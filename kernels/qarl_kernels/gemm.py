@@ -1,0 +1,157 @@
+"""y = x @ w^T for 16-bit, INT8 and FP8 operands, with the scales of W8A8 and FP8 in the epilogue.
+
+One kernel, whose operands come through the tensor memory accelerator on Hopper and through pointers elsewhere. With
+few tokens the product is computed as w @ x^T, so that the 64 rows that wgmma wants are rows of w.
+
+Batch invariance: an output element is a chain of tensor-core products along K. INT8 is exact in any order. 16-bit:
+mma.sync, wgmma in either operand order and cuBLAS's kernels without split-K give the same bits, whatever the tile. FP8:
+wgmma chains agree with each other (and with cuBLAS with fast accumulation), mma.sync does not, so tiles of FP8 on
+Hopper are always wgmma's: the side that holds 64 rows or more comes first. `max_num_imprecise_acc` stays at Triton's
+default for Hopper (one chain over all of K), which is what fast accumulation means.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels import library
+from qarl_kernels.blocks import dot, operand, tile_of
+from qarl_kernels.casts import narrow
+from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
+from qarl_kernels.tuning import Tile, lookup
+
+
+@triton.jit(do_not_specialize=["M", "programs"])
+def gemm_kernel(x, w, out, s_x, s_w, bias, M, N, K, stride_xm, stride_wn, stride_om, programs,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                SWAP: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+                TMA: tl.constexpr, TMA_OUT: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+    """x (M, K), w (N, K), out (M, N); s_x (M,) fp32, s_w (N,), bias (N,). See the module for the order of sums."""
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    tl.assume(steps > 0)
+    for pid in tl.range(tl.program_id(0), num_m * num_n, programs, flatten=PERSISTENT):
+        pid_m, pid_n = tile_of(pid, num_m, num_n)
+        m = pid_m * BLOCK_M
+        n = pid_n * BLOCK_N
+        if SWAP:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=ACC)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+        for step in range(steps):
+            a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
+            b = operand(w, n, N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+            if SWAP:
+                acc = dot(b, a.T, acc)
+            else:
+                acc = dot(a, b.T, acc)
+        rm = m + tl.arange(0, BLOCK_M)
+        rn = n + tl.arange(0, BLOCK_N)
+        if SWAP:
+            y = acc.T
+        else:
+            y = acc
+        if SCALED:
+            y = y.to(tl.float32) * tl.load(s_w + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+            y *= tl.load(s_x + rm, mask=rm < M, other=0.0)[:, None]
+        if BIAS:
+            y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+        if TMA_OUT:
+            if HALVES:  # half of the tile at a time: the smaller staging buffer leaves room for a pipeline stage
+                left, right = tl.split(y.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+                out.store([m, n], narrow(left, out.dtype))
+                out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
+            else:
+                out.store([m, n], narrow(y, out.dtype))
+        else:
+            at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
+            tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """y = x @ weight^T + bias, FP32 accumulation, one rounding; a row's bits do not depend on the other rows.
+
+    x: (M, K) bf16 or fp16, any row stride; weight: (N, K) of x's dtype; bias: (N,). Returns (M, N) of out_dtype (x's).
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        raise ValueError(f"dense needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
+    return _run("dense", x, weight, None, None, bias, out_dtype or x.dtype)
+
+
+def w8a8(qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """y = (qx @ codes^T in int32) * s_w * s_x + bias, bit-equal to the reference.
+
+    qx: (M, K) int8; s_x: (M, 1) fp32; codes: (N, K) int8; s_w: (N, 1). Returns (M, N).
+    """
+    if qx.dtype != torch.int8 or codes.dtype != torch.int8:
+        raise ValueError(f"w8a8 needs int8 codes, not {qx.dtype} and {codes.dtype}; quantize the activations first")
+    return _run("w8a8", qx, codes, s_x, s_w, bias, out_dtype)
+
+
+def fp8(qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """y = (qx @ codes^T in fp32) * s_w * s_x + bias, with the tensor cores' fast accumulation on Hopper.
+
+    qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). Returns (M, N).
+    """
+    if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"fp8 needs float8_e4m3fn codes, not {qx.dtype}, {codes.dtype}; quantize the activations first"
+        )
+    if capability_of(qx) < (8, 9):
+        raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
+    return _run("fp8", qx, codes, s_x, s_w, bias, out_dtype)
+
+
+def _run(
+    table: str, x: Tensor, weight: Tensor, s_x: Tensor | None, s_w: Tensor | None, bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    m, k = x.shape
+    n = weight.shape[0]
+    if weight.shape[1] != k:
+        raise ValueError(f"x has {k} features and the weight {weight.shape[1]}; they must agree")
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    done = 0
+    tile = lookup(table, n, k, m, x)
+    if tile.way == "library":
+        if bias is None:
+            done = library.product(x, weight, out)
+        tile = lookup(table, n, k, m - done, x, library=False)
+    _launch(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
+    return out
+
+
+def _launch(
+    x: Tensor, weight: Tensor, s_x: Tensor | None, s_w: Tensor | None, bias: Tensor | None, out: Tensor,
+    tile: Tile,
+) -> None:  # fmt: skip
+    m, k = x.shape
+    n = weight.shape[0]
+    if m == 0 or n == 0:
+        return
+    block_k = tile.block_k
+    swap = tile.way == "w_first"
+    tma = supports_tma(x) and supports_tma(weight)
+    tma_out = tma and not swap and supports_tma(out)
+    halves = tma_out and tile.halves
+    tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    programs = min(tiles, multiprocessors(x)) if tile.persistent and tma else tiles
+    launch(
+        gemm_kernel, (programs,), num_warps=tile.warps, num_stages=tile.stages,
+        x=descriptor(x, (tile.block_m, block_k)) if tma else x,
+        w=descriptor(weight, (tile.block_n, block_k)) if tma else weight,
+        out=descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
+        s_x=s_x, s_w=s_w, bias=bias, M=m, N=n, K=k, stride_xm=x.stride(0), stride_wn=weight.stride(0),
+        stride_om=out.stride(0), programs=programs, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k,
+        SWAP=swap, ACC=tl.int32 if x.dtype == torch.int8 else tl.float32,
+        SCALED=s_x is not None, BIAS=bias is not None, TMA=tma, TMA_OUT=tma_out,
+        PERSISTENT=programs < tiles, HALVES=halves,
+    )  # fmt: skip

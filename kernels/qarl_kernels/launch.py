@@ -1,0 +1,138 @@
+"""One place through which every Triton kernel is launched.
+
+`launch` runs a kernel on the device of its tensors, or in Triton's interpreter when TRITON_INTERPRET=1 was set before
+import. Inside `recording()` nothing runs: launches are collected, so that a machine without a GPU can compile exactly
+what a GPU would (see `tests/kernels/compiling.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, its arguments by name (tensors, descriptors, numbers) and the compiler's options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+_collected: list[Launch] | None = None
+_compile_only = False
+_capability: tuple[int, int] | None = None
+
+
+def launch(kernel: Any, grid: Sequence[int], *, num_warps: int = 4, num_stages: int = 3, **arguments: Any) -> None:
+    """Run `kernel` over `grid`; every argument goes by name. Does nothing when the grid is empty."""
+    if 0 in grid:
+        return
+    # Contracting a * b + c would make results differ from the reference; Triton's default changes with its version.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    if _collected is not None:
+        _collected.append(Launch(kernel, tuple(grid), arguments, options))
+    elif INTERPRETED:
+        kernel[tuple(grid)](**arguments)
+    elif _compile_only:
+        kernel.warmup(**arguments, grid=tuple(grid), **options)
+    else:
+        with torch.cuda.device(_device_of(arguments)):
+            kernel[tuple(grid)](**arguments, **options)
+
+
+def _device_of(arguments: dict[str, Any]) -> torch.device:
+    for value in arguments.values():
+        if isinstance(value, TensorDescriptor):
+            value = value.base
+        if isinstance(value, Tensor):
+            return value.device
+    raise AssertionError("a kernel without tensors")
+
+
+@contextmanager
+def recording(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
+    """Collect launches instead of running them; tensors may live on any device, results keep what memory held.
+
+    capability: the compute capability that choices between kernels are made for, as (9, 0).
+    """
+    global _collected, _capability
+    before = _collected, _capability
+    _collected, _capability = [], capability
+    try:
+        yield _collected
+    finally:
+        _collected, _capability = before
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile what is launched, into Triton's cache, without running it."""
+    global _compile_only
+    before, _compile_only = _compile_only, True
+    try:
+        yield
+    finally:
+        _compile_only = before
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """Multiprocessors of the tensor's GPU; 132 (Hopper's) where there is none."""
+    return _multiprocessors(tensor.device.index or 0) if tensor.device.type == "cuda" else 132
+
+
+@cache
+def _device_name(index: int) -> str:
+    words = torch.cuda.get_device_name(index).lower().replace("nvidia", "").split()
+    return words[0] if words else "unknown"
+
+
+def device_name(tensor: Tensor) -> str:
+    """Short name of the tensor's GPU, as in `tables/`: h100, h200, a100, l4; h100 where there is none."""
+    return _device_name(tensor.device.index or 0) if tensor.device.type == "cuda" else "h100"
+
+
+@cache
+def _device_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability_of(tensor: Tensor) -> tuple[int, int]:
+    """Compute capability that kernels on this tensor run on; the interpreter counts as (9, 0)."""
+    if _capability is not None:
+        return _capability
+    if INTERPRETED or tensor.device.type != "cuda":
+        return 9, 0
+    return _device_capability(tensor.device.index or 0)
+
+
+def supports_tma(tensor: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read this matrix: Hopper or later, 16-byte aligned rows."""
+    return (
+        capability_of(tensor) >= (9, 0)
+        and tensor.stride(-1) == 1
+        and tensor.stride(0) * tensor.element_size() % 16 == 0
+        and tensor.data_ptr() % 16 == 0
+        and tensor.numel() > 0
+    )
+
+
+def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))

@@ -1,0 +1,226 @@
+"""Triton kernels that quantize; `qarl_kernels.quantize` launches them and says what they compute."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from qarl_kernels.activation import FP8_MAX, FP8_MIN_SCALE
+from qarl_kernels.casts import narrow, narrow_e4m3, widen
+
+_INFINITY = tl.constexpr(0x7F800000)  # as bits; those of a NaN without its sign are larger
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+# Adding it rounds |x| < 2^22 half to even, and leaves the integer, as two's complement, in the sum's low bits.
+_ROUND = tl.constexpr(12_582_912.0)
+_FLOAT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+_INT8_MAX = tl.constexpr(127.0)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
+
+
+@triton.jit
+def _stored_scale(exact, dtype: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.constexpr):
+    """The scale in its stored dtype, finite and nonzero."""
+    stored = narrow(tl.minimum(exact, LARGEST), dtype)
+    return tl.where(widen(stored) == 0.0, narrow(tl.full(exact.shape, EPS, tl.float32), dtype), stored)
+
+
+@triton.jit
+def _bits(x):
+    """Magnitudes as integers, which order like the floats, with NaN above infinity."""
+    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
+    """The eight values from each of `start`, (T,) pointers, as two halves (T, 4); 0 outside (T, 1) and beyond a row."""
+    four = tl.arange(0, 4)[None, :]
+    keep_left, keep_right = inside, inside
+    if RAGGED:
+        keep_left = inside & (column[:, None] + four < columns)
+        keep_right = inside & (column[:, None] + 4 + four < columns)
+    left = tl.load(start[:, None] + four, mask=keep_left, other=0.0)
+    right = tl.load(start[:, None] + 4 + four, mask=keep_right, other=0.0)
+    return left, right
+
+
+@triton.jit
+def _largest_and_count(left, right, bad):
+    """Bits of the largest of eight magnitudes, (T,); adds to `bad` where they hold a NaN or an infinity."""
+    left_bits, right_bits = _bits(left), _bits(right)
+    largest = tl.max(tl.maximum(left_bits, right_bits), axis=1)
+    count = tl.sum((left_bits >= _INFINITY).to(tl.int32) + (right_bits >= _INFINITY).to(tl.int32), axis=1)
+    tl.atomic_add(bad + tl.zeros_like(count), count, mask=largest >= _INFINITY, sem="relaxed")
+    return largest
+
+
+@triton.jit
+def _byte(x, scale, dtype: tl.constexpr):
+    """The int8 or e4m3 code of each value."""
+    scaled = tl.div_rn(x, scale)
+    if dtype == tl.int8:
+        scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
+        return (scaled + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return narrow_e4m3(scaled + 0.0)  # the library's zero point of +0, which makes +0 of -0
+
+
+@triton.jit
+def _of_group(x, WORDS: tl.constexpr):
+    """One value a group -> the same for each of its words."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], WORDS]), [x.shape[0] * WORDS])
+
+
+@triton.jit
+def _nibbles(x, scale, zero_point, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """code + 8 of each value, int32."""
+    scaled = tl.div_rn(x, scale)
+    if not SYMMETRIC:
+        scaled += zero_point
+    scaled = tl.minimum(tl.maximum(scaled, LOWEST), HIGHEST)
+    return ((scaled + _ROUND).to(tl.int32, bitcast=True) + 8) & 15
+
+
+@triton.jit
+def int4_kernel(
+    weight,  # (rows, columns) f32
+    packed,  # (rows, words) i32
+    scale,  # (rows, groups)
+    zero_point,  # (ceil(rows / 8), groups) i32, zeros; not touched if SYMMETRIC
+    bad,  # () i32, zero
+    rows,
+    columns,
+    words,
+    groups,
+    stride,
+    DIVISOR: tl.constexpr,
+    LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr,
+    SCALE_MAX: tl.constexpr,
+    SCALE_EPS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8: the last word of a row is not full
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,  # words of a group, or a power of two that is not less if there is one group
+):
+    # One axis for rows, groups and words keeps neighbouring threads on neighbouring words, and every store where its
+    # values are: what a group has once is stored by the thread of the group's first word.
+    t = tl.arange(0, ROWS * GROUPS * WORDS)
+    row = (tl.program_id(1) * ROWS + t // (GROUPS * WORDS)).to(tl.int64)
+    group = tl.program_id(0) * GROUPS + t // WORDS % GROUPS
+    word = group * WORDS + t % WORDS
+    inside = (row < rows) & (word < words)
+    first = inside & (t % WORDS == 0)
+    left, right = _load_eight(weight + row * stride + word * 8, inside[:, None], word * 8, columns, RAGGED)
+    largest = _largest_and_count(left, right, bad)
+    if SYMMETRIC:
+        absmax = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
+        exact = tl.div_rn(absmax.to(tl.float32, bitcast=True), tl.full(t.shape, DIVISOR, tl.float32))
+        zero = tl.zeros_like(exact)
+    else:
+        low = tl.min(tl.minimum(left, right), axis=1)
+        high = tl.max(tl.maximum(left, right), axis=1)
+        low = tl.minimum(_of_group(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        high = tl.maximum(_of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        exact = tl.div_rn(high - low, tl.full(t.shape, HIGHEST - LOWEST, tl.float32))
+        zero = LOWEST - tl.div_rn(low, exact)
+        # Minimum and maximum drop a NaN, so the zero point of a zero group, 0 / 0, is settled before them.
+        zero = tl.minimum(tl.maximum(tl.where(zero == zero, zero, 0.0), LOWEST), HIGHEST)
+        zero = (zero + _ROUND) - _ROUND
+        nibble = (zero.to(tl.int32) + 8) << ((row % 8).to(tl.int32) * 4)
+        tl.atomic_or(zero_point + (row // 8) * groups + group, nibble, mask=first, sem="relaxed")
+    stored = _stored_scale(exact, scale.dtype.element_ty, SCALE_MAX, SCALE_EPS)
+    tl.store(scale + row * groups + group, stored, mask=first)
+
+    step = widen(stored)[:, None]
+    left_nibbles = _nibbles(left, step, zero[:, None], LOWEST, HIGHEST, SYMMETRIC)
+    right_nibbles = _nibbles(right, step, zero[:, None], LOWEST, HIGHEST, SYMMETRIC)
+    four = tl.arange(0, 4)[None, :]
+    if RAGGED:
+        left_nibbles = tl.where(word[:, None] * 8 + four < columns, left_nibbles, 0)
+        right_nibbles = tl.where(word[:, None] * 8 + 4 + four < columns, right_nibbles, 0)
+    value = tl.sum((left_nibbles << (four * 4)) + (right_nibbles << (four * 4 + 16)), axis=1)
+    tl.store(packed + row * words + word, value, mask=inside)
+
+
+@triton.jit
+def byte_kernel(
+    weight,  # (rows, columns) f32
+    codes,  # (rows, columns) i8 or e4m3
+    scale,  # (programs on axis 1, programs on axis 0)
+    bad,  # () i32, zero
+    rows,
+    columns,
+    stride,
+    SCALE_MAX: tl.constexpr,
+    SCALE_EPS: tl.constexpr,
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8
+    ROWS: tl.constexpr,
+    EIGHTS: tl.constexpr,
+):
+    t = tl.arange(0, ROWS * EIGHTS)
+    row = (tl.program_id(1) * ROWS + t // EIGHTS).to(tl.int64)
+    first = (tl.program_id(0) * EIGHTS + t % EIGHTS) * 8
+    inside = ((row < rows) & (first < columns))[:, None]
+    left, right = _load_eight(weight + row * stride + first, inside, first, columns, RAGGED)
+    largest = _largest_and_count(left, right, bad)
+    absmax = (tl.zeros([1, 1], tl.int32) + tl.max(largest, axis=0)).to(tl.float32, bitcast=True)
+    divisor: tl.constexpr = 127.5 if codes.dtype.element_ty == tl.int8 else _FP8_MAX
+    exact = tl.div_rn(absmax, tl.full([1, 1], divisor, tl.float32))
+    stored = _stored_scale(exact, scale.dtype.element_ty, SCALE_MAX, SCALE_EPS)
+    entry = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) + tl.zeros([1, 1], tl.int32)
+    tl.store(scale + entry, stored)
+    step = widen(stored)
+    code = tl.join(_byte(left, step, codes.dtype.element_ty), _byte(right, step, codes.dtype.element_ty))
+    code = tl.reshape(tl.permute(code, [0, 2, 1]), [ROWS * EIGHTS, 8])
+    eight = tl.arange(0, 8)[None, :]
+    if RAGGED:
+        inside = inside & (first[:, None] + eight < columns)
+    tl.store((codes + row * columns + first)[:, None] + eight, code, mask=inside)
+
+
+@triton.jit
+def activation_kernel(
+    x,  # (rows, columns) bf16, fp16 or f32
+    codes,  # (rows, columns) i8 or e4m3
+    scale,  # (rows, groups) f32
+    rows,
+    columns,
+    groups,
+    stride,
+    RAGGED: tl.constexpr,  # columns is not a multiple of VECTOR
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VECTORS: tl.constexpr,  # vectors that share a scale, or a power of two that is not less if there is one group
+    VECTOR: tl.constexpr,  # values in 16 bytes
+):
+    t = tl.arange(0, ROWS * GROUPS * VECTORS)
+    row = (tl.program_id(1) * ROWS + t // (GROUPS * VECTORS)).to(tl.int64)
+    group = tl.program_id(0) * GROUPS + t // VECTORS % GROUPS
+    first = (group * VECTORS + t % VECTORS) * VECTOR
+    lane = tl.arange(0, VECTOR)[None, :]
+    inside = (row < rows) & (first < columns)
+    keep = inside[:, None]
+    if RAGGED:
+        keep = keep & (first[:, None] + lane < columns)
+    value = widen(tl.load((x + row * stride + first)[:, None] + lane, mask=keep, other=0.0))
+    largest = tl.max(_bits(value), axis=1)
+    largest = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
+    absmax = largest.to(tl.float32, bitcast=True)
+    if codes.dtype.element_ty == tl.int8:
+        limit = tl.full(t.shape, _INT8_MAX, tl.float32)
+        step = tl.div_rn(absmax, limit)
+        multiplier = tl.minimum(tl.div_rn(limit, absmax), _FLOAT_MAX)
+        # The minimum changes nothing (see qarl_kernels.activation); it keeps product and sum from fusing.
+        product = tl.minimum(value * multiplier[:, None], _INT8_MAX)
+        code = (product + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+        # A row that is not finite has 0 * NaN or inf * 0 for its codes, and a NaN converts to 0.
+        code = tl.where((absmax <= _FLOAT_MAX)[:, None], code, 0)
+    else:
+        step = tl.div_rn(absmax, tl.full(t.shape, _FP8_MAX, tl.float32))
+        step = tl.maximum(step, _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        code = narrow_e4m3(tl.div_rn(value, step[:, None]))
+    tl.store(scale + row * groups + group, step, mask=inside & (t % VECTORS == 0))
+    tl.store((codes + row * columns + first)[:, None] + lane, code, mask=keep)

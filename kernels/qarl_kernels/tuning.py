@@ -1,0 +1,138 @@
+"""How a product is cut into tiles.
+
+A `Tile` decides speed alone. K is summed front to back by one chain of tensor-core instructions an output element, in
+every kernel: a tile has no way to split K or to reorder it, so neither the number of rows nor a table that is tuned
+again can change a result. (`block_k` is how much of K is in flight at a time, not how it is summed.)
+
+Tables (`tables/*.json`, one a GPU, written by `tools/tune_kernels.py`) give tiles for (family, N, K) and ranges of M;
+without an entry, those of the nearest tuned shape, else a default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from qarl_kernels.launch import capability_of, device_name
+
+Way = Literal["x_first", "w_first", "library", "narrow", "wide", "dequantized"]
+FAMILIES = ("dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8")
+TABLES = Path(__file__).parent / "tables"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to cut a product.
+
+    way: `x_first` x @ w^T, `w_first` w @ x^T, `library` cuBLAS; for int4 weights `narrow`, `wide`, `dequantized`.
+    block_m, block_n, block_k: tokens, output features and input features of a tile. persistent: one program a
+    multiprocessor, over many tiles. halves: store half of a tile at a time.
+    """
+
+    way: Way
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 128
+    warps: int = 4
+    stages: int = 3
+    persistent: bool = False
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tiles of one (N, K): (most rows, tile), ascending; the last one serves all larger M."""
+
+    tiles: tuple[tuple[int, Tile], ...]
+
+    def tile(self, m: int, library: bool = True) -> Tile:
+        usable = [(most, tile) for most, tile in self.tiles if library or tile.way != "library"]
+        for most, tile in usable:
+            if m <= most:
+                return tile
+        return usable[-1][1]
+
+
+def lookup(family: str, n: int, k: int, m: int, x: Tensor, library: bool = True) -> Tile:
+    """The tile for m rows of x against a weight (n, k)."""
+    major, _ = capability_of(x)
+    if major < 9:
+        return default_tile(family, m, before_hopper=True)
+    return _entry(family, n, k, device_name(x)).tile(m, library)
+
+
+@cache
+def _entry(family: str, n: int, k: int, device: str) -> Entry:
+    table = load_table(device).get(family) or {}
+    if (n, k) in table:
+        return table[n, k]
+    if table:  # the nearest tuned shape, by the ratio of N (which sets the parallelism) and of K
+        near = min(table, key=lambda shape: abs(math.log(shape[0] / n)) + 0.5 * abs(math.log(shape[1] / k)))
+        return table[near]
+    return Entry(tuple((most, default_tile(family, most)) for most in (16, 64, 256, 4095, 1 << 30)))
+
+
+@cache
+def load_table(device: str) -> dict[str, dict[tuple[int, int], Entry]]:
+    """family -> (N, K) -> entry, for a GPU by name. GPUs with the same multiprocessors share tables if need be."""
+    for name in (device, *FALLBACK.get(device, ())):
+        path = TABLES / f"{name}.json"
+        if path.exists():
+            return parse_table(json.loads(path.read_text()))
+    return {}
+
+
+FALLBACK = {"h200": ("h100",), "h100": ("h200",), "gh200": ("h200", "h100")}
+
+
+def parse_table(data: dict[str, Any]) -> dict[str, dict[tuple[int, int], Entry]]:
+    table: dict[str, dict[tuple[int, int], Entry]] = {}
+    for family, shapes in data["tiles"].items():
+        table[family] = {
+            tuple(map(int, shape.split("x"))): Entry(tuple((most, Tile(**tile)) for most, tile in tiles))
+            for shape, tiles in shapes.items()
+        }
+    return table
+
+
+def dump_tile(tile: Tile) -> dict[str, Any]:
+    """The fields of a tile that differ from their defaults."""
+    default = Tile(tile.way)
+    return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
+
+
+def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:
+    for family, shapes in load_table(device).items():
+        for (n, k), entry in shapes.items():
+            yield family, n, k, entry
+
+
+def default_tile(family: str, m: int, before_hopper: bool = False) -> Tile:
+    """A sound tile where nothing was measured."""
+    if family == "w4a16":
+        if m <= 16:
+            return Tile("narrow", 8 if m <= 8 else 16, 32, warps=2, stages=4)
+        if before_hopper:
+            return Tile("narrow", 32, 64, warps=4, stages=3) if m <= 64 else Tile("dequantized")
+        return Tile("wide", 64, 64, warps=4, stages=4) if m <= 256 else Tile("dequantized")
+    if family == "w4a8":
+        return Tile("wide", 16 if m <= 16 else 64, 64, warps=4, stages=3)
+    block_k = 64 if family == "dense" else 128
+    if before_hopper:
+        return Tile("x_first", 16 if m <= 16 else 64, 128, 64, warps=4, stages=3)
+    if m <= 64:
+        return Tile("w_first", 16 if m <= 16 else 64, 64, block_k, warps=4, stages=5)
+    if m <= 1024:
+        return Tile("x_first", 64, 128, block_k, warps=4, stages=4)
+    if family == "fp8_block":  # two sums of a tile: the block's and the whole
+        return Tile("x_first", 128, 128, warps=8)
+    if m >= 4096 and family == "dense":
+        return Tile("library")
+    return Tile("x_first", 128, 256, block_k, warps=8, stages=3)

@@ -1,0 +1,239 @@
+"""What only a GPU can show of the kernels: bits that do not depend on the batch, on every tile of the tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from qarl_kernels import fp8_block, gemm, library, quantize, tuning, w4a8, w4a16
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+from products import Int4, integers, random, relative_error  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+FAMILIES = ["dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8"]
+# (N, K): SmolLM2's, whose K are not multiples of 128; a tuned one; a vocabulary; the longest K of Llama-3-70B
+SHAPES = [(576, 1536), (1536, 576), (6144, 4096), (1024, 28_672)]
+ROWS = [
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    33,
+    64,
+    65,
+    100,
+    128,
+    129,
+    255,
+    256,
+    257,
+    500,
+    1000,
+    1024,
+    1025,
+    2049,
+    4096,
+    5000,
+]
+MOST = 8192
+
+
+@dataclass
+class Linear:
+    """A weight of one family: y = call(x), x (M, K) bf16; `quantized` is what the product reads of x."""
+
+    call: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor, tuning.Tile], Tensor]
+    expected: Callable[[Tensor], Tensor]
+
+
+def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
+    if family == "w4a16":
+        weight = Int4.random(n, k, group, asymmetric=True, device=CUDA)
+        tiled, meta = weight.tiled(), weight.meta(BF16)
+        stored = weight.packed(), weight.scale, weight.packed_zero_point()
+
+        def product(x: Tensor, tile: tuning.Tile) -> Tensor:
+            if tile.way == "dequantized":
+                return gemm.dense(x, weight.values(BF16))
+            return w4a16.fused(x, tiled, meta, n, None, BF16, tile)
+
+        return Linear(lambda x: w4a16.w4a16(x, *stored, tiled, meta), product,
+                      lambda x: x.float() @ weight.values(BF16).float().t())  # fmt: skip
+    if family == "w4a8":
+        weight = Int4.random(n, k, group, device=CUDA)
+        tiled, meta = weight.tiled(), weight.meta_int8()
+        wide = weight.values(torch.float32)
+
+        def expected(x: Tensor) -> Tensor:
+            qx, scale = quantize_activation_int8(x)
+            return (qx.float() @ wide.t()) * scale
+
+        return Linear(
+            lambda x: w4a8.w4a8(*quantize.activation_int8(x), tiled, meta, k, n, None, BF16),
+            lambda x, tile: w4a8.tiled_product(*quantize.activation_int8(x), tiled, meta, n, None, BF16, False, tile),
+            expected,
+        )
+    if family == "fp8_block":
+        codes = random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-n // 128), -(-k // 128), device=CUDA)
+        wide = codes.float() * scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+
+        def expected(x: Tensor) -> Tensor:
+            qx, s = quantize.activation_fp8_group(x)
+            return (qx.float() * s.repeat_interleave(128, 1)[:, :k]) @ wide.t()
+
+        return Linear(
+            lambda x: fp8_block.fp8_block(*quantize.activation_fp8_group(x), codes, scale, None, BF16),
+            lambda x, tile: fp8_block.run(*quantize.activation_fp8_group(x), codes, scale, None, BF16, tile),
+            expected,
+        )
+    scale = torch.rand(n, 1, device=CUDA) * 0.01
+    if family == "dense":
+        codes, activation, reference = random(n, k, seed=2, device=CUDA, dtype=BF16), lambda x: (x, None), None
+    elif family == "w8a8":
+        codes, activation = integers(-128, 127, n, k, seed=2, device=CUDA), quantize.activation_int8
+        reference = quantize_activation_int8
+    else:
+        codes, activation = random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn), quantize.activation_fp8
+        reference = quantize_activation_fp8
+
+    def product(x: Tensor, tile: tuning.Tile) -> Tensor:
+        qx, s = activation(x)
+        out = torch.full((x.shape[0], n), torch.nan, dtype=BF16, device=CUDA)
+        if tile.way == "library":
+            library._multiply(qx, codes, out)
+        else:
+            gemm._launch(qx, codes, s, None if s is None else scale, None, out, tile)
+        return out
+
+    def call(x: Tensor) -> Tensor:
+        if family == "dense":
+            return gemm.dense(x, codes)
+        return getattr(gemm, family)(*activation(x), codes, scale, None, BF16)
+
+    def expected(x: Tensor) -> Tensor:
+        if reference is None:
+            return x.float() @ codes.float().t()
+        qx, s = reference(x)
+        return (qx.float() @ codes.float().t()) * scale.t() * s
+
+    return Linear(call, product, expected)
+
+
+@pytest.fixture(autouse=True)
+def full_float32_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_the_same_bits_in_every_batch_and_place(family: str, n: int, k: int) -> None:
+    layer = linear(family, n, k)
+    x = random(MOST, k, seed=7, device=CUDA, dtype=BF16)
+    whole = layer.call(x)
+    assert relative_error(whole[::37], layer.expected(x[::37])) < 5e-3
+    for rows in ROWS:
+        for start in (0, 1, 37, MOST - rows):
+            part = layer.call(x[start : start + rows])
+            assert torch.equal(part, whole[start : start + rows]), f"{rows} rows from {start}"
+    shuffled = torch.randperm(MOST, generator=torch.Generator().manual_seed(1)).to(CUDA)
+    assert torch.equal(layer.call(x[shuffled]), whole[shuffled])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tile_of_the_tables_gives_the_same_bits(family: str) -> None:
+    """Many times over, because a product that reads a buffer too late goes wrong only now and then."""
+    n, k = 1152, 4096
+    layer = linear(family, n, k, group=128)
+    x = random(700, k, seed=7, device=CUDA, dtype=BF16)
+    whole = layer.call(x)
+    tables = [path.stem for path in tuning.TABLES.glob("*.json")]
+    tiles = {
+        tile for device in tables for f, *_, entry in tuning.entries(device) if f == family for _, tile in entry.tiles
+    }
+    tiles |= {tuning.default_tile(family, m) for m in (1, 16, 64, 256, 4096)}
+    assert len(tiles) >= 5
+    for tile in tiles:
+        for _ in range(20):
+            assert torch.equal(layer.product(x, tile), whole), str(tile)
+
+
+def test_w4a16_is_dense_on_the_dequantized_weight() -> None:
+    for group in (32, 64, 128):
+        weight = Int4.random(1000, 2048, group, device=CUDA)
+        form = weight.packed(), weight.scale, None, weight.tiled(), weight.meta(BF16)
+        x = random(5000, 2048, seed=3, device=CUDA, dtype=BF16)
+        for rows in (1, 16, 64, 300, 5000):
+            assert torch.equal(w4a16.w4a16(x[:rows], *form), gemm.dense(x[:rows], weight.values(BF16)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12_288)])
+def test_fp8_has_the_bits_of_the_library_with_fast_accumulation(n: int, k: int) -> None:
+    """So a learner on these kernels agrees with samplers that multiply FP8 the usual way."""
+    codes = random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn)
+    scale = torch.rand(n, 1, device=CUDA) * 0.01
+    for m in (16, 64, 512, 4096):
+        qx, s = quantize.activation_fp8(random(m, k, seed=m, device=CUDA, dtype=BF16))
+        ours = gemm.fp8(qx, s, codes, scale, None, BF16)
+        theirs = torch._scaled_mm(qx, codes.t(), scale_a=s, scale_b=scale.t(), out_dtype=BF16, use_fast_accum=True)
+        assert torch.equal(ours, theirs), m
+
+
+def test_the_largest_output_and_the_longest_sum() -> None:
+    for n, k, m in ((151_936, 1024, 300), (4096, 28_672, 40)):
+        x, w = random(m, k, seed=1, device=CUDA, dtype=BF16), random(n, k, seed=2, device=CUDA, dtype=BF16)
+        for out in (BF16, torch.float32):
+            y = gemm.dense(x, w, out_dtype=out)
+            assert relative_error(y, x.float() @ w.float().t()) < 5e-3
+        assert torch.equal(gemm.dense(x[7:8], w), gemm.dense(x, w)[7:8])
+
+
+def test_offsets_beyond_two_to_the_31(free_gib: float) -> None:
+    if free_gib < 20:
+        pytest.skip(f"needs 20 GiB of GPU memory, {free_gib:.0f} are free")
+    m, n, k = 16_384, 151_936, 128
+    x, w = random(m, k, seed=1, device=CUDA, dtype=BF16), random(n, k, seed=2, device=CUDA, dtype=BF16)
+    y = gemm.dense(x, w)
+    assert torch.equal(y[-3:], gemm.dense(x[-3:].clone(), w))
+
+
+@pytest.fixture
+def free_gib() -> float:
+    return torch.cuda.mem_get_info()[0] / 2**30
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_product_replays(family: str) -> None:
+    layer = linear(family, 576, 1536)
+    x = random(9, 1536, seed=1, device=CUDA, dtype=BF16)
+    layer.call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer.call(x)
+    x.copy_(random(9, 1536, seed=2, device=CUDA, dtype=BF16))
+    graph.replay()
+    assert torch.equal(y, layer.call(x))

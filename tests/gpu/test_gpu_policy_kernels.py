@@ -1,0 +1,199 @@
+"""`quant.kernels: auto` against `reference` on a CUDA device: published codes, linears, log-probs, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qarl_formats.quantize import quantize_weight
+from qarl_formats.scheme import Scheme, make_scheme
+from qarl_kernels.logprob import Truncation, logits_of
+from torch import Tensor, nn
+
+from qarl.config import ModelConfig, QuantConfig
+from qarl.errors import UserError
+from qarl.policy.kernel_operand import KernelOperand
+from qarl.policy.linear import QuantLinear, Role, operand_of
+from qarl.policy.load import load_model
+from qarl.policy.policy import Policy
+from qarl.publish.snapshot import published
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16]
+SCHEMES = [("bf16", {}), ("w8a8", {}), ("fp8", {})] + [
+    (name, {"group_size": group}) for name in ("w4a16", "w4a8") for group in (32, 64, 128, -1)
+] + [("w4a16", {"group_size": 64, "symmetric": False})]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fp8_needs_ada(request: pytest.FixtureRequest) -> None:
+    parameters = getattr(request.node, "callspec", None)
+    if parameters and parameters.params.get("scheme") == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 kernels need compute capability 8.9")
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _made(scheme: str, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Scheme:
+    return make_scheme(scheme, **changes, scale_dtype=str(dtype).removeprefix("torch."))
+
+
+# --- published codes
+
+
+@pytest.mark.parametrize(("n", "k"), [(320, 256), (97, 640), (1, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
+def test_codes_of_the_gpu_are_those_of_the_cpu(scheme: str, changes: dict, dtype: torch.dtype, n: int, k: int) -> None:
+    made = _made(scheme, changes, dtype)
+    made = made if made.quantized else None
+    master = _random(n, k, seed=n)
+    master[0, :128] = 0.0  # a group of zeros
+    on_cpu = published("w.weight", master, made, torch.bfloat16, 0)
+    on_gpu = published("w.weight", master.cuda(), made, torch.bfloat16, 0, kernels=True)
+    if made is None:
+        assert torch.equal(on_gpu.cpu(), on_cpu)
+        return
+    assert list(on_gpu.tensors) == list(on_cpu.tensors)
+    for name, tensor in on_cpu.tensors.items():
+        found = on_gpu.tensors[name].cpu()
+        assert found.dtype == tensor.dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("scheme", "changes"), SCHEMES[1:])
+def test_a_master_that_is_not_finite_is_named(scheme: str, changes: dict) -> None:
+    master = _random(64, 256, seed=0).cuda()
+    master[3, 5] = torch.nan
+    with pytest.raises(UserError, match=r"quantize version 4: w.weight: 1 of 16384 values are NaN or infinite"):
+        published("w.weight", master, _made(scheme, changes), torch.bfloat16, 4, kernels=True)
+
+
+# --- one linear
+
+
+def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: int = 256) -> QuantLinear:
+    torch.manual_seed(0)
+    linear = QuantLinear(nn.Linear(k, n), Role(), False).cuda()
+    master = linear.weight.detach()
+    weight = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
+    linear.learner = linear.sampler = operand_of(weight, dtype, kernels)
+    linear.bias_value = linear.bias.detach().to(dtype)
+    return linear
+
+
+@pytest.mark.parametrize("m", [0, 1, 7, 64, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
+def test_a_linear_agrees_with_the_reference(scheme: str, changes: dict, dtype: torch.dtype, m: int) -> None:
+    made = _made(scheme, changes, dtype)
+    x = _random(m, 256, seed=1).to(CUDA, dtype)
+    with torch.no_grad():
+        found, expected = (_linear(made, dtype, kernels)(x) for kernels in (True, False))
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    if scheme in ("w8a8", "w4a8"):  # integer products are exact, and the epilogue has the reference's order
+        assert torch.equal(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
+def test_gradients_of_a_linear_agree_with_the_reference(scheme: str, changes: dict, dtype: torch.dtype) -> None:
+    made = _made(scheme, changes, dtype)
+    grads = []
+    for kernels in (True, False):
+        linear = _linear(made, dtype, kernels)
+        for seed in (1, 2):  # the second is added to the first in place
+            x = _random(65, 256, seed=seed).to(CUDA, dtype).requires_grad_()
+            linear(x).backward(_random(65, 320, seed=seed + 2).to(CUDA, dtype))
+        grads.append((x.grad, linear.weight.grad, linear.bias.grad))
+    # the reference multiplies codes in float32, the kernels' backward 16-bit weights: dx differs by their rounding
+    for found, expected in zip(*grads, strict=True):
+        assert found.dtype == expected.dtype
+        assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
+def test_rows_keep_their_bits_in_every_batch(scheme: str, changes: dict) -> None:
+    linear = _linear(_made(scheme, changes), torch.bfloat16, True)
+    x = _random(300, 256, seed=1).to(CUDA, torch.bfloat16)
+    with torch.no_grad():
+        whole = linear(x)
+        for start, rows in [(0, 1), (37, 2), (5, 33), (100, 64), (20, 250)]:
+            assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+
+
+def test_logits_keep_their_bits_in_every_batch_and_agree_with_torch() -> None:
+    hidden, weight = (_random(n, 256, seed=n).to(CUDA, torch.bfloat16) for n in (130, 4099))
+    whole = logits_of(hidden, weight)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole, logits_of(hidden, weight, kernels=False), rtol=1e-4, atol=1e-3)
+    for start, rows in [(0, 1), (37, 2), (5, 65)]:
+        assert torch.equal(logits_of(hidden[start : start + rows], weight), whole[start : start + rows])
+
+
+# --- a policy
+
+
+def _policy(directory, scheme: str, kernels: str, **changes) -> Policy:
+    quant = QuantConfig(scheme=scheme, kernels=kernels, **changes)
+    made = make_scheme(scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)
+    return Policy(load_model(ModelConfig(path=str(directory))), made, quant, torch.bfloat16, CUDA)
+
+
+def _logprobs(policy: Policy) -> Tensor:
+    tokens = torch.randint(3, 259, (6, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    return policy.logprobs(tokens[:3], tokens[3:], Truncation(), 50)[0]
+
+
+POLICIES = [("bf16", {}), ("w8a8", {}), ("fp8", {}), ("w4a16", {"group_size": 32}), ("w4a8", {"group_size": 32})]
+
+
+@pytest.mark.parametrize(("scheme", "changes"), POLICIES)
+def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, changes: dict) -> None:
+    auto, reference = (_policy(tiny_model("qwen3"), scheme, kernels, **changes) for kernels in ("auto", "reference"))
+    assert auto.current.manifest() == reference.current.manifest(), "other codes or values were published"
+    found, expected = _logprobs(auto), _logprobs(reference)
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    found.sum().backward()
+    expected.sum().backward()
+    for (name, one), (_, other) in zip(auto.named_parameters(), reference.named_parameters(), strict=True):
+        assert one.grad.isfinite().all(), name
+        error = float((one.grad - other.grad).norm() / other.grad.norm())
+        assert error < 0.05, f"{name}: {error:.3f}"  # bf16 activations that differ by an ulp, through every layer
+
+
+@pytest.mark.parametrize(("scheme", "changes"), POLICIES)
+def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: str, changes: dict) -> None:
+    policy = _policy(tiny_model("qwen3"), scheme, "auto", **changes)
+    assert all(isinstance(linear.learner, KernelOperand) for linear in policy.linears.values())
+    with torch.no_grad():
+        learner = _logprobs(policy)
+        with policy.sampling():
+            assert torch.equal(_logprobs(policy), learner)
+
+
+@pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
+def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
+    policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
+    assert all(linear.learner.product == "plain" for linear in policy.linears.values())
+    assert all(isinstance(linear.sampler, KernelOperand) for linear in policy.linears.values())
+    _logprobs(policy).sum().backward()
+    assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
+
+
+def test_a_second_micro_batch_is_added_in_place(tiny_model) -> None:
+    policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32)
+    _logprobs(policy).sum().backward()
+    once = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    addresses = {name: linear.weight.grad.data_ptr() for name, linear in policy.linears.items()}
+    _logprobs(policy).sum().backward()
+    assert addresses == {name: linear.weight.grad.data_ptr() for name, linear in policy.linears.items()}
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-3, atol=1e-5 * float(once[name].abs().max()))

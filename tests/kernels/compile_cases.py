@@ -1,0 +1,145 @@
+"""What `test_compile_only.py` compiles: generators that call kernels' wrappers and yield a label after each call.
+
+Tensors live on the meta device: they have types, shapes and strides, and addresses that count as aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from qarl_kernels import dequantize, fp8_block, gemm, quantize, tile, tuning, w4a8, w4a16
+from qarl_kernels.launch import capability_of
+from torch import Tensor
+
+BF16, FP32 = torch.bfloat16, torch.float32
+INT4 = {"divisor": 7.5, "lowest": -8, "highest": 7, "scale_dtype": BF16}
+MATRICES = ((4096, 12_288), (1000, 1000), (8192, 28_672))
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def integer_weights() -> Iterator[str]:
+    """Quantize, dequantize and tile: int4 and int8."""
+    for n, k in MATRICES:
+        for group in (32, 64, 128, None):
+            if group is not None and k % group:
+                continue
+            for symmetric in (True, False):
+                packed, scale, zero_point, _ = quantize.quantize_int4(
+                    empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
+                )
+                dequantize.dequantize_int4(packed, scale, zero_point, k, BF16)
+                tile.meta_w4a16(scale, zero_point, n, k, group, BF16)
+                yield f"int4 {n}x{k} group {group} {'symmetric' if symmetric else 'asymmetric'}"
+            tile.meta_w4a8(scale, n, k, group)
+            tile.untile_int4(tile.tile_int4(packed, k), n, k)
+            yield f"tile {n}x{k} group {group}"
+        codes, scale, _ = quantize.quantize_int8(empty(n, k, dtype=FP32), BF16)
+        dequantize.dequantize_channel(codes, scale, BF16)
+        yield f"int8 {n}x{k}"
+
+
+def fp8_weights() -> Iterator[str]:
+    """Quantize and dequantize: e4m3, a scale per row and per block."""
+    for n, k in MATRICES:
+        codes, scale, _ = quantize.quantize_fp8(empty(n, k, dtype=FP32), BF16)
+        dequantize.dequantize_channel(codes, scale, BF16)
+        codes, scale, _ = quantize.quantize_fp8_block(empty(n, k, dtype=FP32), BF16)
+        dequantize.dequantize_fp8_block(codes, scale, BF16)
+        yield f"fp8 {n}x{k}"
+
+
+def int8_activations() -> Iterator[str]:
+    for dtype in (BF16, torch.float16, FP32):
+        for k in (1000, 4096, 28_672):
+            quantize.activation_int8(empty(7, k, dtype=dtype))
+            yield f"int8 of {dtype} {k}"
+
+
+def fp8_activations() -> Iterator[str]:
+    for dtype in (BF16, torch.float16, FP32):
+        for k in (1000, 4096, 28_672):
+            quantize.activation_fp8(empty(7, k, dtype=dtype))
+            quantize.activation_fp8_group(empty(7, k, dtype=dtype))
+            yield f"fp8 of {dtype} {k}"
+
+
+def products(family: str) -> Iterator[str]:
+    """Every tile that a shipped table or the default holds for a family, on a whole shape, and ragged ones.
+
+    On Hopper the tables' tiles are compiled, elsewhere the defaults.
+    """
+    hopper = capability_of(empty(1)) >= (9, 0)
+    tiles: dict[tuning.Tile, None] = {}
+    if hopper:
+        for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
+            tiles |= {t: None for f, _, _, entry in tuning.entries(device) if f == family for _, t in entry.tiles}
+    rows = (8, 16, 64, 256, 1024, 8192)
+    tiles |= {tuning.default_tile(family, m, before_hopper=not hopper): None for m in rows}
+    for n, k in ((4096, 4096), (72, 100)):
+        for tile_ in list(tiles) if k == 4096 else list(tiles)[:2] * hopper:
+            if tile_.way in ("library", "dequantized"):
+                continue
+            _product(family, n, k, tile_)
+            yield f"{family} {n}x{k} {tile_}"
+
+
+def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
+    m, int8, e4m3 = 4096, torch.int8, torch.float8_e4m3fn
+    if family in ("w4a16", "w4a8"):
+        blocks = -(-k // 128)
+        tiled = empty(-(-n // 16), blocks, 16, 16, dtype=torch.int32)
+        meta = empty(blocks, -(-n // 16) * 16, dtype=torch.int32 if family == "w4a16" else FP32)
+        if family == "w4a16":
+            w4a16.fused(empty(m, k), tiled, meta, n, None, BF16, tile_)
+        else:
+            qx, scale_x = empty(m, k, dtype=int8), empty(m, 1, dtype=FP32)
+            w4a8.tiled_product(qx, scale_x, tiled, meta, n, None, BF16, False, tile_)
+    elif family == "fp8_block":
+        scales = empty(m, -(-k // 128), dtype=FP32), empty(-(-n // 128), -(-k // 128), dtype=FP32)
+        fp8_block.run(empty(m, k, dtype=e4m3), scales[0], empty(n, k, dtype=e4m3), scales[1], None, BF16, tile_)
+    else:
+        dtype = {"dense": BF16, "w8a8": int8, "fp8": e4m3}[family]
+        scales = (None, None) if family == "dense" else (empty(m, 1, dtype=FP32), empty(n, 1))
+        gemm._launch(empty(m, k, dtype=dtype), empty(n, k, dtype=dtype), *scales, None, empty(m, n), tile_)
+
+
+def groups_and_dtypes() -> Iterator[str]:
+    """The fused int4 kernels with every group size, and float16."""
+    n, k = 4096, 4096
+    for group in (32, 64):
+        tiled = empty(n // 16, k // 128, 16, 16, dtype=torch.int32)
+        rows = k // 128 * (128 // group)
+        for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
+            for dtype in (BF16, torch.float16):
+                x = empty(4096, k, dtype=dtype)
+                w4a16.fused(x, tiled, empty(rows, n, dtype=torch.int32), n, empty(n, dtype=dtype), dtype, way)
+                yield f"w4a16 group {group} {way.way} {dtype}"
+        x, scale_x = empty(4096, k, dtype=torch.int8), empty(4096, 1, dtype=FP32)
+        tile_ = tuning.Tile("wide", 64, 64, stages=3)
+        w4a8.tiled_product(x, scale_x, tiled, empty(rows, n, dtype=FP32), n, None, BF16, False, tile_)
+        yield f"w4a8 group {group}"
+
+
+def dense() -> Iterator[str]:
+    yield from products("dense")
+
+
+def int4() -> Iterator[str]:
+    yield from products("w4a16")
+
+
+def int4_int8() -> Iterator[str]:
+    yield from products("w4a8")
+
+
+def int8() -> Iterator[str]:
+    yield from products("w8a8")
+
+
+def fp8() -> Iterator[str]:
+    yield from products("fp8")
+    yield from products("fp8_block")

@@ -1,0 +1,247 @@
+"""Compile recorded kernel launches for GPUs that are not here, and read what the compiler made of them.
+
+    python tests/kernels/compiling.py module:function --capabilities 8.0 9.0     # one JSON line per kernel
+
+`function` is a generator: it calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each
+call. It runs once per capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the
+last yield belongs to that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU
+would run. Tests call `compile_launches`, which starts a subprocess: with TRITON_INTERPRET=1, which the test suite sets,
+`@triton.jit` makes functions that cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from qarl_kernels.launch import INTERPRETED, Launch, recording
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.errors import TritonError
+from triton.runtime.jit import create_function_from_signature
+
+ROOT = Path(__file__).parents[2]
+CAPABILITIES = ((8, 0), (8, 9), (9, 0))
+SHARED_LIMIT = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448}  # bytes of one block: 163, 99 and 227 KiB
+SPILL_LIMIT = 16  # bytes of a thread: four registers, set aside once, cost nothing that can be measured
+MATRIX_OPCODES = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA")
+MEMORY_OPCODES = ("LDL", "STL", "LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, specialised for one launch and one compute capability.
+
+    Args:
+        label: what the generator yielded.
+        kernel: name of the function.
+        capability: as (9, 0).
+        options: of the launch, num_warps and num_stages among them.
+        constants: constexpr arguments by name, as strings; also integers of value 1 and None, which Triton folds.
+        shared: bytes of shared memory of a block.
+        registers: of a thread.
+        stack: bytes of local memory of a thread.
+        spill_stores, spill_loads: bytes, as ptxas counts them.
+        opcodes: SASS instructions by base name ("HGMMA") and, where they matter, by full name ("LDG.E.128").
+        serialized: ptxas says that it serialised wgmma instructions (messages C75xx).
+        error: why it did not compile; empty if it did, and then the numbers above hold.
+    """
+
+    label: str
+    kernel: str
+    capability: tuple[int, int]
+    options: dict[str, Any]
+    constants: dict[str, str]
+    shared: int = 0
+    registers: int = 0
+    stack: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    opcodes: dict[str, int] = field(default_factory=dict)
+    serialized: bool = False
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        major, minor = self.capability
+        return f"{self.label}: {self.kernel} sm_{major}{minor} {self.options} {self.constants}"
+
+    def count(self, opcode: str) -> int:
+        """How many instructions of this name: "HGMMA" counts all of them, "LDG.E.128" just those."""
+        return self.opcodes.get(opcode, 0)
+
+    def problems(self) -> list[str]:
+        """What would make this launch fail or crawl, in words; empty if nothing."""
+        if self.error:
+            return [f"{self.name}: {self.error}"]
+        found = []
+        limit = SHARED_LIMIT[self.capability]
+        if self.shared > limit:
+            found.append(f"{self.shared} bytes of shared memory, a block has {limit}")
+        if max(self.spill_stores, self.spill_loads) > SPILL_LIMIT:
+            found.append(f"spills {self.spill_stores} bytes out and {self.spill_loads} in")
+        if self.serialized:
+            found.append("wgmma instructions are serialised")
+        return [f"{self.name}: {problem}" for problem in found]
+
+
+def specialise(launch: Launch, target: GPUTarget) -> tuple[ASTSource, Any]:
+    """What `JITFunction.run` compiles for this launch on `target`: the source with its specialised arguments, options.
+
+    Bound by the JIT's own functions: pointer types from tensor dtypes, divisibility by 16 of addresses and integers,
+    integers of value 1 and None folded, tensor descriptors as `tensordesc<dtype[block]>`.
+    """
+    kernel, backend = launch.kernel, make_backend(target)
+    given = {**launch.arguments, **launch.options}
+    bound, specialisation, extra = create_function_from_signature(kernel.signature, kernel.params, backend)(**given)
+    options, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialisation, extra)
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def _target(capability: tuple[int, int]) -> GPUTarget:
+    return GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def count_opcodes(cubin: bytes) -> dict[str, int]:
+    """SASS instructions of a cubin: by base name, and loads, stores and matrix products by full name too."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = subprocess.run([_tool("nvdisasm"), file.name], capture_output=True, text=True, check=True).stdout
+    full = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)", sass))
+    counts: Counter[str] = Counter()
+    for name, count in full.items():
+        base = name.split(".")[0]
+        counts[base] += count
+        if name != base and base in MATRIX_OPCODES + MEMORY_OPCODES:
+            counts[name] += count
+    return dict(counts)
+
+
+def _number(pattern: str, log: str) -> int:
+    return max((int(value) for value in re.findall(pattern, log)), default=0)
+
+
+@dataclass(frozen=True)
+class _Job:
+    label: str
+    kernel: str
+    capability: tuple[int, int]
+    launch_options: dict[str, Any]
+    source: ASTSource
+    options: Any
+
+    def run(self) -> Compiled:
+        signature = list(self.source.signature)
+        constants = {signature[path[0]]: str(value) for path, value in self.source.constants.items()}
+        made = Compiled(self.label, self.kernel, self.capability, self.launch_options, constants)
+        print(f"compiling {made.name}", file=sys.stderr, flush=True)  # the last line if the compiler crashes
+        target = _target(self.capability)
+        log = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(log):  # Triton prints the log of `ptxas -v` there
+                kernel = triton.compile(self.source, target=target, options=self.options.__dict__)
+        except (RuntimeError, TritonError) as error:  # the passes', ptxas's and the frontend's errors
+            return Compiled(**(asdict(made) | {"error": f"{type(error).__name__}: {error}"}))
+        text = log.getvalue()
+        assert "registers" in text, f"{made.name}: no log of ptxas, was it cached?"
+        return Compiled(
+            **asdict(made)
+            | {
+                "shared": kernel.metadata.shared,
+                "registers": _number(r"Used (\d+) registers", text),
+                "stack": _number(r"(\d+) bytes stack frame", text),
+                "spill_stores": _number(r"(\d+) bytes spill stores", text),
+                "spill_loads": _number(r"(\d+) bytes spill loads", text),
+                "opcodes": count_opcodes(kernel.asm["cubin"]),
+                "serialized": re.search(r"\(C75\d\d\)", text) is not None,
+            }
+        )
+
+
+def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
+    """Record the generator's launches for every capability; launches that compile to the same kernel are one job."""
+    module, function = case.split(":")
+    generator = getattr(importlib.import_module(module), function)
+    for capability in capabilities:
+        target = _target(capability)
+        seen: set[tuple[str, str]] = set()
+        with recording(capability) as launches:
+            for label in generator():
+                for launch in launches:
+                    source, options = specialise(launch, target)
+                    key = source.hash(), options.hash()
+                    if key not in seen:
+                        seen.add(key)
+                        yield _Job(label, launch.kernel.__name__, capability, launch.options, source, options)
+                launches.clear()
+            assert not launches, f"{case}: launches after the last yield have no label"
+
+
+_pending: list[_Job] = []  # reached by forked workers: a kernel cannot be pickled
+
+
+def _run(index: int) -> Compiled:
+    return _pending[index].run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", help="module:function, a generator")
+    parser.add_argument("--capabilities", nargs="+", default=[f"{a}.{b}" for a, b in CAPABILITIES])
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    if INTERPRETED:
+        parser.error("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True  # a cached kernel has no log
+    capabilities = [(int(major), int(minor)) for major, minor in (text.split(".") for text in arguments.capabilities)]
+    _pending.extend(_jobs(arguments.case, capabilities))
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(arguments.processes, context) as pool:  # notices a compiler that crashes, unlike a Pool
+        for compiled in pool.map(_run, range(len(_pending))):
+            print(json.dumps(asdict(compiled)), flush=True)
+
+
+def compile_launches(
+    case: str, cache: Path, capabilities: Sequence[tuple[int, int]] = CAPABILITIES, processes: int = 2
+) -> list[Compiled]:
+    """Compile what the generator `case` ("module:function") launches, in a subprocess without the interpreter.
+
+    cache: directory for Triton's files. Modules are found as in the test suite, and beside this file.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [ROOT / "kernels", ROOT / "quant_formats", ROOT, Path(__file__).parent, environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
+    command = [sys.executable, __file__, case, "--processes", str(processes), "--capabilities"]
+    command += [f"{major}.{minor}" for major, minor in capabilities]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{case}: {done.stderr[-4000:]}"
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
+
+
+if __name__ == "__main__":
+    # The generator's module may import this one by name: keep one copy, or its jobs would not be the ones pending here.
+    sys.modules.setdefault("compiling", sys.modules["__main__"])
+    main()

@@ -1,0 +1,97 @@
+"""Kernels that quantize activations against their plain-torch twins, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import assert_same, poisoned_outputs
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.quantize import activation_fp8, activation_fp8_group, activation_int8
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _activations(k: int, dtype: torch.dtype) -> torch.Tensor:
+    """(18, k): ordinary rows of many sizes, then zero, tie, subnormal, huge, NaN and infinite ones."""
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(18, k, generator=generator) * torch.logspace(-6, 4, 18)[:, None]
+    x[3], x[4] = 0.0, -0.0
+    x[5] = 1e-3 * x[5].sign()
+    x[6, 1:] = 0.0
+    x[7] = (torch.arange(k) - k // 2) / 2  # ties once the scale is a power of two
+    x[7, 0] = 63.5
+    x[8] = torch.randn(k, generator=generator) * 1e-39
+    x[9] = torch.randn(k, generator=generator) * 3e-7
+    x[10] = torch.randn(k, generator=generator).clamp(-1, 1) * torch.finfo(dtype).max
+    x[11, k // 2] = float("nan")
+    x[12, 0] = float("inf")
+    x[13, -1] = float("-inf")
+    x[14] = float("nan")
+    return x.to(dtype)
+
+
+ROW_FUNCTIONS = [(activation_int8, quantize_activation_int8), (activation_fp8, quantize_activation_fp8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 100, 128])
+@pytest.mark.parametrize(("function", "reference"), ROW_FUNCTIONS, ids=["int8", "fp8"])
+def test_activations_equal_the_reference(function, reference, k, dtype, device):
+    x = _activations(k, dtype)
+    with poisoned_outputs():
+        codes, scale = function(x.to(device))
+    expected_codes, expected_scale = reference(x)
+    assert_same(codes, expected_codes)
+    assert_same(scale, expected_scale)
+
+
+def test_activation_int8_rounds_the_product_before_it_rounds_to_an_integer(device):
+    # bf16 values in ratios of small integers to their absmax land next to ties, where a fused product would differ.
+    x = torch.randn(24, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scale = activation_int8(x.to(device))
+    expected_codes, expected_scale = quantize_activation_int8(x)
+    assert_same(codes, expected_codes)
+    assert_same(scale, expected_scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 100, 300, 2176])
+def test_activation_fp8_group_is_the_row_rule_in_groups(k, dtype, device):
+    x = _activations(k, dtype)
+    with poisoned_outputs():
+        codes, scale = activation_fp8_group(x.to(device))
+    expected = [quantize_activation_fp8(part) for part in x.split(128, dim=1)]
+    assert_same(codes, torch.cat([part.view(torch.uint8) for part, _ in expected], 1).view(torch.float8_e4m3fn))
+    assert_same(scale, torch.cat([part for _, part in expected], 1))
+
+
+@pytest.mark.parametrize("function", [activation_int8, activation_fp8, activation_fp8_group])
+def test_activation_rows_may_be_apart_or_the_same(function, device):
+    x = torch.randn(4, 200, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    for view in (x[:, 3:131], x[::2, :128], x[:1, :128].expand(3, 128)):
+        codes, scale = function(view)
+        expected_codes, expected_scale = function(view.contiguous())
+        assert_same(codes, expected_codes.cpu())
+        assert_same(scale, expected_scale.cpu())
+
+
+@pytest.mark.parametrize(("function", "groups"), [(activation_int8, 1), (activation_fp8, 1), (activation_fp8_group, 3)])
+def test_no_rows_give_empty_results(function, groups, device):
+    codes, scale = function(torch.zeros(0, 300, dtype=torch.bfloat16, device=device))
+    assert (codes.shape, scale.shape) == ((0, 300), (0, groups))
+
+
+@pytest.mark.parametrize("function", [activation_int8, activation_fp8, activation_fp8_group])
+def test_activations_that_do_not_fit_are_errors_with_the_fix(function, device):
+    with pytest.raises(ValueError, match=r"^x must be a bfloat16 or float16 or float32 matrix .* use x\.to\(\.\.\.\)"):
+        function(torch.zeros(2, 3, 16, device=device))
+    with pytest.raises(ValueError, match=r"^x must be a .* matrix with contiguous rows"):
+        function(torch.zeros(16, 2, device=device).t())

@@ -1,0 +1,256 @@
+"""The parts of `tools/bench_kernels.py` that need no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(TOOLS))
+    yield
+    sys.path.remove(str(TOOLS))
+
+
+class FakeStopwatch:
+    """Runs a call and says that it took a fixed time."""
+
+    device = torch.device("cpu")
+
+    def microseconds(self, call: Callable[[], object], reps: int) -> float:
+        call()
+        return 10.0
+
+
+def product_row(section: str, who: str, us: float, m: int = 16, kind: str = "gemm", n: int = 64) -> dict[str, Any]:
+    return {"section": section, "who": who, "kind": kind, "n": n, "k": 32, "m": m, "us": us}
+
+
+def test_every_shape_is_measured_once() -> None:
+    from kernel_bench.shapes import MODELS, layers
+
+    found = list(layers(MODELS))
+    assert len({(layer.n, layer.k) for layer in found}) == len(found) == 14
+    assert [str(layer) for layer in layers(["qwen3-30b-a3b"])] == [
+        "qwen3-30b-a3b qkv 5120x2048", "qwen3-30b-a3b o 2048x4096",
+    ]  # fmt: skip
+
+
+def test_long_calls_are_repeated_less() -> None:
+    from kernel_bench.shapes import repetitions
+
+    assert [repetitions(15, m) for m in (1, 1024, 4096)] == [15, 15, 7]
+    assert repetitions(3, 16384) == 3
+
+
+def test_the_command_line_has_defaults_and_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_kernels
+    from kernel_bench.shapes import MODELS, ROWS, SECTIONS
+
+    parsed = bench_kernels.parse([])
+    assert parsed.schemes == list(SECTIONS) and parsed.models == list(MODELS) and parsed.m == list(ROWS)
+    assert bench_kernels.parse(["--schemes", "fp8", "learner", "--m", "3", "5"]).m == [3, 5]
+    for wrong in (["--schemes", "int3"], ["--models", "gpt-2"], ["--m", "0"], ["--reps", "0"]):
+        with pytest.raises(SystemExit):
+            bench_kernels.parse(wrong)
+    capsys.readouterr()
+
+
+def test_geometric_mean() -> None:
+    from kernel_bench.summary import geometric_mean
+
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    for wrong in ([], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="positive"):
+            geometric_mean(wrong)
+
+
+def test_ratios_compare_with_the_best_peer() -> None:
+    from kernel_bench.summary import ratios
+
+    rows = [
+        product_row("w8a8", "qarl", 10.0), product_row("w8a8", "cutlass", 12.0), product_row("w8a8", "int_mm", 8.0),
+        product_row("w8a8", "cublas_bf16", 30.0),
+        product_row("w8a8", "qarl", 20.0, kind="end_to_end"), product_row("w8a8", "cutlass", 40.0, kind="end_to_end"),
+        product_row("w8a8", "qarl", 10.0, m=128), product_row("w8a8", "cublas_bf16", 5.0, m=128),
+        product_row("fp8", "qarl", 10.0),
+    ]  # fmt: skip
+    found = {(case["kind"], case["m"]): (case["ratio"], case["peer"]) for case in ratios(rows)}
+    assert found == {
+        ("gemm", 16): (0.8, "int_mm"), ("end_to_end", 16): (1.5, "cublas_bf16"), ("gemm", 128): (0.5, "cublas_bf16"),
+    }  # fmt: skip
+
+
+def test_the_table_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_kernels
+
+    memory = {"section": "quantize", "operation": "quantize fp8", "n": 64, "k": 32}
+    learner = {"section": "learner", "n": 64, "k": 32, "m": 16384}
+    rows = [
+        product_row("fp8", "qarl", 10.0, m=1), product_row("fp8", "cutlass", 20.0, m=1),
+        product_row("fp8", "qarl", 10.0, m=8), product_row("fp8", "cutlass", 5.0, m=8),
+        product_row("fp8", "qarl", 10.0, m=256, n=128), product_row("fp8", "scaled_mm", 11.0, m=256, n=128),
+        memory | {"who": "qarl", "share": 0.9}, memory | {"who": "qarl", "share": 0.7},
+        memory | {"who": "vllm", "skipped": "no"},
+        learner | {"who": "nn.Linear", "scheme": "bf16", "part": "total", "us": 30.0},
+        learner | {"who": "qarl", "scheme": "fp8", "part": "forward", "us": 5.0},
+        learner | {"who": "qarl", "scheme": "fp8", "part": "weight_grad", "us": 15.0},
+        learner | {"who": "qarl", "scheme": "fp8", "part": "total", "us": 20.0},
+        {"section": "w4a16", "who": "machete", "kind": "gemm", "n": 64, "k": 32, "m": None, "skipped": "Absent: none"},
+    ]  # fmt: skip
+    report = {"device": "H1", "versions": {"torch": "2", "vllm": None}, "copy_tbps": 3.0, "seconds": 9.0, "rows": rows}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--table", str(tmp_path / "report.json")])
+    bench_kernels.main()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "H1, torch 2, vllm absent" in lines
+    assert "fp8 gemm 1.00 1.10 0.50 3 M=8 64x32 against cutlass" in lines
+    assert "quantize fp8 70% 80% -" in lines
+    assert "fp8 1.50 forward 25%, weight_grad 75%" in lines
+    assert "skipped 1x w4a16 machete: Absent: none" in lines
+
+
+def test_only_our_own_failures_count() -> None:
+    from kernel_bench.summary import failures
+
+    rows = [
+        {"who": "qarl", "skipped": "not enough device memory"}, {"who": "marlin", "skipped": "Wrong: x"},
+        {"who": "qarl", "us": 1.0}, {"who": "qarl", "skipped": "Wrong: wrong: relative error 3.0e-01"},
+    ]  # fmt: skip
+    assert failures(rows) == rows[3:]
+
+
+def test_picked_rows_include_both_ends() -> None:
+    from kernel_bench.measure import CHECKED_ROWS, picked_rows
+
+    assert picked_rows(3, torch.device("cpu")).tolist() == [0, 1, 2]
+    assert picked_rows(1, torch.device("cpu")).tolist() == [0]
+    many = picked_rows(16_384, torch.device("cpu"))
+    assert len(set(many.tolist())) == CHECKED_ROWS and many[0] == 0 and many[-1] == 16_383
+
+
+def test_check_finds_wrong_results() -> None:
+    from kernel_bench.measure import Wrong, check
+
+    expected = torch.randn(4, 8)
+    rows = torch.tensor([0, 3])
+    good = expected.to(torch.bfloat16)
+    assert check(good, expected[rows], rows, (4, 8)) < 3e-3
+    poisoned = good.clone()
+    poisoned[1, 2] = torch.nan  # in a row that is not compared
+    for wrong in (good * 1.05, poisoned, good[:3], good.flip(0)):
+        with pytest.raises(Wrong):
+            check(wrong, expected[rows], rows, (4, 8))
+
+
+def test_same_compares_bits() -> None:
+    from kernel_bench.measure import Wrong
+    from kernel_bench.memory import same
+
+    zeros = torch.zeros(4, 2)
+    same((zeros, zeros), (zeros[:2], zeros))
+    for wrong in ((zeros, -zeros), (zeros, zeros.half()), (zeros, zeros[:, :1])):
+        with pytest.raises(Wrong):
+            same(wrong, (zeros[:2], zeros))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense"])
+def test_operands_stand_for_the_numbers_that_were_quantized(scheme: str) -> None:
+    from kernel_bench.problems import make_activations, make_weight
+
+    cpu = torch.device("cpu")
+    weight = make_weight(scheme, 192, 256, 64, cpu)
+    master = torch.randn(192, 256, generator=torch.Generator().manual_seed(192 + 256)).mul_(0.02)
+    assert weight.values.dtype == torch.float32 and weight.values.shape == (192, 256)
+    tolerance = 0.15 if "w4" in scheme else 0.03
+    assert (weight.values - master).norm() / master.norm() < tolerance
+    activations = make_activations(scheme, 5, 256, cpu)
+    values = activations.values(torch.tensor([0, 4]))
+    x = activations.x[[0, 4]].float()
+    assert (values - x).norm() / x.norm() < 0.03
+    expected = {"w4a16": 512, "dense": 512, "w8a8": 260, "w4a8": 260, "fp8": 260, "fp8_block": 264}
+    assert activations.row_bytes() == expected[scheme]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "dense"])
+def test_rows_of_a_scheme_without_peers(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernel_bench import problems, products
+    from kernel_bench.shapes import Layer
+
+    def makers(weight, activations):
+        def by(factor: float) -> problems.Maker:
+            values = weight.values * factor
+            return lambda m: problems.Candidate(lambda: activations.values(torch.arange(m)) @ values.t())
+
+        return {"qarl": by(1.0), "bad": by(1.1)}, {}
+
+    monkeypatch.setattr(products, "qarl_makers", makers)
+    monkeypatch.setattr(products, "free_bytes", lambda device: 1 << 40)
+    section = products.Products(FakeStopwatch(), 3, 64, "default")
+    rows = list(section.rows(scheme, Layer("tiny", "qkv", 192, 256), [1, 33]))
+    by_who = {(row["who"], row["m"]): row for row in rows}
+    assert by_who["qarl", 33]["us"] == 10.0 and by_who["qarl", 33]["error"] < 1e-5
+    assert by_who["qarl", 1]["tflops"] == pytest.approx(2 * 192 * 256 / 10e6)
+    assert by_who["bad", 1]["skipped"].startswith("Wrong: wrong: relative error")
+    assert by_who["cublas_bf16", 1]["us"] == 10.0 and by_who["cublas_bf16", 1]["error"] < 5e-3
+    if scheme == "w8a8":
+        assert "cutlass" in {row["who"] for row in rows if "skipped" in row}
+        assert by_who["int_mm", 33]["error"] < 1e-5 and "17 rows" in by_who["int_mm", 1]["skipped"]
+
+
+@pytest.mark.slow
+def test_kernels_compile_beforehand_without_a_device(tmp_path: Path) -> None:
+    from kernel_bench.shapes import SCHEMES
+
+    program = """
+import sys
+from kernel_bench.precompile import precompile, record
+from kernel_bench.shapes import Layer
+launches = record([Layer("tiny", "o", 512, 1024)], sys.argv[1:], [1, 64, 64], 128, (9, 0))
+kernels = {launch.kernel.__name__ for launch in launches}
+assert {"gemm_kernel", "fp8_block_kernel", "w4a8_kernel", "activation_kernel"} <= kernels, kernels
+few = launches[:2]
+assert precompile(few, (9, 0), 2) == []
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [TOOLS, TOOLS.parent / "kernels", TOOLS.parent / "quant_formats"]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    subprocess.run([sys.executable, "-c", program, *SCHEMES], env=environment, check=True)
+    assert len(list(tmp_path.rglob("*.cubin"))) == 2
+
+
+def test_a_product_that_does_not_fit_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernel_bench import products
+    from kernel_bench.shapes import Layer
+
+    monkeypatch.setattr(products, "free_bytes", lambda device: 1000)
+    (row,) = products.Products(FakeStopwatch(), 3, 64, "default").rows("fp8", Layer("tiny", "o", 64, 64), [1])
+    assert row["skipped"] == "not enough device memory"
+
+
+def test_learner_rows_say_where_the_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernel_bench import learner
+    from kernel_bench.shapes import Layer
+
+    monkeypatch.setattr(learner, "free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(learner, "SCHEMES", ("dense",))
+    monkeypatch.setattr(learner, "_forward", lambda weight, x: lambda: x @ weight.tensors["weight"].t())
+    monkeypatch.setitem(sys.modules, "qarl_kernels.dequantize", SimpleNamespace())
+    rows = list(learner.learner_rows(FakeStopwatch(), 3, 64, Layer("tiny", "o", 64, 128), m=32))
+    parts = {(row["who"], row["part"]): row["us"] for row in rows}
+    assert parts == {
+        ("nn.Linear", "forward"): 10.0, ("nn.Linear", "total"): 10.0, ("qarl", "forward"): 10.0,
+        ("qarl", "input_grad"): 10.0, ("qarl", "weight_grad"): 10.0, ("qarl", "total"): 30.0,
+    }  # fmt: skip

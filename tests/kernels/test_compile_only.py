@@ -1,0 +1,134 @@
+"""Every kernel compiles for the GPUs we support: it fits shared memory, nothing spills, products run on tensor cores.
+
+Needs no GPU: see `compiling.py`. The two kernels below test the harness itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from compiling import CAPABILITIES, Compiled, compile_launches
+from qarl_kernels.launch import descriptor, launch
+
+# "module:function" of a generator that calls kernels' wrappers and yields a label after each call, the capabilities
+# it is compiled for, and for each one the opcode of which every kernel must have at least one (None: no demand).
+CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
+    ("compile_cases:integer_weights", {(8, 0): None, (9, 0): None}),
+    ("compile_cases:int8_activations", {(8, 0): None, (9, 0): None}),
+    ("compile_cases:fp8_weights", {(8, 9): None, (9, 0): None}),
+    ("compile_cases:fp8_activations", {(8, 9): None, (9, 0): None}),
+    ("compile_cases:dense", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
+    ("compile_cases:int4", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
+    ("compile_cases:int4_int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),
+    ("compile_cases:int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),
+    ("compile_cases:fp8", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
+    ("compile_cases:groups_and_dtypes", {(8, 0): None, (9, 0): None}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("case", "opcodes"), CASES, ids=[case for case, _ in CASES])
+def test_kernels_compile_fit_and_do_not_spill(
+    case: str, opcodes: dict[tuple[int, int], str | None], tmp_path: Path
+) -> None:
+    kernels = compile_launches(case, tmp_path, list(opcodes))
+    problems = [problem for kernel in kernels for problem in kernel.problems()]
+    for kernel in kernels:
+        opcode = opcodes[kernel.capability]
+        if opcode is not None and not kernel.error and not kernel.count(opcode):
+            problems.append(f"{kernel.name}: no {opcode}")
+    assert {kernel.capability for kernel in kernels} == set(opcodes), f"{case}: launched nothing for a capability"
+    assert not problems, "\n".join(problems)
+
+
+@triton.jit
+def _product(x, w, out, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(x.load([row, k]), w.load([column, k]).T, acc)
+    rows, columns = row + tl.arange(0, BM), column + tl.arange(0, BN)
+    tl.store(out + rows[:, None] * stride + columns[None, :], acc.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _hungry(x, out, BLOCK: tl.constexpr):
+    """Holds BLOCK values in the registers of few threads."""
+    offsets = tl.arange(0, BLOCK)
+    values = tl.load(x + offsets)
+    tl.store(out + offsets, values - tl.max(values))
+
+
+@triton.jit
+def _wrong(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), tl.zeros([BLOCK, 2], dtype=tl.float32))
+
+
+def product_launches() -> Iterator[str]:
+    x, w = torch.empty(256, 512, dtype=torch.bfloat16), torch.empty(384, 512, dtype=torch.bfloat16)
+    blocks = {"BM": 128, "BN": 128, "BK": 64}
+    operands = {"x": descriptor(x, (128, 64)), "w": descriptor(w, (128, 64)), "out": torch.empty(256, 384)}
+    for stages in (3, 9):  # a stage of x and w takes 32 KiB
+        launch(_product, (2, 3), num_stages=stages, **operands, K=512, stride=384, **blocks)
+        launch(_product, (4, 3), num_stages=stages, **operands, K=1024, stride=384, **blocks)  # the same kernel
+        yield f"{stages} stages"
+    launch(_product, (2, 3), **operands, K=500, stride=1, **blocks)
+    yield "odd"
+
+
+def hungry_launches() -> Iterator[str]:
+    x = torch.empty(16_384)
+    for warps in (16, 1):
+        launch(_hungry, (1,), num_warps=warps, x=x, out=torch.empty_like(x), BLOCK=16_384)
+        yield f"{warps} warps"
+    launch(_wrong, (1,), x=x, BLOCK=16)
+    yield "wrong"
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, tuple[int, int]], Compiled]:
+    kernels = compile_launches("test_compile_only:product_launches", tmp_path_factory.mktemp("products"))
+    found = {(kernel.label, kernel.capability): kernel for kernel in kernels}
+    assert len(found) == len(kernels) == 9, "launches that differ in numbers alone are one kernel"
+    return found
+
+
+def test_products_run_on_tensor_cores(products) -> None:
+    for capability in CAPABILITIES:
+        kernel = products["3 stages", capability]
+        assert not kernel.error and 0 < kernel.registers <= 255
+        assert bool(kernel.count("HGMMA")) == (capability == (9, 0)), kernel.name
+        assert bool(kernel.count("HMMA")) == (capability != (9, 0)), kernel.name
+    assert products["3 stages", (9, 0)].count("UTMALDG") and not products["3 stages", (9, 0)].serialized
+
+
+def test_too_much_shared_memory_is_a_problem(products) -> None:
+    assert not products["3 stages", (9, 0)].problems()
+    (problem,) = products["9 stages", (9, 0)].problems()
+    assert "shared memory, a block has 232448" in problem and "_product sm_90" in problem
+
+
+def test_arguments_are_specialised_as_by_the_jit(products) -> None:
+    constants = products["odd", (9, 0)].constants
+    assert constants == {"stride": "1", "BM": "128", "BN": "128", "BK": "64"}
+    assert "stride" not in products["3 stages", (9, 0)].constants
+
+
+def test_spills_and_errors_are_problems(tmp_path: Path) -> None:
+    kernels = compile_launches("test_compile_only:hungry_launches", tmp_path, [(9, 0)])
+    wide, narrow, wrong = kernels
+    assert wide.problems() == [] and wide.count("LDG.E.128") > 0 and wide.stack == 0
+    assert narrow.spill_stores > 0 and narrow.spill_loads > 0 and narrow.stack > 0 and narrow.count("STL") > 0
+    assert "spills" in narrow.problems()[0] and narrow.error == ""
+    assert "_wrong sm_90" in wrong.problems()[0] and wrong.error.startswith("CompilationError")
+
+
+def test_serialised_wgmma_is_a_problem() -> None:
+    (problem,) = Compiled("a", "k", (9, 0), {}, {}, serialized=True).problems()
+    assert problem == "a: k sm_90 {} {}: wgmma instructions are serialised"

@@ -1,0 +1,114 @@
+"""Dequantizing kernels against the plain-torch function and its formula, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import assert_same, poisoned_outputs
+from qarl_formats.quantize import QuantizedWeight, dequantize_weight
+from qarl_formats.scheme import make_scheme
+from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
+from qarl_kernels.launch import INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _scales(n: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Positive scales of many sizes, subnormal ones too; products overflow fp16 at times."""
+    generator = torch.Generator().manual_seed(n + groups)
+    scale = torch.rand(n, groups, generator=generator) * torch.logspace(-9, 4, n)[:, None]
+    scale[0] = torch.finfo(dtype).smallest_normal / 4
+    return scale.to(dtype)
+
+
+def _words(n: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (n, columns), generator=generator).to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize(
+    ("n", "k", "group", "scale_dtype"),
+    [
+        (37, 96, 32, torch.bfloat16),
+        (5, 192, 64, torch.float16),
+        (3, 2176, 128, torch.float32),
+        (9, 100, -1, torch.bfloat16),
+        (5, 4104, -1, torch.float16),
+        (2, 1, -1, torch.float32),
+    ],
+)
+def test_int4_equals_the_reference(n, k, group, scale_dtype, symmetric, dtype, device):
+    scheme = make_scheme("w4a16", group, symmetric, scale_dtype=str(scale_dtype)[6:])
+    groups = scheme.num_groups(k)
+    tensors = {"weight_packed": _words(n, -(-k // 8), 0), "weight_scale": _scales(n, groups, scale_dtype)}
+    if not symmetric:
+        tensors["weight_zero_point"] = _words(-(-n // 8), groups, 1)
+    expected = dequantize_weight(QuantizedWeight(scheme, tensors, (n, k)), dtype)
+    packed, scale, zero_point = (
+        tensors[name].to(device) if name in tensors else None
+        for name in ("weight_packed", "weight_scale", "weight_zero_point")
+    )
+    with poisoned_outputs():
+        weight = dequantize_int4(packed, scale, zero_point, k, dtype)
+    assert_same(weight, expected)
+
+
+def _all_codes(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every int8 or every finite e4m3 code, from the first on, again and again."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if dtype == torch.float8_e4m3fn:
+        codes = codes[(codes & 0x7F) != 0x7F]
+    return codes.repeat(n * k // len(codes) + 1)[: n * k].view(n, k).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("codes_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("n", "k"), [(37, 100), (3, 2064)])
+def test_channel_is_code_times_scale_rounded_once(n, k, codes_dtype, scale_dtype, dtype, device):
+    codes, scale = _all_codes(n, k, codes_dtype), _scales(n, 1, scale_dtype)
+    with poisoned_outputs():
+        weight = dequantize_channel(codes.to(device), scale.to(device), dtype)
+    assert_same(weight, (codes.float() * scale.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(5, 100), (130, 300), (256, 128)])
+def test_fp8_block_is_code_times_the_blocks_scale_rounded_once(n, k, dtype, device):
+    codes, scale = _all_codes(n, k, torch.float8_e4m3fn), _scales(-(-n // 128), -(-k // 128), torch.float32)
+    with poisoned_outputs():
+        weight = dequantize_fp8_block(codes.to(device), scale.to(device), dtype)
+    spread = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    assert_same(weight, (codes.float() * spread).to(dtype))
+
+
+def test_no_rows_give_an_empty_weight(device):
+    packed = torch.zeros(0, 4, dtype=torch.int32, device=device)
+    scale = torch.zeros(0, 1, dtype=torch.bfloat16, device=device)
+    assert dequantize_int4(packed, scale, None, 32, torch.bfloat16).shape == (0, 32)
+    codes = torch.zeros(0, 32, dtype=torch.int8, device=device)
+    assert dequantize_channel(codes, scale, torch.bfloat16).shape == (0, 32)
+
+
+def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
+    packed = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    scale = torch.zeros(2, 1, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"^packed must be contiguous int32 \[2, 8\], not torch.int32 \[2, 4\]; pass"):
+        dequantize_int4(packed, scale, None, 64, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^zero_point must be contiguous int32 \[1, 1\]"):
+        dequantize_int4(packed, scale, packed, 32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^scale has 3 groups, which does not divide 32 input features"):
+        dequantize_int4(packed, scale.expand(2, 3).contiguous(), None, 32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^codes must be contiguous int8 or float8_e4m3fn \[2, 4\]"):
+        dequantize_channel(packed, scale, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^scale must be contiguous .* \[1, 1\], not"):
+        dequantize_fp8_block(torch.zeros(2, 4, device=device).to(torch.float8_e4m3fn), scale, torch.bfloat16)

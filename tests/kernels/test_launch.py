@@ -1,0 +1,118 @@
+"""`qarl_kernels.launch`: how kernels are run, recorded, and told what device they are on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from qarl_kernels import launch as launching
+from qarl_kernels.launch import INTERPRETED, capability_of, descriptor, launch, recording, supports_tma
+
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+
+
+@triton.jit
+def _increment(x, out, N, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + offsets, tl.load(x + offsets, mask=offsets < N) + 1, mask=offsets < N)
+
+
+@triton.jit
+def _copy(x, out, BLOCK: tl.constexpr):
+    out.store([tl.program_id(0) * BLOCK, 0], x.load([tl.program_id(0) * BLOCK, 0]))
+
+
+def test_launch_runs_every_program(device: torch.device) -> None:
+    x = torch.arange(10.0, device=device)
+    out = torch.full_like(x, torch.nan)
+    launch(_increment, (3,), num_warps=1, x=x, out=out, N=10, BLOCK=4)
+    assert torch.equal(out, x + 1)
+
+
+def test_descriptors_are_launched_like_tensors(device: torch.device) -> None:
+    if device.type == "cuda" and capability_of(torch.empty(1, device=device)) < (9, 0):
+        pytest.skip("needs a tensor memory accelerator")
+    x = torch.randn(6, 16, device=device)
+    out = torch.full_like(x, torch.nan)
+    launch(_copy, (2,), x=descriptor(x, (4, 16)), out=descriptor(out, (4, 16)), BLOCK=4)
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("grid", [(0,), (0, 3), (3, 0, 2)])
+def test_an_empty_grid_launches_nothing(grid: tuple[int, ...], device: torch.device) -> None:
+    out = torch.zeros(4, device=device)
+    launch(_increment, grid, x=out, out=out, N=4, BLOCK=4)
+    with recording() as launches:
+        launch(_increment, grid, x=out, out=out, N=4, BLOCK=4)
+    assert torch.equal(out, torch.zeros_like(out)) and launches == []
+
+
+def test_recording_collects_and_does_not_run(device: torch.device) -> None:
+    x, out = torch.zeros(4, device=device), torch.full((4,), 7.0, device=device)
+    with recording() as launches:
+        launch(_increment, [1, 2], num_warps=8, num_stages=5, x=x, out=out, N=4, BLOCK=4)
+    (recorded,) = launches
+    assert recorded.kernel is _increment and recorded.grid == (1, 2)
+    assert recorded.arguments == {"x": x, "out": out, "N": 4, "BLOCK": 4}
+    assert recorded.options["num_warps"] == 8 and recorded.options["num_stages"] == 5
+    assert torch.equal(out, torch.full_like(out, 7.0))
+
+
+def test_launches_run_again_after_recording_even_if_it_failed(device: torch.device) -> None:
+    out = torch.zeros(4, device=device)
+    with pytest.raises(KeyError), recording() as launches:
+        raise KeyError
+    launch(_increment, (1,), x=out, out=out, N=4, BLOCK=4)
+    assert launches == [] and torch.equal(out, torch.ones_like(out))
+
+
+def test_recordings_nest(device: torch.device) -> None:
+    out = torch.zeros(4, device=device)
+    with recording((8, 0)) as outer:
+        with recording((8, 9)) as inner:
+            launch(_increment, (1,), x=out, out=out, N=4, BLOCK=4)
+        assert capability_of(out) == (8, 0)
+        launch(_increment, (2,), x=out, out=out, N=4, BLOCK=4)
+    assert [recorded.grid for recorded in inner] == [(1,)] and [recorded.grid for recorded in outer] == [(2,)]
+
+
+def test_recording_overrides_the_capability(device: torch.device) -> None:
+    x = torch.empty(16, 16, device=device)
+    outside = capability_of(x)
+    with recording((8, 0)):
+        assert capability_of(x) == (8, 0) and not supports_tma(x)
+    with recording((9, 0)):
+        assert capability_of(x) == (9, 0) and supports_tma(x)
+    assert capability_of(x) == outside
+
+
+def test_the_interpreter_counts_as_hopper() -> None:
+    assert capability_of(torch.empty(1)) == (9, 0)
+
+
+def test_supports_tma_wants_aligned_rows(device: torch.device) -> None:
+    wide = torch.empty(8, 64, dtype=torch.bfloat16, device=device)
+    with recording((9, 0)):
+        assert supports_tma(wide)
+        assert supports_tma(wide[:, :40])  # rows 128 bytes apart, whatever is left of them
+        assert supports_tma(wide[:, 8:])  # starts 16 bytes in
+        assert not supports_tma(wide[:, 1:])  # starts 2 bytes in
+        assert not supports_tma(wide.t())  # the last dimension is not contiguous
+        assert not supports_tma(torch.empty(8, 60, dtype=torch.bfloat16, device=device))  # rows 120 bytes apart
+        assert not supports_tma(wide[:0])
+        assert not supports_tma(torch.empty(8, 8, dtype=torch.int8, device=device))  # rows 8 bytes apart
+        assert supports_tma(torch.empty(8, 16, dtype=torch.int8, device=device))
+
+
+def test_descriptor_describes_the_tensor(device: torch.device) -> None:
+    x = torch.empty(8, 64, dtype=torch.bfloat16, device=device)[:, :40]
+    made = descriptor(x, (4, 32))
+    assert made.base is x and made.shape == [8, 40] and made.strides == [64, 1] and made.block_shape == [4, 32]
+
+
+def test_a_kernel_without_tensors_has_no_device() -> None:
+    with pytest.raises(AssertionError, match="without tensors"):
+        launching._device_of({"N": 3})

@@ -1,0 +1,252 @@
+"""Kernels that quantize weights against the plain-torch functions and the compressed-tensors library, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from exact import assert_same, poisoned_outputs
+from qarl_formats.quantize import quantize_weight
+from qarl_formats.scheme import make_scheme
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.quantize import quantize_fp8, quantize_fp8_block, quantize_int4, quantize_int8
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
+]
+
+SCALE_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FP8_MAX = 448.0
+
+
+def _adversarial(k: int) -> torch.Tensor:
+    """One row a difficulty; (22, k) float32."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(22, k, generator=generator)
+    halves = torch.randint(-14, 14, (22, k), generator=generator).float() / 2
+    rows = [
+        normal[0],
+        normal[1] * 0.02,
+        torch.zeros(k),
+        torch.full((k,), -0.0),
+        -normal[2].abs() - 0.5,
+        normal[3].abs() + 0.5,
+        torch.full((k,), -1.7),
+        normal[4] * 1e-30,
+        normal[5] * 1e-40,  # scales underflow in bf16 too
+        halves[6] * 2.0**-148,  # the smallest subnormals
+        normal[7] * 1e-7,  # scales underflow in fp16
+        normal[8] * 1e6,  # scales overflow in fp16
+        normal[9].clamp(-3, 3) * 1e38,  # the range overflows
+        normal[10].abs().clamp(max=3) * 1e38,
+        normal[11].sign() * 0.37,
+        normal[12].clone(),
+        normal[13] * 1e-3,
+        *(halves[14 + i] * 2.0**-6 for i in range(3)),  # quotients exactly halfway, once the first two are set
+        torch.randint(-36, 37, (k,), generator=generator).float() / 2,
+        normal[14] * 1e-39,
+    ]
+    weight = torch.stack(rows)
+    weight[15, : min(32, k // 2)] = 0.0  # a zero group
+    weight[16, k // 3] = 3e4
+    for row, high, low in ((17, 7.5, -7.5), (18, 127.5, -127.5), (19, 7.0, -8.0)):
+        weight[row, ::32], weight[row, 1::32] = high * 2.0**-6, low * 2.0**-6
+    weight[20, 0] = 448.0
+    return weight
+
+
+def _int4(weight, scheme):
+    divisor, lowest = (7.0, -7) if scheme.grid == "symmetric7" else (7.5, -8)
+    with poisoned_outputs():
+        return quantize_int4(
+            weight,
+            scheme.group_size,
+            symmetric=scheme.symmetric,
+            divisor=divisor,
+            lowest=lowest,
+            highest=7,
+            scale_dtype=getattr(torch, scheme.scale_dtype),
+        )
+
+
+def _assert_int4_is_the_reference(weight, scheme, device):
+    expected = quantize_weight(weight, scheme, "w").tensors
+    packed, scale, zero_point, bad = _int4(weight.to(device), scheme)
+    assert_same(packed, expected["weight_packed"])
+    assert_same(scale, expected["weight_scale"])
+    assert (zero_point is None) == scheme.symmetric
+    if zero_point is not None:
+        assert_same(zero_point, expected["weight_zero_point"])
+    assert bad.shape == () and bad.dtype == torch.int32 and bad.item() == 0
+
+
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_int4_equals_the_reference(group, symmetric, scale_dtype, device):
+    scheme = make_scheme("w4a16", group, symmetric, scale_dtype=scale_dtype)
+    _assert_int4_is_the_reference(_adversarial(100 if group == -1 else 256), scheme, device)
+
+
+@pytest.mark.parametrize("group", [32, -1])
+def test_int4_symmetric7_equals_the_reference(group, device):
+    scheme = make_scheme("w4a16", group, grid="symmetric7", scale_dtype="float16")
+    _assert_int4_is_the_reference(_adversarial(96), scheme, device)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize(
+    ("n", "k", "group"),
+    [(1, 32, 32), (5, 96, 32), (37, 96, 32), (9, 192, 64), (3, 4224, 128), (5, 100, -1), (9, 1, -1), (3, 1030, -1)],
+)
+def test_int4_of_ragged_shapes(n, k, group, symmetric, device):
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k)) * 0.05
+    _assert_int4_is_the_reference(weight, make_scheme("w4a16", group, symmetric), device)
+
+
+def test_int4_of_rows_that_are_apart(device):
+    storage = torch.full((7, 160), float("nan"))
+    storage[:, :96] = torch.randn(7, 96, generator=torch.Generator().manual_seed(3))
+    _assert_int4_is_the_reference(storage[:, :96], make_scheme("w4a16", 32, False), device)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize(("name", "function"), [("w8a8", quantize_int8), ("fp8", quantize_fp8)])
+@pytest.mark.parametrize("k", [100, 128])
+def test_channel_equals_the_reference(name, function, k, scale_dtype, device):
+    weight = _adversarial(k)
+    expected = quantize_weight(weight, make_scheme(name, scale_dtype=str(scale_dtype)[6:]), "w").tensors
+    with poisoned_outputs():
+        codes, scale, bad = function(weight.to(device), scale_dtype)
+    assert_same(codes, expected["weight"])
+    assert_same(scale, expected["weight_scale"])
+    assert bad.item() == 0
+
+
+@pytest.mark.parametrize(("name", "function"), [("w8a8", quantize_int8), ("fp8", quantize_fp8)])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 13), (2, 5000)])
+def test_channel_of_ragged_shapes(name, function, n, k, device):
+    storage = torch.randn(n, k + 3, generator=torch.Generator().manual_seed(k))
+    weight = storage.to(device)[:, :k]
+    expected = quantize_weight(storage[:, :k], make_scheme(name), "w").tensors
+    with poisoned_outputs():
+        codes, scale, _ = function(weight, torch.bfloat16)
+    assert_same(codes, expected["weight"])
+    assert_same(scale, expected["weight_scale"])
+
+
+def _reference_fp8_block(weight, scale_dtype):
+    n, k = weight.shape
+    codes = torch.zeros(n, k, dtype=torch.float8_e4m3fn)
+    scale = torch.zeros(-(-n // 128), -(-k // 128), dtype=scale_dtype)
+    limits = torch.finfo(scale_dtype)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            block = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+            stored = (block.abs().max() / torch.tensor(FP8_MAX)).clamp(max=limits.max).to(scale_dtype)
+            scale[i, j] = stored if stored != 0 else limits.eps
+            scaled = (block / scale[i, j].float() + 0.0).clamp(-FP8_MAX, FP8_MAX)
+            codes[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = scaled.to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(22, 100), (256, 128), (130, 300)])
+def test_fp8_block_is_the_channel_rule_in_blocks(n, k, scale_dtype, device):
+    weight = _adversarial(k).repeat(n // 22 + 1, 1)[:n]
+    weight[:128] *= 1e-3
+    if n == 256:
+        weight[128:] = -0.0
+    expected_codes, expected_scale = _reference_fp8_block(weight, scale_dtype)
+    with poisoned_outputs():
+        codes, scale, bad = quantize_fp8_block(weight.to(device), scale_dtype)
+    assert_same(codes, expected_codes)
+    assert_same(scale, expected_scale)
+    assert bad.item() == 0
+
+
+def _library_tensors(weight, scheme, layout):
+    """What compressed-tensors stores: `calculate_qparams`, the scale cast to its stored dtype, the compressor."""
+    dtype = getattr(torch, scheme.scale_dtype)
+    arguments = QuantizationArgs(
+        num_bits=scheme.weight_bits,
+        type=scheme.weight_type,
+        symmetric=scheme.symmetric,
+        strategy="channel" if scheme.group_size is None else "group",
+        group_size=scheme.group_size,
+        scale_dtype=dtype,
+    )
+    groups = weight.unflatten(-1, (scheme.num_groups(weight.shape[1]), -1))
+    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+    state = {"weight": weight, "weight_scale": scale.to(dtype), "weight_zero_point": zero_point}
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    return compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=arguments))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("group", [32, -1])
+def test_int4_equals_the_library(group, symmetric, device):
+    scheme, weight = make_scheme("w4a16", group, symmetric), _adversarial(96)
+    expected = _library_tensors(weight, scheme, "pack-quantized")
+    packed, scale, zero_point, _ = _int4(weight.to(device), scheme)
+    assert_same(packed, expected["weight_packed"])
+    assert_same(scale, expected["weight_scale"])
+    if not symmetric:
+        assert_same(zero_point, expected["weight_zero_point"])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "function"),
+    [("w8a8", "int-quantized", quantize_int8), ("fp8", "float-quantized", quantize_fp8)],
+)
+def test_channel_equals_the_library(name, layout, function, device):
+    weight = _adversarial(96)
+    expected = _library_tensors(weight, make_scheme(name), layout)
+    codes, scale, _ = function(weight.to(device), torch.bfloat16)
+    assert_same(codes, expected["weight"])
+    assert_same(scale, expected["weight_scale"])
+
+
+QUANTIZERS = {
+    "int4": lambda weight: _int4(weight, make_scheme("w4a16", 32)),
+    "int4 asymmetric": lambda weight: _int4(weight, make_scheme("w4a16", 32, False)),
+    "int4 channel": lambda weight: _int4(weight, make_scheme("w4a16", -1)),
+    "int8": lambda weight: quantize_int8(weight, torch.bfloat16),
+    "fp8": lambda weight: quantize_fp8(weight, torch.bfloat16),
+    "fp8 block": lambda weight: quantize_fp8_block(weight, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_bad_counts_nan_and_infinity(name, device):
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    weight[0, :3] = float("nan")
+    weight[1, 31], weight[1, 32] = float("inf"), float("-inf")
+    weight[4] = float("nan")
+    weight[2, 7] = torch.finfo(torch.float32).max  # still finite
+    assert QUANTIZERS[name](weight.to(device))[-1].item() == 3 + 2 + 96
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_master_is_left_as_it_was(name, device):
+    weight = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
+    on_device = weight.to(device, copy=True)
+    QUANTIZERS[name](on_device)
+    assert torch.equal(on_device.cpu(), weight)
+
+
+def test_weights_that_do_not_fit_are_errors_with_the_fix(device):
+    scheme = make_scheme("w4a16", 64)
+    with pytest.raises(ValueError, match=r"^group 64 does not fit 96 input features; use 32, 64 or 128"):
+        _int4(torch.zeros(2, 96, device=device), scheme)
+    with pytest.raises(ValueError, match=r"^weight must be a float32 matrix .* use weight\.to\(\.\.\.\)\.contiguous"):
+        _int4(torch.zeros(2, 64, device=device, dtype=torch.bfloat16), scheme)
+    with pytest.raises(ValueError, match=r"^weight must be a float32 matrix with contiguous rows"):
+        quantize_int8(torch.zeros(64, 2, device=device).t(), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^weight has rows of 32769 values, more than the 32768"):
+        quantize_fp8(torch.zeros(1, 32769, device=device), torch.bfloat16)

@@ -1,0 +1,73 @@
+"""`w4a16`: the fused kernels against float64, and the three ways against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from products import Int4, random, relative_error
+from qarl_kernels import w4a16
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.tuning import Tile
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+TILES = [Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64), Tile("wide", 64, 128, warps=8)]
+# (M, N, K, group): whole, ragged N, K of one and a half tiles, K that only its channel divides
+CASES = [(16, 64, 256, 128), (5, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None), (1, 72, 576, 64)]
+ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def _fused(weight: Int4, x, tile, bias=None, out=torch.float32):
+    return w4a16.fused(x, weight.tiled(), weight.meta(x.dtype), weight.shape[0], bias, out, tile)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
+@pytest.mark.parametrize(("m", "n", "k", "group"), CASES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_product_is_the_float64_product(device, dtype, asymmetric, m, n, k, group, tile) -> None:
+    weight = Int4.random(n, k, group, asymmetric=asymmetric, dtype=dtype, device=device)
+    x = random(m, k, seed=5, device=device, dtype=dtype)
+    bias = random(n, seed=6, device=device, dtype=dtype)
+    expected = x.double() @ weight.values(dtype).double().t() + bias.double()
+    assert relative_error(_fused(weight, x, tile, bias), expected) < 2**-20  # FP32 sums
+    assert relative_error(_fused(weight, x, tile, bias, dtype), expected) < ONE_ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(("group", "asymmetric"), [(128, False), (64, True), (32, False), (None, True)])
+def test_weights_in_the_fused_kernel_are_the_reference_values(device, group, asymmetric) -> None:
+    """One-hot rows of x read single weights out of the product."""
+    weight = Int4.random(48, 256, group, asymmetric=asymmetric, device=device)
+    x = torch.eye(256, device=device, dtype=torch.bfloat16)[torch.arange(5, 256, 9)]
+    for tile in TILES:
+        expected = weight.values(torch.bfloat16)[:, 5::9].t()
+        assert torch.equal(_fused(weight, x, tile, out=torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("tile", [Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64)], ids=["narrow", "wide"])
+def test_without_a_tiled_form_the_product_goes_over_the_dequantized_weight(device, tile) -> None:
+    weight = Int4.random(64, 256, 64, asymmetric=True, device=device)
+    x = random(7, 256, seed=5, device=device, dtype=torch.bfloat16)
+    y = w4a16.w4a16(x, weight.packed(), weight.scale, weight.packed_zero_point(), None, None)
+    expected = x.double() @ weight.values(torch.bfloat16).double().t()
+    assert relative_error(y, expected) < ONE_ROUNDING[torch.bfloat16]
+    assert relative_error(_fused(weight, x, tile, out=torch.bfloat16), y) < ONE_ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("m", [0, 1, 9])
+def test_any_number_of_rows_and_any_row_stride(device, m) -> None:
+    weight = Int4.random(40, 128, 32, device=device)
+    wide = random(m, 200, seed=5, device=device, dtype=torch.bfloat16)
+    form = weight.packed(), weight.scale, None, weight.tiled(), weight.meta(torch.bfloat16)
+    y = w4a16.w4a16(wide[:, :128], *form)
+    assert y.shape == (m, 40) and torch.equal(y, w4a16.w4a16(wide[:, :128].t().contiguous().t(), *form))
+
+
+def test_a_weight_of_another_width_is_refused(device) -> None:
+    weight = Int4.random(40, 128, 32, device=device)
+    x = random(3, 64, seed=5, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="x has 64 features and the weight 128"):
+        w4a16.w4a16(x, weight.packed(), weight.scale, None, None, None)

@@ -1,0 +1,217 @@
+"""Which products run where. Without a GPU: the choice, and the chosen kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_models import make_policy
+from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
+from qarl_formats.scheme import Scheme, make_scheme
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor, nn
+
+from qarl.config import QuantConfig
+from qarl.errors import UserError
+from qarl.policy.kernel_operand import KernelOperand
+from qarl.policy.kernels import use_kernels
+from qarl.policy.linear import Operand, QuantLinear, Role, operand_of
+from qarl.publish.snapshot import published
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+N, K, GROUP = 24, 64, 32
+SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter; TRITON_INTERPRET=1 is not set")
+
+
+def _quant(scheme: str, **changes) -> QuantConfig:
+    return QuantConfig(scheme=scheme, group_size=GROUP if scheme.startswith("w4") else None, **changes)
+
+
+def _scheme(name: str, **changes) -> Scheme:
+    return make_scheme(name, GROUP if name.startswith("w4") else None, **changes)
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch):
+    """capability(8, 0): what torch then says of every GPU."""
+    return lambda *of: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: of)
+
+
+# --- the choice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_gpu_with_16_bit_activations_runs_kernels(capability, scheme: str, dtype: torch.dtype) -> None:
+    capability(9, 0)
+    assert use_kernels(_quant(scheme), _scheme(scheme), dtype, GPU)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "device"),
+    [("reference", torch.bfloat16, GPU), ("auto", torch.float32, GPU), ("auto", torch.bfloat16, CPU)],
+)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_reference_float32_and_the_cpu_run_plain_torch(capability, scheme: str, kernels, dtype, device) -> None:
+    capability(8, 0)
+    assert not use_kernels(_quant(scheme, kernels=kernels), _scheme(scheme), dtype, device)
+
+
+def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability) -> None:
+    capability(8, 6)
+    message = r"^quant.scheme: fp8 .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
+    with pytest.raises(UserError, match=message) as caught:
+        use_kernels(_quant("fp8"), _scheme("fp8"), torch.bfloat16, GPU)
+    assert "\n" not in str(caught.value)
+    capability(8, 9)
+    assert use_kernels(_quant("fp8"), _scheme("fp8"), torch.bfloat16, GPU)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "w4a8"])
+def test_other_schemes_run_on_older_gpus(capability, scheme: str) -> None:
+    capability(8, 0)
+    assert use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
+
+
+# --- operands
+
+
+def _published(scheme: str, dtype: torch.dtype = torch.bfloat16, **changes) -> QuantizedWeight | Tensor:
+    made = _scheme(scheme, **changes)
+    master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    return quantize_weight(master, made, "w") if made.quantized else master.to(dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: str) -> None:
+    weight = _published(scheme)
+    operand = operand_of(weight, torch.bfloat16, kernels=True)
+    assert isinstance(operand, KernelOperand) and operand.product == ("dense" if scheme == "bf16" else scheme)
+    assert operand.source is weight
+    assert (operand.tiled is not None) == (operand.meta is not None) == scheme.startswith("w4")
+
+
+@interpreted
+@pytest.mark.parametrize(("scheme", "tiled"), [("w4a16", False), ("w4a8", True)])
+def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -> None:
+    operand = operand_of(_published(scheme, scale_dtype="float32"), torch.bfloat16, kernels=True)
+    assert (operand.tiled is not None) == (operand.meta is not None) == tiled
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_without_kernels_the_operand_is_plain_torch(scheme: str) -> None:
+    assert isinstance(operand_of(_published(scheme), torch.bfloat16), Operand)
+
+
+@interpreted
+@pytest.mark.parametrize("learner", ["aligned", "fake_quant", "full_precision"])
+def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner: str) -> None:
+    monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+    ignored = "model.layers.0.mlp.down_proj"
+    policy = make_policy(tiny_model("llama", num_hidden_layers=1), "w4a16", torch.bfloat16, GROUP, learner=learner,
+                         ignore=["lm_head", ignored])  # fmt: skip
+    for name, linear in policy.linears.items():
+        assert isinstance(linear.sampler, KernelOperand)
+        assert linear.sampler.product == ("dense" if name == ignored else "w4a16")
+        if learner == "aligned":
+            assert linear.learner is linear.sampler
+        else:
+            assert linear.learner.product == ("dense" if learner == "fake_quant" and name == ignored else "plain")
+
+
+# --- numbers, against the reference
+
+
+def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> QuantLinear:
+    torch.manual_seed(0)
+    linear = QuantLinear(nn.Linear(K, N), Role(), dequantize_input)
+    linear.learner = linear.sampler = operand_of(_published(scheme, **changes), torch.bfloat16, kernels)
+    linear.bias_value = linear.bias.detach().bfloat16()
+    return linear
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("scheme", "changes"),
+    [(scheme, {}) for scheme in SCHEMES] + [("w4a16", {"symmetric": False}), ("w4a16", {"scale_dtype": "float32"})],
+)
+def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, changes) -> None:
+    results = []
+    for kernels in (False, True):
+        linear = _linear(scheme, kernels, **changes)
+        x = torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        y = linear(x)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+        results.append((y.detach(), x.grad, linear.weight.grad, linear.bias.grad))
+    (y, *grads), (kernel_y, *kernel_grads) = results
+    torch.testing.assert_close(kernel_y, y, rtol=2**-7, atol=1e-4)  # sums in another order: one ulp of bf16
+    for kernel_grad, grad in zip(kernel_grads, grads, strict=True):
+        assert torch.equal(kernel_grad, grad)  # the same tensors, dequantized to the same bits
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+def test_ste_input_dequantized_is_the_same_with_kernels(scheme: str) -> None:
+    grads = []
+    for kernels in (False, True):
+        linear = _linear(scheme, kernels, dequantize_input=True)
+        linear(torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16()).sum().backward()
+        grads.append(linear.weight.grad)
+    assert torch.equal(*grads)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dequantized_is_what_the_codes_stand_for(scheme: str, dtype: torch.dtype) -> None:
+    weight = _published(scheme, dtype)
+    expected = weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
+    assert torch.equal(operand_of(weight, dtype, kernels=True).dequantized(dtype), expected)
+
+
+# --- publishing
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # 0 / 0 of a group without range, in the interpreter
+@interpreted
+@pytest.mark.parametrize(
+    ("scheme", "changes"),
+    [(scheme, {}) for scheme in SCHEMES]
+    + [("w4a16", {"symmetric": False}), ("w4a8", {"grid": "symmetric7"}), ("fp8", {"scale_dtype": "float32"})],
+)
+def test_kernels_publish_the_same_tensors(scheme: str, changes) -> None:
+    master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    made = _scheme(scheme, **changes)
+    made = made if made.quantized else None
+    plain, kernel = (published("w.weight", master, made, torch.bfloat16, 3, kernels) for kernels in (False, True))
+    if made is None:
+        assert torch.equal(kernel, plain)
+        return
+    assert kernel.scheme == plain.scheme and kernel.shape == plain.shape
+    assert list(kernel.tensors) == list(plain.tensors)
+    for name, tensor in plain.tensors.items():
+        found = kernel.tensors[name]
+        assert found.dtype == tensor.dtype and found.device == tensor.device and torch.equal(found, tensor), name
+
+
+@interpreted
+def test_one_group_a_row_is_published_the_same() -> None:
+    master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    scheme = make_scheme("w4a16", -1)
+    plain, kernel = (published("w.weight", master, scheme, torch.bfloat16, 3, kernels) for kernels in (False, True))
+    assert all(torch.equal(kernel.tensors[name], tensor) for name, tensor in plain.tensors.items())
+
+
+@interpreted
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+def test_a_master_that_is_not_finite_is_named_alike(scheme: str, value: float) -> None:
+    master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    master[3, 5] = master[7, 1] = value
+    messages = []
+    for kernels in (False, True):
+        with pytest.raises(UserError) as caught:
+            published("w.weight", master, _scheme(scheme), torch.bfloat16, 3, kernels)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1] and f"w.weight: 2 of {N * K} values are NaN" in messages[0]

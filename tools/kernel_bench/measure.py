@@ -1,0 +1,86 @@
+"""Time on the device, and whether a result is right."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+FLUSH_BYTES = 256 << 20  # more than any L2 cache
+COPY_BYTES = 1 << 30
+TOLERANCE = 1e-2  # relative Frobenius error: bf16 outputs are within 2e-3, a wrong scale or tile is not within this
+CHECKED_ROWS = 256
+CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about: `torch.cuda._sleep` counts cycles
+
+
+class Wrong(ValueError):
+    """A kernel's result is not the product of its operands."""
+
+
+class Stopwatch:
+    """Median microseconds of a call on the current device, with a cold L2 cache and a host that is ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def microseconds(self, call: Callable[[], object], reps: int) -> float:
+        """Events around each call; before each the cache is overwritten. The device sleeps until all is queued."""
+        call()
+        torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        call()
+        host = time.perf_counter() - begin
+        torch.cuda.synchronize(self.device)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+        torch.cuda._sleep(int(min(1.5 * reps * (host + 30e-6), 0.05) * CYCLES_PER_SECOND))
+        for start, end in events:
+            self.flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return 1e3 * statistics.median(start.elapsed_time(end) for start, end in events)
+
+    def copy_bandwidth(self, reps: int = 10) -> float:
+        """TB/s of a copy within the device, bytes read plus bytes written."""
+        source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * COPY_BYTES / self.microseconds(lambda: target.copy_(source), reps) / 1e6
+
+
+def free_bytes(device: torch.device) -> int:
+    """Device memory that torch can still hand out."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def poison(m: int, n: int, device: torch.device) -> None:
+    """Leave NaN in the memory that an output of (m, n) is likely to get: torch's allocator hands blocks out again."""
+    blocks = [torch.full((m, n), torch.nan, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32)]
+    del blocks
+
+
+def picked_rows(m: int, device: torch.device) -> Tensor:
+    """Indices of at most CHECKED_ROWS of m rows, evenly spread, the first and the last among them. int64."""
+    count = min(m, CHECKED_ROWS)
+    return torch.linspace(0, m - 1, count, dtype=torch.float64, device=device).round().long()
+
+
+def check(result: Tensor, expected: Tensor, rows: Tensor, shape: tuple[int, int]) -> float:
+    """Relative Frobenius error of result[rows] against expected, after all of result is found to be finite.
+
+    Raises:
+        Wrong: shape, a value that is not finite, or an error above TOLERANCE.
+    """
+    if tuple(result.shape) != shape:
+        raise Wrong(f"wrong shape {tuple(result.shape)}, not {shape}")
+    if not result.isfinite().all():
+        raise Wrong(f"wrong: {int(result.isfinite().logical_not().sum())} values are not finite")
+    error = float((result[rows].float() - expected).norm() / expected.norm())
+    if not error < TOLERANCE:
+        raise Wrong(f"wrong: relative error {error:.1e}")
+    return error

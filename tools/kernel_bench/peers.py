@@ -1,0 +1,224 @@
+"""Other people's kernels on the same operands: vLLM 0.24 (Marlin, Machete, CUTLASS), torch, Gemlite.
+
+Every maker returns a candidate or raises; what is raised becomes the reason in the report. Repacking happens here,
+outside the timed call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from kernel_bench.problems import Activations, Candidate, Maker, Weight
+from kernel_bench.shapes import BLOCK
+
+INT_MM_ROWS = 17  # torch._int_mm refuses fewer
+
+# What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
+# one case that fails is a line of the report, not the end of the run.
+ERRORS = (
+    RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, TritonError,
+)  # fmt: skip
+
+
+class Absent(RuntimeError):
+    """A peer that does not serve this problem."""
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, for the report."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _vllm() -> Any:
+    try:
+        from vllm import _custom_ops
+    except ImportError as error:
+        raise Absent(f"vllm is not importable ({reason(error)})") from error
+    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        raise Absent("this vllm has no CUDA kernels")
+    return _custom_ops
+
+
+def _marlin(weight: Weight, activations: Activations, eight_bit: bool) -> Maker:
+    """Marlin: 16-bit or int8 activations, as `MarlinLinearKernel` prepares and `apply_gptq_marlin_linear` calls it."""
+    ops = _vllm()
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
+    from vllm.scalar_type import scalar_types
+
+    n, k, group = weight.n, weight.k, weight.group or -1
+    device = weight.values.device
+    none = utils.marlin_make_empty_g_idx(device)
+    qweight = weight.tensors["weight_packed"].t().contiguous()
+    qweight = ops.gptq_marlin_repack(qweight, perm=none, size_k=k, size_n=n, num_bits=4, is_a_8bit=eight_bit)
+    scales = weight.tensors["weight_scale"].t().contiguous()
+    scales = utils.marlin_permute_scales(scales, size_k=k, size_n=n, group_size=group, is_a_8bit=eight_bit)
+    s_x = None
+    if eight_bit:
+        assert activations.scale is not None, "Marlin with int8 activations needs their scales"
+        s_x = activations.scale
+        if group != -1:
+            scales, factor = utils.marlin_act_int8_process_scales(scales)
+            s_x = s_x * factor
+    workspace = utils.marlin_make_workspace_new(device)
+    source = activations.codes if eight_bit else activations.x
+
+    def make(m: int) -> Candidate:
+        x, a_scales = source[:m], None if s_x is None else s_x[:m]
+        return Candidate(
+            lambda: ops.marlin_gemm(
+                x, None, qweight, None, scales, a_scales, None, none, none, none, workspace, scalar_types.uint4b8,
+                size_m=m, size_n=n, size_k=k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=True,
+                is_zp_float=False,
+            )
+        )  # fmt: skip
+
+    return make
+
+
+def _machete(weight: Weight, activations: Activations) -> Maker:
+    """Machete, as `MacheteLinearKernel` prepares and calls it."""
+    ops = _vllm()
+    from vllm.scalar_type import scalar_types
+
+    dtype, group = activations.x.dtype, weight.group or -1
+    packed = weight.tensors["weight_packed"].t()  # (K / 8, N), column-major
+    qweight = ops.machete_prepack_B(packed, a_type=dtype, b_type=scalar_types.uint4b8, group_scales_type=dtype)
+    scales = weight.tensors["weight_scale"].t().contiguous()
+    return lambda m: Candidate(
+        lambda: ops.machete_mm(
+            a=activations.x[:m], b_q=qweight, b_type=scalar_types.uint4b8, b_group_zeros=None, b_group_scales=scales,
+            b_group_size=group,
+        )
+    )  # fmt: skip
+
+
+@cache
+def _gemlite_module(autotune: str) -> Any:
+    import gemlite
+
+    gemlite.set_autotune(autotune)  # reloads its kernels' modules, so once
+    return gemlite
+
+
+def _gemlite(weight: Weight, activations: Activations, autotune: str) -> Maker:
+    """Gemlite: (codes - zero) * scale with unsigned codes; packs them itself."""
+    from qarl_formats.packing import unpack_int4
+
+    gemlite = _gemlite_module(autotune)
+    n, k, group = weight.n, weight.k, weight.group or weight.k
+    bf16 = gemlite.DType.BF16
+    linear = gemlite.GemLiteLinear(4, group_size=group, in_features=k, out_features=n, input_dtype=bf16,
+                                   output_dtype=bf16)  # fmt: skip
+    codes = (unpack_int4(weight.tensors["weight_packed"], k) + 8).to(torch.uint8)
+    scale = weight.tensors["weight_scale"]
+    linear.pack(codes, scale, torch.full_like(scale, 8.0), None)
+    return lambda m: Candidate(lambda: linear(activations.x[:m]))
+
+
+def _cutlass(weight: Weight, activations: Activations) -> Maker:
+    """vLLM's CUTLASS products of int8 or e4m3 codes with a scale per row and per output, or per block."""
+    ops = _vllm()
+    codes, scale, b = activations.codes, activations.scale, weight.tensors["weight"].t()
+    assert codes is not None and scale is not None, "CUTLASS needs quantized activations"
+    s_w = weight.tensors["weight_scale"].float()
+    if weight.scheme == "fp8_block":
+        s_w = s_w.t()
+
+    def make(m: int) -> Candidate:
+        a, s_x = codes[:m], scale[:m]
+        if weight.scheme == "fp8_block":
+            s_x = s_x.t().contiguous().t()  # column-major, as vLLM's quantization leaves it
+        return Candidate(lambda: ops.cutlass_scaled_mm(a, b, scale_a=s_x, scale_b=s_w, out_dtype=torch.bfloat16))
+
+    return make
+
+
+def _cutlass_end_to_end(weight: Weight, activations: Activations) -> Maker:
+    ops, b, s_w = _vllm(), weight.tensors["weight"].t(), weight.tensors["weight_scale"].float()
+    quantize = vllm_quantizers()[weight.scheme]
+    if weight.scheme == "fp8_block":
+        s_w = s_w.t()
+
+    def make(m: int) -> Candidate:
+        x = activations.x[:m]
+
+        def call() -> Tensor:
+            a, s_x = quantize(x)
+            return ops.cutlass_scaled_mm(a, b, scale_a=s_x, scale_b=s_w, out_dtype=torch.bfloat16)
+
+        return Candidate(call)
+
+    return make
+
+
+def vllm_quantizers() -> dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """vLLM's dynamic activation quantization: by scheme, x (M, K) -> codes, scale."""
+    ops = _vllm()
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    return {
+        "w8a8": lambda x: ops.scaled_int8_quant(x)[:2],
+        "fp8": lambda x: ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True),
+        "fp8_block": lambda x: per_token_group_quant_fp8(x, BLOCK, column_major_scales=True, use_ue8m0=False),
+    }
+
+
+def _scaled_mm(weight: Weight, activations: Activations) -> Maker:
+    """torch._scaled_mm with a scale per row and per output; fast accumulation, as CUTLASS and qarl have it."""
+    codes, scale, b = activations.codes, activations.scale, weight.tensors["weight"].t()
+    assert codes is not None and scale is not None, "_scaled_mm needs quantized activations"
+    s_w = weight.tensors["weight_scale"].float().t().contiguous()
+    return lambda m: Candidate(
+        lambda: torch._scaled_mm(
+            codes[:m], b, scale_a=scale[:m], scale_b=s_w, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    )
+
+
+def _int_mm(weight: Weight, activations: Activations) -> Maker:
+    """torch._int_mm gives int32 sums; scaling them is not timed, in its favour."""
+    codes, scale, b = activations.codes, activations.scale, weight.tensors["weight"].t()
+    assert codes is not None and scale is not None, "_int_mm needs quantized activations"
+    s_w = weight.tensors["weight_scale"].float().t()
+
+    def make(m: int) -> Candidate:
+        if m < INT_MM_ROWS:
+            raise Absent(f"torch._int_mm needs {INT_MM_ROWS} rows or more")
+        return Candidate(lambda: torch._int_mm(codes[:m], b), lambda out: out.float().mul_(scale[:m]).mul_(s_w))
+
+    return make
+
+
+def cublas(weight: Weight, activations: Activations) -> Maker:
+    """torch.mm in bf16: what the layer costs when it is not quantized."""
+    b = weight.values.to(torch.bfloat16).t()
+    return lambda m: Candidate(lambda: torch.mm(activations.x[:m], b))
+
+
+def peer_builders(
+    weight: Weight, activations: Activations, gemlite_autotune: str
+) -> tuple[dict[str, Callable[[], Maker]], dict[str, Callable[[], Maker]]]:
+    """What builds each peer for this problem, cuBLAS aside: (with quantized activations, from bf16 activations)."""
+    if weight.scheme == "w4a16":
+        return {
+            "marlin": lambda: _marlin(weight, activations, eight_bit=False),
+            "machete": lambda: _machete(weight, activations),
+            "gemlite": lambda: _gemlite(weight, activations, gemlite_autotune),
+        }, {}
+    if weight.scheme == "w4a8":
+        return {"marlin_int8": lambda: _marlin(weight, activations, eight_bit=True)}, {}
+    if weight.scheme == "dense":
+        return {}, {}
+    products = {"cutlass": lambda: _cutlass(weight, activations)}
+    if weight.scheme == "w8a8":
+        products["int_mm"] = lambda: _int_mm(weight, activations)
+    if weight.scheme == "fp8":
+        products["scaled_mm"] = lambda: _scaled_mm(weight, activations)
+    return products, {"cutlass": lambda: _cutlass_end_to_end(weight, activations)}

@@ -1,0 +1,125 @@
+"""Compile qarl's kernels on all cores before they are measured: one after the other they take longer than the timing.
+
+Wrappers run on meta tensors inside `qarl_kernels.launch.recording`; forked workers then compile what was recorded into
+Triton's cache on disk, for a device that a stand-in driver describes, so that no worker touches the GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+import triton
+from qarl_kernels.launch import Launch, recording
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernel_bench.peers import ERRORS
+from kernel_bench.problems import Activations, Weight, qarl_makers
+from kernel_bench.shapes import BLOCK, Layer
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _operands(scheme: str, n: int, k: int, m: int, group: int) -> tuple[Weight, Activations]:
+    """What `make_weight` and `make_activations` give, without numbers."""
+    x = _empty(m, k, dtype=torch.bfloat16)
+    code = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn}.get(scheme, torch.int8)
+    codes, s_x = _empty(m, k, dtype=code), _empty(m, k // BLOCK if scheme == "fp8_block" else 1, dtype=torch.float32)
+    activations = Activations(x, None, None) if scheme in ("dense", "w4a16") else Activations(x, codes, s_x)
+    if scheme == "dense":
+        stored = {"weight": _empty(n, k, dtype=torch.bfloat16)}
+    elif scheme in ("w4a16", "w4a8"):
+        scale = _empty(n, k // group, dtype=torch.bfloat16)
+        stored = {"weight_packed": _empty(n, k // 8, dtype=torch.int32), "weight_scale": scale}
+    else:
+        blocks = (-(-n // BLOCK), -(-k // BLOCK)) if scheme == "fp8_block" else (n, 1)
+        stored = {"weight": _empty(n, k, dtype=code), "weight_scale": _empty(*blocks, dtype=torch.bfloat16)}
+    return Weight(scheme, n, k, stored, x, group if scheme in ("w4a16", "w4a8") else None), activations
+
+
+def record(
+    layers: Iterable[Layer], schemes: Sequence[str], many: Sequence[int], group: int, capability: tuple[int, int]
+) -> list[Launch]:
+    """The launches of every product, one of each kind."""
+    with recording(capability) as launches:
+        for layer in layers:
+            for scheme in schemes:
+                weight, activations = _operands(scheme, layer.n, layer.k, max(many), group)
+                with suppress(*ERRORS):  # raised again, and reported, where it is measured
+                    for makers in qarl_makers(weight, activations):
+                        for make in makers.values():
+                            for m in many:
+                                make(m).call()
+    return list({_key(launch): launch for launch in launches}.values())
+
+
+def _key(launch: Launch) -> tuple[Any, ...]:
+    """Equal for launches that need the same binary; finer than the JIT's own key does no harm."""
+
+    parameters = inspect.signature(launch.kernel.fn).parameters.values()
+    constants = {parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)}
+
+    def of(name: str, value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            return value.base.dtype, tuple(value.block_shape)
+        if isinstance(value, Tensor):
+            return value.dtype
+        if type(value) is int and name not in constants:
+            return value == 1, value % 16 == 0, value >= 2**31
+        return str(value)
+
+    arguments = tuple((name, of(name, value)) for name, value in launch.arguments.items())
+    return launch.kernel, arguments, tuple(launch.options.items())
+
+
+class _Driver:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+_pending: list[Launch] = []  # reached by forked workers: a kernel cannot be pickled
+
+
+def _start(capability: tuple[int, int]) -> None:
+    triton.runtime.driver.set_active(_Driver(capability))
+
+
+def _compile(index: int) -> str:
+    launch = _pending[index]
+    try:
+        launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+    except (RuntimeError, TritonError) as error:  # it fails again, and is reported, where it is measured
+        return f"{launch.kernel.__name__}: {type(error).__name__}"
+    return ""
+
+
+def precompile(launches: Sequence[Launch], capability: tuple[int, int], processes: int | None = None) -> list[str]:
+    """Compile the launches into Triton's cache; returns a line for each that failed."""
+    _pending[:] = launches
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes or os.cpu_count(), context, _start, (capability,)) as pool:
+        failed = [line for line in pool.map(_compile, range(len(launches))) if line]
+    _pending.clear()
+    return failed

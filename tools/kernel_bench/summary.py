@@ -1,0 +1,129 @@
+"""A short table from the rows of a run."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kernel_bench.shapes import FEW_ROWS, SCHEMES
+
+Row = dict[str, Any]
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Raises ValueError for no values, or one that is not positive."""
+    if not values or min(values) <= 0:
+        raise ValueError(f"a geometric mean needs positive values, not {list(values)[:5]}")
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def ratios(rows: Iterable[Row]) -> list[Row]:
+    """best peer's time / qarl's time, of every case that both ran: keys scheme, kind, n, k, m, ratio, peer.
+
+    cuBLAS in bf16 competes in every scheme, with its product alone also where activations are quantized first.
+    """
+    ours: dict[tuple, float] = {}
+    best: dict[tuple, tuple[float, str]] = {}
+    for row in rows:
+        if row["section"] not in SCHEMES or "us" not in row:
+            continue
+        kinds = ("gemm", "end_to_end") if row["who"] == "cublas_bf16" else (row["kind"],)
+        for kind in kinds:
+            case = (row["section"], kind, row["n"], row["k"], row["m"])
+            if row["who"] == "qarl":
+                ours[case] = row["us"]
+            else:
+                best[case] = min(best.get(case, (math.inf, "")), (row["us"], row["who"]))
+    names = ("scheme", "kind", "n", "k", "m")
+    return [
+        dict(zip(names, case, strict=True)) | {"ratio": best[case][0] / us, "peer": best[case][1]}
+        for case, us in ours.items()
+        if case in best
+    ]
+
+
+def _mean(cases: Sequence[Row]) -> str:
+    return f"{geometric_mean([case['ratio'] for case in cases]):.2f}" if cases else "-"
+
+
+def product_lines(rows: Sequence[Row]) -> list[str]:
+    """One line a scheme and kind: geometric means, the worst case, counts."""
+    grouped: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for case in ratios(rows):
+        grouped[case["scheme"], case["kind"]].append(case)
+    if not grouped:
+        return []
+    few, many = f"M<={FEW_ROWS}", f"M>{FEW_ROWS}"
+    lines = [f"best peer's time / qarl's   {few:>7} {many:>7} {'worst':>6} {'cases':>6}  worst at"]
+    for (scheme, kind), cases in grouped.items():
+        worst = min(cases, key=lambda case: case["ratio"])
+        means = [_mean([case for case in cases if (case["m"] <= FEW_ROWS) == decode]) for decode in (True, False)]
+        where = f"M={worst['m']} {worst['n']}x{worst['k']} against {worst['peer']}"
+        name = f"{scheme} {kind}"
+        lines.append(f"{name:27} {means[0]:>7} {means[1]:>7} {worst['ratio']:6.2f} {len(cases):6}  {where}")
+    return lines
+
+
+def memory_lines(rows: Sequence[Row]) -> list[str]:
+    """One line an operation: share of copy bandwidth, qarl's and vLLM's, lowest over the matrices."""
+    shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["section"] == "quantize" and "share" in row:
+            shares[row["operation"]][row["who"]].append(row["share"])
+    if not shares:
+        return []
+    lines = [f"{'share of copy bandwidth':27} {'lowest':>7} {'mean':>7} {'vLLM':>7}"]
+    for operation, found in shares.items():
+        ours, theirs = found.get("qarl", []), found.get("vllm", [])
+        low, mean = (f"{min(ours):.0%}", f"{sum(ours) / len(ours):.0%}") if ours else ("-", "-")
+        lines.append(f"{operation:27} {low:>7} {mean:>7} {f'{min(theirs):.0%}' if theirs else '-':>7}")
+    return lines
+
+
+def learner_lines(rows: Sequence[Row]) -> list[str]:
+    """One line a scheme: nn.Linear's time / qarl's for forward and backward, and the parts' shares of qarl's time."""
+    times: dict[tuple, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row["section"] == "learner" and "us" in row:
+            times[row["n"], row["k"], row["m"], row["scheme"]][row["part"]] = row["us"]
+    grouped: dict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
+    for (*shape, scheme), parts in times.items():
+        peer = times.get((*shape, "bf16"), {}).get("total")
+        if scheme != "bf16" and peer and "total" in parts:
+            grouped[scheme].append((peer / parts["total"], parts))
+    if not grouped:
+        return []
+    lines = [f"{'forward and backward':27} {'nn.Linear / qarl':>16}  share of the time"]
+    for scheme, cases in grouped.items():
+        total = sum(parts["total"] for _, parts in cases)
+        names = [name for name in cases[0][1] if name != "total"]
+        shares = ", ".join(f"{name} {sum(parts[name] for _, parts in cases) / total:.0%}" for name in names)
+        lines.append(f"{scheme:27} {geometric_mean([ratio for ratio, _ in cases]):16.2f}  {shares}")
+    return lines
+
+
+def skipped_lines(rows: Iterable[Row]) -> list[str]:
+    """What did not run or was wrong: one line a kernel and reason, with how often."""
+    counts: dict[tuple[str, str, str], int] = defaultdict(int)
+    for row in rows:
+        if "skipped" in row:
+            counts[row["section"], row["who"], row["skipped"]] += 1
+    return [f"skipped {count}x {section} {who}: {why}" for (section, who, why), count in counts.items()]
+
+
+def failures(rows: Iterable[Row]) -> list[Row]:
+    """Rows of qarl's kernels that raised or gave a wrong result."""
+    return [row for row in rows if row["who"] == "qarl" and "skipped" in row and "device memory" not in row["skipped"]]
+
+
+def table(report: dict[str, Any]) -> str:
+    """The summary of a report, as text."""
+    rows, versions = report["rows"], report["versions"]
+    head = f"{report['device']}, " + ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items())
+    blocks = [
+        [head, f"copy: {report['copy_tbps']:.2f} TB/s, {report['seconds']:.0f} s"],
+        product_lines(rows), memory_lines(rows), learner_lines(rows), skipped_lines(rows),
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(block) for block in blocks if block)
