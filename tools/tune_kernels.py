@@ -12,29 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import triton
-from qarl_kernels import fp8_block, gemm, w4a8, w4a16
-from qarl_kernels.launch import compiling, device_name
+from kernel_bench.measure import Stopwatch
+from kernel_bench.precompile import precompile
+from kernel_bench.shapes import MODELS, layers
+from qarl_kernels import fp8_block, gemm, library, w4a8, w4a16
+from qarl_kernels.launch import Launch, device_name, recording
 from qarl_kernels.tuning import FAMILIES, TABLES, Tile, dump_tile, parse_table
 from torch import Tensor
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-PRESET = (
-    (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072),  # Qwen3-0.6B
-    (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288),  # Qwen3-8B
-    (5120, 2048), (2048, 4096),  # Qwen3-30B-A3B, dense parts
-    (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672),  # Llama-3-70B
-)  # fmt: skip
-FLUSH_BYTES = 256 << 20
 
 
 def candidates(family: str, m: int) -> list[Tile]:
@@ -46,7 +38,7 @@ def candidates(family: str, m: int) -> list[Tile]:
             for n, warps, stages in ((16, 1, 8), (32, 2, 4), (32, 2, 8), (32, 1, 4), (64, 2, 4), (32, 4, 4)):
                 tiles.append(Tile("narrow", few, n, warps=warps, stages=stages))
         if m >= 16:
-            for n, warps in ((64, 4), (128, 8)):
+            for n, warps in ((64, 4), (128, 8), (128, 4)):
                 tiles += [Tile("wide", min(few, 32), n, warps=warps, stages=s) for s in (4, 6)] if m <= 64 else []
                 tiles += [Tile("wide", 64, n, warps=warps, stages=s) for s in (3, 4)] if m >= 64 else []
                 if m >= 128:
@@ -86,7 +78,7 @@ def candidates(family: str, m: int) -> list[Tile]:
         tiles += [Tile("x_first", 128, 256, deep, 8, 3), Tile("x_first", 128, 256, deep, 8, 4, True, True)]
         tiles += [Tile("x_first", 128, 256, deep, 8, 3, True), Tile("w_first", 256, 128, deep, 8, 3)]
         tiles.append(Tile("x_first", 256, 128, deep, 8, 3))
-    if m >= 4096 and family == "dense":
+    if m >= 1024 and family == "dense":
         tiles.append(Tile("library"))
     return tiles
 
@@ -94,9 +86,8 @@ def candidates(family: str, m: int) -> list[Tile]:
 class Problem:
     """Random operands of one family and shape, and the product of m rows with a given tile."""
 
-    def __init__(self, family: str, n: int, k: int, group: int = 128) -> None:
-        self.family, self.n, self.k = family, n, k
-        device = torch.device("cuda")
+    def __init__(self, family: str, n: int, k: int, device: torch.device, group: int = 128) -> None:
+        self.family, self.n, self.k, self.device = family, n, k, device
         self.scale_w = torch.rand(n, 1, device=device) * 0.01
         if family in ("w4a16", "w4a8"):
             words = -(-n // 16), -(-k // 128), 16, 16
@@ -116,13 +107,13 @@ class Problem:
 
     def _codes(self, rows: int) -> Tensor:
         if self.family in ("w8a8", "w4a8"):
-            return torch.randint(-127, 128, (rows, self.k), dtype=torch.int8, device="cuda")
-        x = torch.randn(rows, self.k, device="cuda", dtype=torch.bfloat16)
+            return torch.randint(-127, 128, (rows, self.k), dtype=torch.int8, device=self.device)
+        x = torch.randn(rows, self.k, device=self.device, dtype=torch.bfloat16)
         return x.to(torch.float8_e4m3fn) if self.family.startswith("fp8") else x
 
     def rows(self, m: int) -> None:
         self.x = self._codes(m)
-        self.scale_x = torch.rand(m, -(-self.k // 128) if self.family == "fp8_block" else 1, device="cuda")
+        self.scale_x = torch.rand(m, -(-self.k // 128) if self.family == "fp8_block" else 1, device=self.device)
 
     def product(self, tile: Tile) -> Tensor:
         dtype = torch.bfloat16
@@ -137,34 +128,16 @@ class Problem:
             return w4a8.tiled_product(self.x, self.scale_x, self.tiled, self.meta, self.n, None, dtype, False, tile)
         if self.family == "fp8_block":
             return fp8_block.run(self.x, self.scale_x, self.weight, self.scale_w, None, dtype, tile)
-        out = torch.empty(self.x.shape[0], self.n, dtype=dtype, device="cuda")
+        out = torch.empty(self.x.shape[0], self.n, dtype=dtype, device=self.device)
         if tile.way == "library":
-            gemm.library.product(self.x, self.weight, out)
+            library.product(self.x, self.weight, out)
             return out
         scales = (None, None) if self.family == "dense" else (self.scale_x, self.scale_w)
         gemm._launch(self.x, self.weight, *scales, None, out, tile)
         return out
 
 
-def milliseconds(call: Callable[[], object], flush: Tensor, repeats: int) -> float:
-    """Median time of a call on the GPU with a cold L2 cache, as a CUDA graph: what Python costs is not in it."""
-    graph = torch.cuda.CUDAGraph()
-    call()
-    with torch.cuda.graph(graph):
-        call()
-    pairs = []
-    for _ in range(repeats):
-        flush.zero_()
-        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        pair[0].record()
-        graph.replay()
-        pair[1].record()
-        pairs.append(pair)
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
-
-
-def tune(problem: Problem, rows: list[int], flush: Tensor) -> tuple[list[tuple[int, Tile]], list[str]]:
+def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> tuple[list[tuple[int, Tile]], list[str]]:
     """Best tile for each number of rows, and what was left out because it differs or does not run."""
     chosen: list[tuple[int, Tile]] = []
     notes: list[str] = []
@@ -180,12 +153,12 @@ def tune(problem: Problem, rows: list[int], flush: Tensor) -> tuple[list[tuple[i
                     if not torch.equal(result, first):
                         notes.append(f"{problem.family} {problem.n}x{problem.k} M={m} {dump_tile(tile)}: other bits")
                         continue
-                timed.append((milliseconds(lambda t=tile: problem.product(t), flush, 9 if m < 4096 else 5), tile))
+                timed.append((watch.microseconds(lambda t=tile: problem.product(t), 9 if m < 4096 else 5), tile))
             except triton.runtime.errors.OutOfResources:
                 continue
         best, tile = min(timed, key=lambda pair: pair[0])
         chosen.append((m, tile))
-        print(f"{problem.family} {problem.n}x{problem.k} M={m}: {best * 1e3:.1f} us {dump_tile(tile)}", flush=True)
+        print(f"{problem.family} {problem.n}x{problem.k} M={m}: {best:.1f} us {dump_tile(tile)}", flush=True)
     return chosen, notes
 
 
@@ -196,32 +169,16 @@ def merged(chosen: list[tuple[int, Tile]]) -> Iterator[tuple[int, dict]]:
             yield m, dump_tile(tile)
 
 
-def compile_share(family: str, tiles: list[Tile]) -> int:
-    """Compile tiles of a family into Triton's cache, in a process of its own. Returns how many compiled."""
-    problem = Problem(family, 4096, 4096)
-    done = 0
-    with compiling():
-        for tile in tiles:
+def launches_of(families: list[str], rows: list[int], capability: tuple[int, int]) -> list[Launch]:
+    """Every candidate's launch, recorded on tensors without memory."""
+    with recording(capability) as launches:
+        for family in families:
+            problem = Problem(family, 4096, 4096, torch.device("meta"))
             problem.rows(64)
-            if tile.way in ("library", "dequantized"):
-                continue
-            try:
-                problem.product(tile)
-                done += 1
-            except triton.runtime.errors.OutOfResources:
-                continue
-    return done
-
-
-def precompile(families: list[str], rows: list[int], workers: int) -> None:
-    shares = []
-    for family in families:
-        tiles = list(dict.fromkeys(tile for m in rows for tile in candidates(family, m)))
-        size = math.ceil(len(tiles) / max(1, workers // 2))
-        shares += [(family, tiles[i : i + size]) for i in range(0, len(tiles), size)]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        count = sum(pool.map(compile_share, *zip(*shares, strict=True)))
-    print(f"{count} kernels compiled", flush=True)
+            for tile in dict.fromkeys(tile for m in rows for tile in candidates(family, m)):
+                if tile.way not in ("library", "dequantized"):
+                    problem.product(tile)
+    return launches
 
 
 def shapes_of_model(directory: Path) -> list[tuple[int, int]]:
@@ -260,16 +217,18 @@ def main() -> None:
     what.add_argument("--preset", action="store_true", help="Qwen3-0.6B, 8B, 30B-A3B and Llama-3-70B")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--m", type=int, nargs="+", default=list(ROWS), help="numbers of rows")
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile beforehand")
     parser.add_argument("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tuning needs a CUDA device; torch sees none")
-    shapes = list(PRESET) if arguments.preset else arguments.shapes or shapes_of_model(arguments.model)
+    preset = [(layer.n, layer.k) for layer in layers(MODELS)]
+    shapes = preset if arguments.preset else arguments.shapes or shapes_of_model(arguments.model)
     rows = sorted(arguments.m)
-    precompile(arguments.families, rows, arguments.workers)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    out = arguments.out or TABLES / f"{device_name(flush)}.json"
+    device, capability = torch.device("cuda"), torch.cuda.get_device_capability()
+    precompile(launches_of(arguments.families, rows, capability), capability, arguments.workers)
+    watch = Stopwatch(device)
+    out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
     table = json.loads(out.read_text()) if out.exists() else {"tiles": {}}
     table |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     for family in arguments.families:
@@ -277,7 +236,7 @@ def main() -> None:
             if k % 128 and family in ("w4a16", "w4a8"):
                 print(f"{family} {n}x{k}: left to the default tile (K is not a multiple of 128)")
                 continue
-            chosen, notes = tune(Problem(family, n, k), rows, flush)
+            chosen, notes = tune(Problem(family, n, k, device), rows, watch)
             table["tiles"].setdefault(family, {})[f"{n}x{k}"] = [list(pair) for pair in merged(chosen)]
             print("\n".join(notes), end="\n" if notes else "", flush=True)
             torch.cuda.empty_cache()

@@ -17,12 +17,12 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 @triton.jit
 def widen(x):
     """bf16, fp16, e4m3 or fp32 -> fp32, exact."""
-    if _INTERPRETED:
-        if x.dtype == tl.bfloat16:
-            return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        if x.dtype == tl.float8e4nv:
-            code = x.to(tl.uint8, bitcast=True)
-            return tl.where((code & 0x7F) == 0x7F, float("nan"), x.to(tl.float32))
+    if x.dtype == tl.bfloat16:
+        # Not `.to`: LLVM makes a half product of half(float(half) * float(bf16)); small scales become 0 (seen, H100).
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    if _INTERPRETED and x.dtype == tl.float8e4nv:
+        code = x.to(tl.uint8, bitcast=True)
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), x.to(tl.float32))
     return x.to(tl.float32)
 
 

@@ -140,10 +140,12 @@ def _launch(
     block_k = tile.block_k
     swap = tile.way == "w_first"
     tma = supports_tma(x) and supports_tma(weight)
-    tma_out = tma and not swap and supports_tma(out)
+    # A float32 tile staged for the accelerator, or held while the next one loads, does not fit beside the stages.
+    narrow_out = out.element_size() == 2
+    tma_out = tma and not swap and narrow_out and supports_tma(out)
     halves = tma_out and tile.halves
     tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    programs = min(tiles, multiprocessors(x)) if tile.persistent and tma else tiles
+    programs = min(tiles, multiprocessors(x)) if tile.persistent and tma and narrow_out else tiles
     launch(
         gemm_kernel, (programs,), num_warps=tile.warps, num_stages=tile.stages,
         x=descriptor(x, (tile.block_m, block_k)) if tma else x,

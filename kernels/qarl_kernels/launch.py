@@ -32,7 +32,6 @@ class Launch:
 
 
 _collected: list[Launch] | None = None
-_compile_only = False
 _capability: tuple[int, int] | None = None
 
 
@@ -46,8 +45,6 @@ def launch(kernel: Any, grid: Sequence[int], *, num_warps: int = 4, num_stages: 
         _collected.append(Launch(kernel, tuple(grid), arguments, options))
     elif INTERPRETED:
         kernel[tuple(grid)](**arguments)
-    elif _compile_only:
-        kernel.warmup(**arguments, grid=tuple(grid), **options)
     else:
         with torch.cuda.device(_device_of(arguments)):
             kernel[tuple(grid)](**arguments, **options)
@@ -75,17 +72,6 @@ def recording(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
         yield _collected
     finally:
         _collected, _capability = before
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Compile what is launched, into Triton's cache, without running it."""
-    global _compile_only
-    before, _compile_only = _compile_only, True
-    try:
-        yield
-    finally:
-        _compile_only = before
 
 
 @cache

@@ -65,18 +65,19 @@ def lookup(family: str, n: int, k: int, m: int, x: Tensor, library: bool = True)
     major, _ = capability_of(x)
     if major < 9:
         return default_tile(family, m, before_hopper=True)
-    return _entry(family, n, k, device_name(x)).tile(m, library)
+    entry = _entry(family, n, k, device_name(x))
+    return entry.tile(m, library) if entry else default_tile(family, m, library=library)
 
 
 @cache
-def _entry(family: str, n: int, k: int, device: str) -> Entry:
+def _entry(family: str, n: int, k: int, device: str) -> Entry | None:
     table = load_table(device).get(family) or {}
     if (n, k) in table:
         return table[n, k]
     if table:  # the nearest tuned shape, by the ratio of N (which sets the parallelism) and of K
         near = min(table, key=lambda shape: abs(math.log(shape[0] / n)) + 0.5 * abs(math.log(shape[1] / k)))
         return table[near]
-    return Entry(tuple((most, default_tile(family, most)) for most in (16, 64, 256, 4095, 1 << 30)))
+    return None
 
 
 @cache
@@ -114,7 +115,7 @@ def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:
             yield family, n, k, entry
 
 
-def default_tile(family: str, m: int, before_hopper: bool = False) -> Tile:
+def default_tile(family: str, m: int, before_hopper: bool = False, library: bool = True) -> Tile:
     """A sound tile where nothing was measured."""
     if family == "w4a16":
         if m <= 16:
@@ -129,10 +130,10 @@ def default_tile(family: str, m: int, before_hopper: bool = False) -> Tile:
         return Tile("x_first", 16 if m <= 16 else 64, 128, 64, warps=4, stages=3)
     if m <= 64:
         return Tile("w_first", 16 if m <= 16 else 64, 64, block_k, warps=4, stages=5)
-    if m <= 1024:
+    if m < 1024:
         return Tile("x_first", 64, 128, block_k, warps=4, stages=4)
+    if family == "dense" and library:
+        return Tile("library")
     if family == "fp8_block":  # two sums of a tile: the block's and the whole
         return Tile("x_first", 128, 128, warps=8)
-    if m >= 4096 and family == "dense":
-        return Tile("library")
     return Tile("x_first", 128, 256, block_k, warps=8, stages=3)

@@ -14,7 +14,7 @@ from qarl_kernels.activation import quantize_activation_fp8, quantize_activation
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-from products import Int4, integers, random, relative_error  # noqa: E402
+from products import Int4, integers, random, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,7 +121,7 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
         qx, s = activation(x)
         out = torch.full((x.shape[0], n), torch.nan, dtype=BF16, device=CUDA)
         if tile.way == "library":
-            library._multiply(qx, codes, out)
+            library.multiply(qx, codes, out)
         else:
             gemm._launch(qx, codes, s, None if s is None else scale, None, out, tile)
         return out

@@ -166,7 +166,8 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
     for (name, one), (_, other) in zip(auto.named_parameters(), reference.named_parameters(), strict=True):
         assert one.grad.isfinite().all(), name
         error = float((one.grad - other.grad).norm() / other.grad.norm())
-        assert error < 0.05, f"{name}: {error:.3f}"  # bf16 activations that differ by an ulp, through every layer
+        # bf16 activations that differ by an ulp, through every layer; FP8 sums keep 14 bits (fast accumulation)
+        assert error < (0.15 if scheme == "fp8" else 0.05), f"{name}: {error:.3f}"
 
 
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
