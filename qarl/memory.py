@@ -113,7 +113,7 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
     scheme = scheme_of(quant)
     width = DTYPE_BYTES[config.model.dtype]
     stored, operands, quantized_elements = 0, 0, 0
-    kernels = quant.kernels == "auto" and config.model.dtype != "float32" and quant.learner == "aligned"
+    kernels = quant.kernels == "auto" and config.model.dtype != "float32"
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
         if quantized:

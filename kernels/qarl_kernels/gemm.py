@@ -123,23 +123,34 @@ def _run(
     tile = lookup(table, n, k, m, x)
     if tile.way == "library":
         if bias is None:
-            done = library.product(x, weight, out)
+            done = library.product(x, weight, out, by_kernel)
         tile = lookup(table, n, k, m - done, x, library=False)
-    _launch(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
+    run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
     return out
 
 
-def _launch(
+# For rows that the tensor memory accelerator cannot read: loads of one element take many registers, tuned tiles spill.
+POINTERS = Tile("x_first", 64, 64, 64)
+
+
+def by_kernel(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = x @ weight^T by the kernel itself, which `library` compares cuBLAS with."""
+    run(x, weight, None, None, None, out, lookup("dense", *weight.shape, x.shape[0], x, library=False))
+
+
+def run(
     x: Tensor, weight: Tensor, s_x: Tensor | None, s_w: Tensor | None, bias: Tensor | None, out: Tensor,
     tile: Tile,
 ) -> None:  # fmt: skip
+    """Fill out (M, N) with the product of x (M, K) and weight (N, K), scaled by s_x (M, 1) and s_w (N, 1) if given."""
     m, k = x.shape
     n = weight.shape[0]
     if m == 0 or n == 0:
         return
-    block_k = tile.block_k
-    swap = tile.way == "w_first"
     tma = supports_tma(x) and supports_tma(weight)
+    if not tma and capability_of(x) >= (9, 0):
+        tile = POINTERS
+    swap, block_k = tile.way == "w_first", tile.block_k
     # A float32 tile staged for the accelerator, or held while the next one loads, does not fit beside the stages.
     narrow_out = out.element_size() == 2
     tma_out = tma and not swap and narrow_out and supports_tma(out)

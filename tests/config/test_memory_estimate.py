@@ -65,8 +65,15 @@ def test_cpu_keeps_float32_operands_of_all_weights_and_lm_head():
     assert sizes()["GEMM operands"] == 4 * (MATRICES + 6400)
 
 
-def test_gpu_keeps_dequantized_weights_in_the_compute_dtype():
-    assert sizes("cuda")["GEMM operands"] == 2 * MATRICES
+def test_gpu_without_kernels_keeps_dequantized_weights_in_the_compute_dtype():
+    assert sizes("cuda", quant={"kernels": "reference"})["GEMM operands"] == 2 * MATRICES
+
+
+def test_gpu_kernels_keep_int4_weights_in_blocks_of_16_by_128():
+    rows = 2 * (64 + 2 * 32 + 64 + 2 * 128 + 64)  # every matrix has one block along its 64 or 128 inputs
+    assert sizes("cuda")["GEMM operands"] == rows * (128 // 2 + 4 * 4)  # codes, and 4 bytes for each of 4 groups of 32
+    for scheme in ("w8a8", "fp8"):
+        assert sizes("cuda", quant={"scheme": scheme, "group_size": None})["GEMM operands"] == 0
 
 
 def test_gpu_copies_nothing_for_bf16():

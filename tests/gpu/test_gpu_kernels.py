@@ -123,7 +123,7 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
         if tile.way == "library":
             library.multiply(qx, codes, out)
         else:
-            gemm._launch(qx, codes, s, None if s is None else scale, None, out, tile)
+            gemm.run(qx, codes, s, None if s is None else scale, None, out, tile)
         return out
 
     def call(x: Tensor) -> Tensor:

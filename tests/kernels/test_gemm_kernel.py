@@ -28,7 +28,7 @@ ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**
 
 def _run(x: Tensor, w: Tensor, tile: Tile, dtype: torch.dtype, scales=(None, None), bias=None) -> Tensor:
     out = torch.full((x.shape[0], w.shape[0]), torch.nan, dtype=dtype, device=x.device)
-    gemm._launch(x, w, *scales, bias, out, tile)
+    gemm.run(x, w, *scales, bias, out, tile)
     return out
 
 

@@ -16,7 +16,7 @@ pytestmark = [
 
 TILES = [Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64), Tile("wide", 64, 128, warps=8)]
 # (M, N, K, group): whole, ragged N, K of one and a half tiles, K that only its channel divides
-CASES = [(16, 64, 256, 128), (5, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None), (1, 72, 576, 64)]
+CASES = [(16, 64, 256, 128), (5, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None), (1, 72, 320, 64)]
 ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -26,8 +26,9 @@ def _fused(weight: Int4, x, tile, bias=None, out=torch.float32):
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
 @pytest.mark.parametrize(("m", "n", "k", "group"), CASES)
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "asymmetric"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
+)
 def test_fused_product_is_the_float64_product(device, dtype, asymmetric, m, n, k, group, tile) -> None:
     weight = Int4.random(n, k, group, asymmetric=asymmetric, dtype=dtype, device=device)
     x = random(m, k, seed=5, device=device, dtype=dtype)
