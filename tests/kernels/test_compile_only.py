@@ -31,6 +31,9 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
 ]
 
 
+WGMMA = ("HGMMA", "QGMMA", "IGMMA")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("case", "opcodes"), CASES, ids=[case for case, _ in CASES])
@@ -43,6 +46,8 @@ def test_kernels_compile_fit_and_do_not_spill(
         opcode = opcodes[kernel.capability]
         if opcode is not None and not kernel.error and not kernel.count(opcode):
             problems.append(f"{kernel.name}: no {opcode}")
+        if kernel.label.endswith("wgmma") and not kernel.error and not any(map(kernel.count, WGMMA)):
+            problems.append(f"{kernel.name}: no warpgroup product, as meant")
     assert {kernel.capability for kernel in kernels} == set(opcodes), f"{case}: launched nothing for a capability"
     assert not problems, "\n".join(problems)
 

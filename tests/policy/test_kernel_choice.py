@@ -99,6 +99,19 @@ def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -
     assert (operand.tiled is not None) == (operand.meta is not None) == tiled
 
 
+@interpreted
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8"])
+def test_verification_reads_back_what_the_product_reads(scheme: str) -> None:
+    weight = _published(scheme)
+    operand = operand_of(weight, torch.bfloat16, kernels=True)
+    held = operand.held()
+    assert held.keys() == weight.tensors.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in weight.tensors.items() if name != "weight")
+    if operand.tiled is not None:
+        operand.tiled[0, 0, 3, 2] ^= 1 << 5
+        assert not torch.equal(operand.held()["weight_packed"], weight.tensors["weight_packed"])
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_kernels_the_operand_is_plain_torch(scheme: str) -> None:
     assert isinstance(operand_of(_published(scheme), torch.bfloat16), Operand)

@@ -220,7 +220,9 @@ def test_leftovers_of_dead_processes_are_removed(tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("pid, host", [(os.getppid(), None), (os.getpid(), "elsewhere")])
+@pytest.mark.parametrize(
+    "pid, host", [(os.getppid(), None), (os.getpid(), "elsewhere")], ids=["parent", "another host"]
+)
 def test_leftovers_of_processes_that_may_live_stay(tmp_path, pid, host):
     path = leftover(tmp_path, "tmp", pid, host)
     store(tmp_path)
