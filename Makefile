@@ -14,7 +14,7 @@ quickstart: $(VENV)/.run
 	$(BIN)/qarl train configs/quickstart.yaml $(OVERRIDES)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
