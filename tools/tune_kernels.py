@@ -23,7 +23,7 @@ from kernel_bench.precompile import precompile
 from kernel_bench.shapes import MODELS, layers
 from qarl_kernels import fp8_block, gemm, library, w4a8, w4a16
 from qarl_kernels.launch import Launch, device_name, recording
-from qarl_kernels.tuning import FAMILIES, TABLES, Tile, dump_tile, parse_table
+from qarl_kernels.tuning import FAMILIES, TABLES, Tile, dump_tile, format_table, parse_table
 from torch import Tensor
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
@@ -241,7 +241,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         parse_table(table)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(table, indent=1) + "\n")
+        out.write_text(format_table(table))
     print(f"written to {out}")
 
 

@@ -109,6 +109,16 @@ def dump_tile(tile: Tile) -> dict[str, Any]:
     return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
 
 
+def format_table(data: dict[str, Any]) -> str:
+    """A table as JSON text, one shape a line."""
+    families = []
+    for family, shapes in data["tiles"].items():
+        lines = ",\n".join(f"   {json.dumps(shape)}: {json.dumps(tiles)}" for shape, tiles in shapes.items())
+        families.append(f"  {json.dumps(family)}: {{\n{lines}\n  }}")
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in data.items() if key != "tiles")
+    return "{\n" + head + ' "tiles": {\n' + ",\n".join(families) + "\n }\n}\n"
+
+
 def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:
     for family, shapes in load_table(device).items():
         for (n, k), entry in shapes.items():
