@@ -122,7 +122,7 @@ def _run(
     done = 0
     tile = lookup(table, n, k, m, x)
     if tile.way == "library":
-        if bias is None:
+        if bias is None and out_dtype == x.dtype:
             done = library.product(x, weight, out, by_kernel)
         tile = lookup(table, n, k, m - done, x, library=False)
     run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)

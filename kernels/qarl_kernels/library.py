@@ -1,7 +1,7 @@
 """Large 16-bit products through cuBLAS, where it is known to sum as the kernels here do.
 
 cuBLAS chooses its algorithm from the shape, so it is only ever asked for few: `ROWS` rows at a time. Each such shape is
-tried once per (N, K, dtypes) against `gemm`'s own kernel on random data, and used only if every bit agrees (on H100 its
+tried once per (N, K, dtype) against `gemm`'s own kernel on random data, and used only if every bit agrees (on H100 its
 kernels without split-K do). Rows that fill no such shape are left to the caller.
 """
 
@@ -21,13 +21,13 @@ Kernel = Callable[[Tensor, Tensor, Tensor], None]  # x, weight, out
 def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
     """Fill out[:done] with x[:done] @ weight^T and return done.
 
-    x: (M, K), weight: (N, K) of one 16-bit dtype; out: (M, N) of that dtype or float32. kernel: whose bits are wanted.
+    x: (M, K), weight: (N, K), out: (M, N), all of one 16-bit dtype. kernel: whose bits are wanted.
     """
     done = 0
     if x.device.type != "cuda":
         return done
     for rows in ROWS:
-        if x.shape[0] - done >= rows and agrees(kernel, rows, *weight.shape, x.dtype, out.dtype, x.device):
+        if x.shape[0] - done >= rows and agrees(kernel, rows, *weight.shape, x.dtype, x.device):
             while x.shape[0] - done >= rows:
                 multiply(x[done : done + rows], weight, out[done : done + rows])
                 done += rows
@@ -36,23 +36,18 @@ def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out = x @ weight^T, as cuBLAS does it."""
-    if out.dtype == x.dtype:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    torch.mm(x, weight.t(), out=out)
 
 
 @cache
-def agrees(
-    kernel: Kernel, rows: int, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
-) -> bool:
+def agrees(kernel: Kernel, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the library gives the kernel's bits for (rows, K) @ (K, N)."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"the first product with a weight of {n} x {k} ran inside a CUDA graph; run it once before")
     generator = torch.Generator(device).manual_seed(n * 1_000_003 + k)
     x = torch.randn(rows, k, generator=generator, device=device, dtype=dtype)
     weight = torch.randn(n, k, generator=generator, device=device, dtype=dtype)
-    ours = torch.empty(rows, n, device=device, dtype=out_dtype)
+    ours = torch.empty(rows, n, device=device, dtype=dtype)
     theirs = torch.empty_like(ours)
     kernel(x, weight, ours)
     multiply(x, weight, theirs)
