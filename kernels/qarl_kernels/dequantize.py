@@ -94,7 +94,8 @@ def _tile(columns: int) -> tuple[int, int]:
     return TILE // width, width
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+def check_stored(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor of a stored weight has one of these dtypes and this shape, contiguous."""
     if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
@@ -103,7 +104,7 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tu
         )
 
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.no_grad()
@@ -127,10 +128,10 @@ def dequantize_int4(
     """
     n, words = len(packed), triton.cdiv(in_features, 8)
     groups = scale.shape[-1]
-    _check("packed", packed, (torch.int32,), (n, words))
-    _check("scale", scale, _FLOATS, (n, groups))
+    check_stored("packed", packed, (torch.int32,), (n, words))
+    check_stored("scale", scale, FLOATS, (n, groups))
     if zero_point is not None:
-        _check("zero_point", zero_point, (torch.int32,), (triton.cdiv(n, 8), groups))
+        check_stored("zero_point", zero_point, (torch.int32,), (triton.cdiv(n, 8), groups))
     if groups > 1 and in_features % (8 * groups):
         raise ValueError(f"scale has {groups} groups, which does not divide {in_features} input features into words")
     out = torch.empty(n, in_features, dtype=dtype, device=packed.device)
@@ -185,8 +186,8 @@ def dequantize_fp8_block(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Te
 
 def _dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
     n, k = codes.shape
-    _check("codes", codes, (torch.float8_e4m3fn,) if block else (torch.int8, torch.float8_e4m3fn), (n, k))
-    _check("scale", scale, _FLOATS, (triton.cdiv(n, block), triton.cdiv(k, block)) if block else (n, 1))
+    check_stored("codes", codes, (torch.float8_e4m3fn,) if block else (torch.int8, torch.float8_e4m3fn), (n, k))
+    check_stored("scale", scale, FLOATS, (triton.cdiv(n, block), triton.cdiv(k, block)) if block else (n, 1))
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     rows, width = _tile(k)
     launch(

@@ -56,8 +56,8 @@ def quantize_int4(
     *,
     symmetric: bool,
     divisor: float,
-    lowest: int,
-    highest: int,
+    lowest: float,
+    highest: float,
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Quantize a master weight to packed int4.

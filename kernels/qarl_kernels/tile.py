@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen
+from qarl_kernels.dequantize import FLOATS, check_stored
 from qarl_kernels.launch import launch
 
 ROWS = 16
@@ -120,15 +121,6 @@ def meta_kernel(
     tl.store(meta + entry.to(tl.int64) * width + row, value, mask=(entry < entries) & (row < width))
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{name} must be contiguous {wanted} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}; "
-            "pass the tensors of one int4 weight as they are stored"
-        )
-
-
 @torch.no_grad()
 def tile_int4(packed: Tensor, in_features: int) -> Tensor:
     """Rearrange packed codes into tiles.
@@ -144,7 +136,7 @@ def tile_int4(packed: Tensor, in_features: int) -> Tensor:
         ValueError: packed is not such a matrix.
     """
     n, words = len(packed), triton.cdiv(in_features, 8)
-    _check("packed", packed, (torch.int32,), (n, words))
+    check_stored("packed", packed, (torch.int32,), (n, words))
     shape = triton.cdiv(n, ROWS), triton.cdiv(in_features, COLUMNS), 16, 16
     tiled = torch.empty(shape, dtype=torch.int32, device=packed.device)
     launch(
@@ -171,7 +163,7 @@ def untile_int4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
         ValueError: tiled does not have the shape of an N x K weight.
     """
     shape = triton.cdiv(out_features, ROWS), triton.cdiv(in_features, COLUMNS), 16, 16
-    _check("tiled", tiled, (torch.int32,), shape)
+    check_stored("tiled", tiled, (torch.int32,), shape)
     words = triton.cdiv(in_features, 8)
     packed = torch.empty(out_features, words, dtype=torch.int32, device=tiled.device)
     launch(
@@ -217,9 +209,9 @@ def meta_w4a16(
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be bfloat16 or float16, not {dtype}; dequantize the weight for other activations")
-    _check("scale", scale, (dtype,), (out_features, 1 if group is None else in_features // group))
+    check_stored("scale", scale, (dtype,), (out_features, 1 if group is None else in_features // group))
     if zero_point is not None:
-        _check("zero_point", zero_point, (torch.int32,), (triton.cdiv(out_features, 8), scale.shape[1]))
+        check_stored("zero_point", zero_point, (torch.int32,), (triton.cdiv(out_features, 8), scale.shape[1]))
     offset = 0xC300 if dtype == torch.bfloat16 else 0xE400
     return _meta(scale.view(torch.int16), zero_point, out_features, in_features, group, torch.int32, offset)
 
@@ -239,8 +231,7 @@ def meta_w4a8(scale: Tensor, out_features: int, in_features: int, group: int | N
     Raises:
         ValueError: scale does not fit the shape.
     """
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    _check("scale", scale, floats, (out_features, 1 if group is None else in_features // group))
+    check_stored("scale", scale, FLOATS, (out_features, 1 if group is None else in_features // group))
     return _meta(scale, None, out_features, in_features, group, torch.float32, 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from qarl_formats.quantize import QuantizedWeight, quantize_weight
+from qarl_formats.quantize import QuantizedWeight, grid_of, quantize_weight
 from qarl_formats.scheme import Scheme, check_shape
 from qarl_kernels import quantize
 from torch import Tensor
@@ -24,9 +24,9 @@ def quantize_with_kernels(weight: Tensor, scheme: Scheme, name: str) -> Quantize
 
 
 def _int4(weight: Tensor, scheme: Scheme) -> tuple[dict[str, Tensor], Tensor]:
-    lowest, divisor = (-7, 7.0) if scheme.grid == "symmetric7" else (-8, 7.5)
+    lowest, highest, divisor = grid_of(scheme)
     packed, scale, zero_point, bad = quantize.quantize_int4(
-        weight, scheme.group_size, symmetric=scheme.symmetric, divisor=divisor, lowest=lowest, highest=7,
+        weight, scheme.group_size, symmetric=scheme.symmetric, divisor=divisor, lowest=lowest, highest=highest,
         scale_dtype=getattr(torch, scheme.scale_dtype),
     )  # fmt: skip
     tensors = {"weight_packed": packed, "weight_scale": scale}

@@ -50,7 +50,7 @@ class QuantizedWeight:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def _grid(scheme: Scheme) -> tuple[float, float, float]:
+def grid_of(scheme: Scheme) -> tuple[float, float, float]:
     """(lowest code, highest code, divisor of absmax) of a scheme."""
     if scheme.weight_type == "float":
         return -_FP8_MAX, _FP8_MAX, _FP8_MAX
@@ -83,7 +83,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme, name: str) -> QuantizedWeigh
     assert weight.dtype == torch.float32 and weight.ndim == 2, f"{name}: need a float32 matrix, got {weight.dtype}"
     out_features, in_features = weight.shape
     check_shape(scheme, name, out_features, in_features)
-    lowest, highest, divisor = _grid(scheme)
+    lowest, highest, divisor = grid_of(scheme)
     groups = weight.reshape(out_features, scheme.num_groups(in_features), -1)
 
     low = groups.amin(dim=-1, keepdim=True)
