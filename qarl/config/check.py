@@ -21,6 +21,10 @@ from qarl.config.quant import scheme_of
 from qarl.config.reward import RewardFunction
 from qarl.errors import UserError
 
+# Projections that vLLM keeps in one weight, by the name of that.
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+         "up_proj": "gate_up_proj"}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -154,6 +158,8 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             yield Fault(
                 ("quant", "ignore", index), entry, f"names no Linear layer of the model; such as {linears[0].name}"
             )
+    if config.rollout.engine == "vllm":
+        yield from _fused_faults(config, [linear.name for linear in linears])
     limit = architecture.context_length
     if limit is None:
         return
@@ -174,6 +180,25 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             f"tokens; must be {limit - config.data.max_prompt_length} or less, or shorten the prompts",
         )
     yield from _evaluation_faults(config, min(limit, config.model.max_length or limit))
+
+
+def _fused_faults(config: Config, linears: list[str]) -> Iterator[Fault]:
+    """vLLM multiplies q, k and v at once, and gate and up: such layers are quantized together, or none of them is."""
+    ignore = config.quant.ignore
+    if config.quant.scheme == "bf16":
+        return
+    groups: dict[str, list[str]] = {}
+    for name in linears:
+        block, _, projection = name.rpartition(".")
+        if projection in FUSED:
+            groups.setdefault(f"{block}.{FUSED[projection]}", []).append(name)
+    for names in groups.values():
+        ignored = [name for name in names if is_ignored(name, ignore)]
+        if 0 < len(ignored) < len(names):
+            other = next(name for name in names if name not in ignored)
+            text = f"rollout.engine vllm fuses {ignored[0]}, which it names, with {other}; name both or neither"
+            yield Fault(("quant", "ignore"), ignore, text)
+            return  # the layers repeat
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, ObjectiveConfig
 from qarl.config.optim import OptimConfig
-from qarl.config.quant import QuantConfig
+from qarl.config.quant import WEIGHT_INT4, QuantConfig
 from qarl.config.reward import RewardConfig
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
@@ -117,6 +117,32 @@ class Config(Section):
                 ("rollout", "kv_cache_tokens"),
                 self.rollout.kv_cache_tokens,
                 f"must hold one full sequence: {lengths} or more",
+            )
+        if self.rollout.engine == "vllm":
+            yield from self._vllm_faults()
+
+    def _vllm_faults(self) -> Iterator[Fault]:
+        """What vLLM cannot hold or multiply (0.24 to 0.32, its compressed-tensors schemes and linear kernels)."""
+        model, quant, vllm = self.model, self.quant, self.rollout.vllm
+        if model.device == "cpu" and vllm.device is not None:
+            yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
+        # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
+        # bits.
+        if model.dtype == "float32" and quant.scheme != "bf16":
+            valid = "use bfloat16 or float16"
+            if model.device == "cuda":
+                yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
+            elif quant.scheme in WEIGHT_INT4 and self.rollout.kernels == "native":
+                yield Fault(
+                    ("model", "dtype"),
+                    model.dtype,
+                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
+                )
+        if quant.scheme in WEIGHT_INT4 and quant.scale_dtype != model.dtype:
+            yield Fault(
+                ("quant", "scale_dtype"),
+                quant.scale_dtype,
+                f"vLLM stores the scales of int4 weights in model.dtype; must be {model.dtype}",
             )
 
 

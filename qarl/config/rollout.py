@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from qarl.config.base import Field, Section
+from qarl.config.base import Fault, Field, Section
+from qarl.config.vllm import VLLMConfig
 
 
 class RolloutConfig(Section):
     """The rollout engine and its sampling parameters."""
 
-    engine: Literal["native"] = Field(
-        "native", description="native: in process, on the policy's own modules and quantized tensors."
+    engine: Literal["native", "vllm"] = Field(
+        "native",
+        description="native: in process, on the policy's own modules and quantized tensors; vllm: vLLM, to which each "
+        "version is published.",
+    )
+    kernels: Literal["native", "qarl"] = Field(
+        "native", description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM."
     )
     n: int = Field(8, ge=1, description="Responses per prompt (the group size of group-relative advantages).")
     temperature: float = Field(1.0, gt=0, description="Logits are divided by it; log-probs are reported after it.")
@@ -38,3 +45,16 @@ class RolloutConfig(Section):
         description="KV pool size in tokens; default holds max_num_seqs full-length sequences. Sequences are "
         "preempted when it is full.",
     )
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, where it is the engine.")
+
+    def faults(self) -> Iterator[Fault]:
+        if self.kernels == "qarl" and self.engine == "native":
+            yield Fault(("kernels",), self.kernels, "engine native runs qarl's kernels anyway; leave native, or use "
+                        "engine vllm")  # fmt: skip
+        if self.engine == "vllm" and self.max_batched_tokens < self.max_num_seqs:
+            yield Fault(
+                ("max_batched_tokens",),
+                self.max_batched_tokens,
+                f"vLLM gives each of the rollout.max_num_seqs = {self.max_num_seqs} sequences a token; must be as many "
+                "or more",
+            )

@@ -104,8 +104,6 @@ class TrainingEvaluation:
         sink = MemorySink()
         summary = evaluate(engine, policy.version, self._tasks, self._settings, self._rewards, sink, console.phase,
                            check)  # fmt: skip
-        engine.sleep()  # its KV cache may be larger than what training needs
-        engine.wake()
         seconds = time.perf_counter() - started
         self._write_completions(step, sink.rows)
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}

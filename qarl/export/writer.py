@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from qarl_formats.compressed import quantization_config, to_state_dict
 from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.scheme import Scheme
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
@@ -68,7 +69,7 @@ def export_checkpoint(
     total = stored_bytes(specs)
     same_as_run = same_codes_expected(target) and DTYPES[target.run.model.dtype] == dtype
     with staged(out) as directory:
-        _save_tokenizer(load_tokenizer(target.model), directory)
+        save_tokenizer(load_tokenizer(target.model), directory)
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_space(out, needed)
         with disk_errors(out, needed, place="OUT"):
@@ -79,7 +80,7 @@ def export_checkpoint(
             if same_as_run:
                 require_codes(target, masters, digest)
             documents = {
-                "config.json": _model_config(target, masters, dtype, unpacked),
+                "config.json": config_document(masters.config, dtype, scheme, target.quant.ignore, unpacked),
                 "generation_config.json": json.loads(masters.generation.to_json_string()),
                 "qarl_export.json": _provenance(target, masters, written.stored, digest, same_as_run),
             }
@@ -142,7 +143,7 @@ def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRe
             raise UserError(f"{out}: {changed[0]} came back from {shard.file} with other bytes; check the disk")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Tokenizer files and chat template, durably. Raises OSError."""
     try:
         tokenizer.save_pretrained(directory)
@@ -159,16 +160,19 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def _model_config(target: Target, masters: Masters, dtype: torch.dtype, unpacked: bool) -> dict[str, Any]:
-    config = type(masters.config).from_dict(masters.config.to_dict())
+def config_document(
+    config: PreTrainedConfig, dtype: torch.dtype, scheme: Scheme, ignore: list[str], unpacked: bool = False
+) -> dict[str, Any]:
+    """config.json of a checkpoint in `scheme`. config: of the unquantized model, not changed. unpacked: see
+    `qarl_formats.compressed.tensor_specs`."""
+    config = type(config).from_dict(config.to_dict())
     config.dtype = dtype
     if not config.architectures:  # GGUF headers do not name the class
         with torch.device("meta"):
             config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     values = json.loads(config.to_json_string())
-    scheme = scheme_of(target.quant)
     if scheme.quantized:
-        values["quantization_config"] = quantization_config(scheme, target.quant.ignore, unpacked)
+        values["quantization_config"] = quantization_config(scheme, ignore, unpacked)
     return values
 
 

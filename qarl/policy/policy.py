@@ -28,7 +28,8 @@ from qarl.policy.linear import (
 )
 from qarl.policy.modules import Embedding, RMSNorm, check_family, replace_modules
 from qarl.policy.skeleton import linear_names
-from qarl.publish.snapshot import PublishError, Snapshot, build_snapshot, published
+from qarl.publish.snapshot import Snapshot, build_snapshot, published
+from qarl.publish.verify import PublishError
 
 if TYPE_CHECKING:
     from qarl.policy.kernel_operand import KernelOperand

@@ -1,4 +1,4 @@
-"""What is published: the tensors of one policy version, with a manifest that can prove their arrival."""
+"""What is published: the tensors of one policy version, and the manifest that files of it are checked against."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
@@ -13,10 +14,7 @@ from qarl_formats.scheme import Scheme
 from torch import Tensor
 
 from qarl.errors import UserError
-
-
-class PublishError(UserError):
-    """The sampler does not hold what the learner published."""
+from qarl.publish.verify import Fingerprint, fingerprints
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,16 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     weights: Mapping[str, QuantizedWeight]
 
+    def fingerprints(self) -> Mapping[str, Fingerprint]:
+        """Fingerprints of the tensors by name, computed once: what every holder of this version must show."""
+        return self._fingerprints
+
+    @cached_property  # which writes past a frozen dataclass's guard, to a place that comparisons do not see
+    def _fingerprints(self) -> Mapping[str, Fingerprint]:
+        return fingerprints(self.tensors.items())
+
     def manifest(self) -> Manifest:
+        """sha256 of every tensor: what checkpoints and exports record."""
         return Manifest(self.version, {name: describe(tensor) for name, tensor in self.tensors.items()})
 
 
@@ -110,22 +117,3 @@ def describe(tensor: Tensor) -> TensorRecord:
     """Shape, dtype and digest of a tensor on any device."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return TensorRecord(tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(flat.numpy()).hexdigest())
-
-
-def verify(manifest: Manifest, held: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise `PublishError` unless `held` is exactly what the manifest lists: every name, shape, dtype and byte."""
-    seen = set()
-    for name, tensor in held:
-        record = manifest.records.get(name)
-        if record is None:
-            raise PublishError(f"publish of version {manifest.version}: the sampler holds '{name}', which was not sent")
-        found = describe(tensor)
-        if found != record:
-            what = "bytes" if found.shape == record.shape and found.dtype == record.dtype else \
-                f"{found.dtype} {found.shape} for {record.dtype} {record.shape}"  # fmt: skip
-            raise PublishError(f"publish of version {manifest.version}: '{name}' differs in the sampler ({what})")
-        seen.add(name)
-    missing = [name for name in manifest.records if name not in seen]
-    if missing:
-        raise PublishError(f"publish of version {manifest.version} is partial: {len(missing)} of "
-                           f"{len(manifest.records)} tensors did not arrive, first '{missing[0]}'")  # fmt: skip

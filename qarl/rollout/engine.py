@@ -8,7 +8,9 @@ from typing import Protocol
 
 from qarl_kernels.logprob import Truncation
 
-from qarl.publish.snapshot import PublishError, Snapshot
+from qarl.errors import UserError
+from qarl.publish.snapshot import Snapshot
+from qarl.publish.verify import PublishError
 from qarl.types import Prompt, Rollout
 
 
@@ -39,10 +41,12 @@ def ignore_progress(finished: int, tokens: int) -> None:
 class RolloutEngine(Protocol):
     """Draws responses from the policy version last published to it.
 
-    version: of the tensors it holds, None before the first publish.
+    version: of the tensors it holds, None before the first publish. metrics: what it measured of its last publish and
+    sleep, by metric name.
     """
 
     version: int | None
+    metrics: dict[str, float]
 
     def publish(self, snapshot: Snapshot) -> None:
         """Take over the snapshot's tensors and prove that they arrived. Raises PublishError."""
@@ -77,3 +81,16 @@ def require_version(held: int | None, wanted: int) -> None:
     if held != wanted:
         state = "nothing was published to it" if held is None else f"it holds version {held}"
         raise PublishError(f"rollout: the policy is at version {wanted} but the sampler is stale ({state})")
+
+
+def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int) -> int:
+    """Tokens of the longest prompt and a response of full length. Raises UserError where that exceeds `context`, and
+    for a prompt without tokens."""
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise UserError(f"rollout: prompt {prompt.id} has no tokens; give it text, or drop the row")
+    longest = max(len(p.token_ids) for p in prompts) + sampling.max_response_length
+    if longest > context:
+        raise UserError(f"rollout.max_response_length: prompt and response reach {longest} tokens, the model's "
+                        f"context is {context}; lower it or data.max_prompt_length")  # fmt: skip
+    return longest

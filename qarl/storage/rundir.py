@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 # `train.steps` extends a run (and stretches a linear or cosine schedule from there on); an evaluation draws from
 # counted random streams, so that it leaves nothing behind in the sampler. Everything else, thread count, batch limits
 # and paths included, can change bits of the result and is refused.
-RESUMABLE_KEYS = ("train.steps", "train.run_dir", "checkpoint.", "logging.", "evaluation.")
+RESUMABLE_KEYS = (
+    "train.steps", "train.run_dir", "checkpoint.", "logging.", "evaluation.", "rollout.vllm.device",
+    "rollout.vllm.memory_frac", "rollout.vllm.timeout_s", "rollout.vllm.max_restarts",
+)  # fmt: skip
 
 # A forked child shares its parent's lock, and a reward worker may outlive a killed run: children close it at once.
 _locks_held: set[int] = set()
@@ -49,14 +52,16 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 
 # What a start leaves that was killed before `begin`.
-_LEFT_BY_A_START = ("environment.json", "rewards.log", "wandb", "tensorboard")
+_LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "tensorboard")
+# What a refused start leaves, since its error refers to it.
+_KEPT = ("sampler.log",)
 
 
 class RunDirectory:
     """One run's directory, locked for this process until `close` (also a context manager).
 
     path: the directory. A directory that `open` created and in which the run did not `begin` is removed by `close`: a
-    start that is refused leaves nothing behind.
+    start that is refused leaves nothing behind, but the sampler's log where there is one.
     """
 
     def __init__(self, path: Path, config: Config, lock: int, created: list[Path]) -> None:
@@ -110,8 +115,12 @@ class RunDirectory:
     def close(self) -> None:
         if self._lock is not None:
             if self._created:
-                shutil.rmtree(self.path, ignore_errors=True)
-                _remove_empty(self._created[1:])
+                for entry in self.path.iterdir():
+                    if entry.is_dir():
+                        shutil.rmtree(entry, ignore_errors=True)
+                    elif entry.name not in _KEPT:
+                        entry.unlink(missing_ok=True)
+                _remove_empty(self._created)
             _unlock(self._lock)
             self._lock = None
 

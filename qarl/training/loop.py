@@ -76,7 +76,8 @@ class Loop:
         """All steps that are left. Returns the exit code."""
         config, run = self.config, self.run
         step = self._resume()
-        run.engine.publish(run.policy.current)
+        with self.console.phase("sampler"):
+            run.engine.publish(run.policy.current)
         with Recorder(
             self.directory.path, config.logging, config.model_dump(mode="json"), self.console.warn
         ) as recorder:
@@ -99,13 +100,16 @@ class Loop:
                     return stop.exit_code
                 step += 1
                 position = run.stream.state()
+                refused = self.publish(metrics, rollouts)
                 recorder.log(step, metrics)
                 if recorder.rollouts_due(step):
                     recorder.rollouts(step, rows)
                     self.console.samples(step, rows[:: config.rollout.n])  # one of each prompt
                 self.console.step(step, metrics)
-                if step % config.checkpoint.every == 0:
+                if refused is not None or step % config.checkpoint.every == 0:
                     self._save(step, position)
+                if refused is not None:
+                    raise refused
             if config.checkpoint.save_final:
                 self._save(step, position)
         return 0
@@ -126,16 +130,17 @@ class Loop:
     def draw(self, step: int) -> tuple[list[Prompt], list[Rollout], RewardResult]:
         """Sample and score: the first half of an RL step, which changes nothing but the data position.
 
-        So a signal may end it anywhere (`Interrupted`), and a reward that is out of order loses no finished step.
+        So a signal may end it anywhere (`Interrupted`), and neither a sampler that cannot go on nor a reward that is
+        out of order loses a finished step.
         """
         config, run = self.config, self.run
         position = run.stream.state()
         self.clock = Clock()
         self.guard.check()
         prompts = run.stream.next(config.train.prompts_per_step)
-        rollouts = self._sample(prompts, step)
-        self.clock.lap("rollout")
         try:
+            rollouts = self._sample(prompts, step)
+            self.clock.lap("rollout")
             scores = self._score(prompts, rollouts)
         except UserError:
             self._save(step, position)
@@ -147,7 +152,7 @@ class Loop:
     def learn(
         self, step: int, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Learn and publish: the second half. Returns the step's metrics and a record of each response.
+        """Learn: the second half. Returns the step's metrics and a record of each response.
 
         Until the first optimizer step the policy is what it was, and a signal may end the step (`Interrupted`).
         """
@@ -166,15 +171,23 @@ class Loop:
         run.engine.wake()
         clock.lap("learner")
 
-        run.engine.publish(run.policy.current)
-        clock.lap("publish")
-
-        learner_tokens = learned.pop("learner_tokens")
         metrics = reward_metrics(scores) | response_metrics(rollouts) | learned
         metrics |= mismatch_of(batch) | changed_codes(published, run.policy.current)
-        metrics |= clock.metrics(sum(len(r.token_ids) for r in rollouts), learner_tokens)
         metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
         return metrics, rollout_rows(prompts, rollouts, scores, batch)
+
+    def publish(self, metrics: dict[str, float], rollouts: list[Rollout]) -> UserError | None:
+        """Hand the new version to the sampler, and complete the step's metrics. Returns what refused it, if anything:
+        the step is done all the same."""
+        refused = None
+        try:
+            self.run.engine.publish(self.run.policy.current)
+        except UserError as error:
+            refused = error
+        self.clock.lap("publish")
+        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        metrics |= self.clock.metrics(tokens, metrics.pop("learner_tokens")) | self.run.engine.metrics
+        return refused
 
     def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
         run, finished = self.run, 0

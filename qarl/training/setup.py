@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer
 from qarl.training.trackers import require_trackers
+from qarl.types import Prompt
 
 
 @dataclass
@@ -103,7 +105,7 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
         policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
         sampling = build_sampling(config, policy, tokenizer)
         optimizer = build_optimizer(policy.named_parameters(), config.optim)
-        engine = NativeEngine(policy, tokenizer, config.rollout)
+        engine = build_engine(config, policy, tokenizer, prompts, rewards_log.parent, console.warn)
     except BaseException:
         rewards.close()
         task_rewards.close()
@@ -112,6 +114,25 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
     learner = Learner(policy, optimizer, config, sampling.truncation)
     evaluation = TrainingEvaluation(config, tasks, task_rewards, sampling)
     return Run(policy, optimizer, learner, engine, stream, rewards, sampling, evaluation)
+
+
+def build_engine(
+    config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], run_dir: Path,
+    say: Callable[[str], None],
+) -> RolloutEngine:  # fmt: skip
+    """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know.
+
+    Raises UserError where vLLM is not installed, or cannot run what the configuration asks for on this device.
+    """
+    if config.rollout.engine == "native":
+        return NativeEngine(policy, tokenizer, config.rollout)
+    from qarl.rollout.vllm.canary import canary_of
+    from qarl.rollout.vllm.engine import VLLMEngine
+    from qarl.rollout.vllm.launch import require_vllm
+
+    require_vllm(config, policy.device)
+    canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
+    return VLLMEngine(config, policy, tokenizer, canary, run_dir, say)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -58,6 +58,15 @@ def test_an_ignored_layer_may_have_any_shape(inspect):
     inspect("quant.group_size=128", "quant.ignore=[lm_head, 're:model.layers']")
 
 
+def test_vllm_needs_the_layers_it_fuses_ignored_together(inspect):
+    half = "quant.ignore=[lm_head, model.layers.1.mlp.up_proj]"
+    inspect(half)
+    message = refused(inspect, half, "rollout.engine=vllm")
+    assert "quant.ignore = " in message and "with model.layers.1.mlp.gate_proj; name both or neither" in message
+    inspect("rollout.engine=vllm", "quant.ignore=[lm_head, 're:.*layers.1.mlp.(gate|up)', 're:.*o_proj']")
+    inspect("rollout.engine=vllm", half, "quant.scheme=bf16", "quant.group_size=")
+
+
 def test_an_ignore_entry_that_names_no_layer_is_refused(inspect):
     message = refused(inspect, "quant.ignore=[lm_head, model.layers.0.q_proj]")
     assert 'quant.ignore.1 = "model.layers.0.q_proj"' in message

@@ -7,6 +7,8 @@ import pytest
 from qarl.config import load_config
 from qarl.errors import UserError
 
+VLLM = ["rollout.engine=vllm"]
+
 # overrides, key and value as they stand in the message, part of what says what is valid
 REFUSALS = [
     # types, ranges, choices
@@ -37,7 +39,7 @@ REFUSALS = [
     (["rollout.temperature=0"], "rollout.temperature = 0", "greater than 0"),
     (["rollout.max_batched_tokens=0"], "rollout.max_batched_tokens = 0", "greater than or equal to 1"),
     (["rollout.stop=['']"], 'rollout.stop.0 = ""', "at least 1 character"),
-    (["rollout.engine=vllm"], 'rollout.engine = "vllm"', "must be 'native'"),
+    (["rollout.engine=vlm"], 'rollout.engine = "vlm"', "did you mean vllm?"),
     (["reward.functions=[]"], "reward.functions = []", "at least 1 item"),
     (["reward.max_failed_frac=1.5"], "reward.max_failed_frac = 1.5", "less than or equal to 1"),
     (["correction.upper=0"], "correction.upper = 0", "greater than 0"),
@@ -118,6 +120,34 @@ REFUSALS = [
     (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
     (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),
     (["optim.min_lr_ratio=0.1"], "optim.min_lr_ratio = 0.1", "use linear or cosine, or 0"),
+    # rollout, and vLLM in it
+    (["rollout.kernels=qarl"], 'rollout.kernels = "qarl"', "use engine vllm"),
+    ([*VLLM, "rollout.max_batched_tokens=63"], "rollout.max_batched_tokens = 63", "rollout.max_num_seqs = 64"),
+    (["rollout.vllm.process=thread"], 'rollout.vllm.process = "thread"', "'separate' or 'inline'"),
+    (["rollout.vllm.memory_frac=1.0"], "rollout.vllm.memory_frac = 1.0", "less than 1"),
+    (["rollout.vllm.sleep_level=3"], "rollout.vllm.sleep_level = 3", "0, 1 or 2"),
+    (["rollout.vllm.timeout_s=0"], "rollout.vllm.timeout_s = 0", "greater than 0"),
+    (["rollout.vllm.max_restarts=-1"], "rollout.vllm.max_restarts = -1", "greater than or equal to 0"),
+    (["rollout.vllm.devices=1"], "rollout.vllm.devices = 1", "did you mean rollout.vllm.device?"),
+    (["rollout.vllm={process: inline, device: 1}"], "rollout.vllm.device = 1", "use separate, or leave null"),
+    (["rollout.vllm.args.model=x"], 'rollout.vllm.args.model = "x"', "set model.path"),
+    (
+        ["rollout.vllm.args={enforce_eager: true}"],
+        "rollout.vllm.args.enforce_eager = true",
+        "set rollout.vllm.enforce_eager",
+    ),
+    (["rollout.vllm.args.logprobs_mode=raw_logits"], 'args.logprobs_mode = "raw_logits"', "leave it out"),
+    (["rollout.vllm.args.tensor_parallel_size=2"], "args.tensor_parallel_size = 2", "one process on one device"),
+    (["rollout.vllm.args={block-size: 16}"], "args.block-size = 16", "write block_size"),
+    (["rollout.vllm.args.a=.nan"], "rollout.vllm.args.a = NaN", "must be a finite number"),
+    ([*VLLM, "model.device=cpu", "rollout.vllm.device=0"], "rollout.vllm.device = 0", "leave null"),
+    ([*VLLM, "quant.scale_dtype=float32"], 'quant.scale_dtype = "float32"', "must be bfloat16"),
+    ([*VLLM, "model.dtype=float32", "quant.scale_dtype=float32"], 'model.dtype = "float32"', "rollout.kernels: qarl"),
+    (
+        [*VLLM, "model={path: a/b, dtype: float32, device: cuda}", "quant.scheme=fp8"],
+        'model.dtype = "float32"',
+        "no float32 fp8 on a GPU",
+    ),
     # across sections
     (["rollout.n=1"], "rollout.n = 1", "must be 2 or more, or use objective.advantage: reinforce"),
     (["rollout.n=1", "objective.advantage=rloo"], "rollout.n = 1", "advantage rloo compares"),
@@ -156,6 +186,17 @@ ACCEPTED = [
     ["reward.functions.0.name=pkg.module:score"],
     ["data.prompt_template='{prompt} = {{?}}'"],
     ["quant.ignore=['re:.*lm_head', 're:.*mlp.gate$']"],
+    [*VLLM, "rollout.kernels=qarl", "rollout.vllm={device: 0, sleep_level: 2, publish: delta, timeout_s: 1.5}"],
+    [*VLLM, "rollout.vllm.process=inline", "rollout.vllm.args={block_size: 16, tensor_parallel_size: 1, a: [{b: 1}]}"],
+    [*VLLM, "rollout.max_batched_tokens=64"],
+    ["rollout.max_batched_tokens=63"],
+    [*VLLM, "model.dtype=float32", "quant.scheme=w8a8"],
+    [*VLLM, "rollout.kernels=qarl", "model.dtype=float32", "quant.scale_dtype=float32"],
+    [*VLLM, "model.dtype=float32", "model.device=cuda", "quant.scheme=bf16"],
+    [*VLLM, "model.dtype=float16", "quant.scale_dtype=float16", "quant.grid=symmetric7"],
+    [*VLLM, "quant.scheme=w8a8", "quant.scale_dtype=float32"],
+    [*VLLM, "quant.symmetric=false"],
+    ["quant.scale_dtype=float32"],
 ]
 
 

@@ -102,6 +102,7 @@ def test_an_empty_section_means_its_defaults(minimal):
         ["optim={name: muon, lr: 3e-7}", "objective.name=gspo", "quant.scheme=w8a8"],
         ["quant.ignore=[lm_head, 're:.*o_proj']", "logging.wandb={project: 'no'}", "rollout.stop=['1e-6', \"\\n\"]"],
         ["reward.functions=[{name: math, options: {a: [1, {b: null}]}}, {name: 'x.py:f', weight: 0}]"],
+        ["rollout.engine=vllm", "rollout.vllm={device: 1, publish: delta, args: {a: [null, {y: 1.5}]}}"],
         ["evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
          "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"],
     ],

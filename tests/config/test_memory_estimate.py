@@ -96,6 +96,45 @@ def test_kv_cache_holds_keys_and_values_of_every_layer():
     assert sizes()["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
 
 
+def vllm(**settings):
+    kernels = settings.pop("kernels", "native")
+    return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "kernels": kernels, "vllm": settings}
+
+
+def test_vllm_on_a_cpu_adds_its_process_weights_and_what_is_sent():
+    native, found = sizes(), sizes(rollout=vllm())
+    published = native["codes and scales"] + native["unquantized parameters"]
+    assert found["vLLM process"] > memory.PROCESS_BYTES
+    assert found["vLLM weights"] == found["tensors on their way to vLLM"] == published
+    assert found["vLLM KV cache"] == native["KV cache"] and "KV cache" not in found
+    assert {k: v for k, v in found.items() if "vLLM" not in k} == {k: v for k, v in native.items() if k != "KV cache"}
+
+
+def test_vllm_with_qarls_kernels_keeps_their_float32_operands_too():
+    native, found = sizes(rollout=vllm()), sizes(rollout=vllm(kernels="qarl"))
+    assert found["vLLM weights"] - native["vLLM weights"] == 4 * (MATRICES + 6400)
+
+
+def test_patches_need_the_weights_twice_and_in_process_nothing_is_sent():
+    changed = sizes(rollout=vllm())["vLLM weights"]
+    assert sizes(rollout=vllm(publish="delta"))["vLLM weights"] == 2 * changed
+    assert sizes(rollout=vllm(process="inline"))["tensors on their way to vLLM"] == 0
+
+
+def test_vllm_on_the_learners_gpu_leaves_it_during_an_update_unless_it_never_sleeps():
+    def phase(**settings):
+        items = memory.estimate(config(rollout=vllm(**settings)), TINY, "cuda")
+        return next(item.phase for item in items if item.name.startswith("vLLM weights and KV cache"))
+
+    assert phase(sleep_level=0) == "always"
+    assert phase(sleep_level=1) == phase(sleep_level=2) == "publish"
+
+
+def test_vllm_on_its_own_gpu_takes_nothing_of_the_learners():
+    found = sizes("cuda", rollout=vllm(device=1))
+    assert "KV cache" not in found and not any("vLLM" in name for name in found)
+
+
 def test_a_micro_batch_holds_at_least_one_sequence():
     assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
     assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from qarl_kernels import dequantize, fp8_block, gemm, quantize, tile, tuning, w4a8, w4a16
+from qarl_kernels import dequantize, digest, fp8_block, gemm, quantize, tile, tuning, w4a8, w4a16
 from qarl_kernels.launch import capability_of
 from torch import Tensor
 
@@ -48,6 +48,12 @@ def fp8_weights() -> Iterator[str]:
         codes, scale, _ = quantize.quantize_fp8_block(empty(n, k, dtype=FP32), BF16)
         dequantize.dequantize_fp8_block(codes, scale, BF16)
         yield f"fp8 {n}x{k}"
+
+
+def digests() -> Iterator[str]:
+    """Sums over the bytes of tensors; one kernel whatever the dtypes."""
+    digest.digest_sums([empty(4096, 4096), empty(7, dtype=torch.int8)])
+    yield "digests"
 
 
 ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (BF16, 28_672), (torch.float16, 4096), (FP32, 4096))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import PublishError, verify
+from qarl.publish.verify import PublishError, fingerprints, verify
 
 # compressed-tensors: suffix -> (dtype, shape of a [N, K] weight in groups of 32)
 LAYOUTS = {
@@ -74,7 +74,7 @@ def test_weights_of_a_snapshot_hold_the_published_tensors_themselves(tiny_model)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_sampler_stands_on_exactly_what_was_published(tiny_model, family: str, learner: str) -> None:
     policy = make_policy(tiny_model(family), "w4a16", torch.bfloat16, 32, learner=learner)
-    verify(policy.current.manifest(), policy.sampler_tensors())
+    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,8 @@ from torch import Tensor
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import PublishError, Snapshot, describe, verify
+from qarl.publish.snapshot import Snapshot, describe
+from qarl.publish.verify import PublishError, fingerprints, verify
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt
@@ -166,4 +167,15 @@ def test_a_digest_tells_tensors_of_the_same_bytes_apart_by_shape_and_dtype():
 
 
 def test_verify_accepts_any_order_of_arrival(engine):
-    verify(engine.policy.current.manifest(), reversed(list(engine.policy.sampler_tensors())))
+    held = fingerprints(reversed(list(engine.policy.sampler_tensors())))
+    verify(0, engine.policy.current.fingerprints(), held)
+
+
+def test_fingerprints_of_a_snapshot_are_computed_once(engine):
+    snapshot = engine.policy.current
+    assert snapshot.fingerprints() is snapshot.fingerprints()
+    assert list(snapshot.fingerprints()) == list(snapshot.tensors)
+
+
+def test_fingerprints_of_a_snapshot_are_those_of_its_tensors(engine):
+    assert engine.policy.current.fingerprints() == fingerprints(engine.policy.current.tensors.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qarl.errors import UserError
-from qarl.publish.snapshot import PublishError
+from qarl.publish.verify import PublishError
 from qarl.rollout.engine import SamplingParams
 from qarl.training.batch import build_batch
 from qarl.types import Prompt, Rollout

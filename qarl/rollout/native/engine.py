@@ -20,13 +20,14 @@ from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.policy.attention import Span, sampler_context
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import PublishError, Snapshot, verify
-from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, require_version
+from qarl.publish.snapshot import Snapshot
+from qarl.publish.verify import PublishError, fingerprints, verify
+from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_version
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.sampling import draw, uniforms
 from qarl.rollout.native.scheduler import Chunk, Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
-from qarl.rollout.native.stopping import Stopping
+from qarl.rollout.stopping import Stopping
 from qarl.types import Prompt, Rollout
 
 LOGIT_ROWS = 128  # rows of logits held at once
@@ -42,14 +43,15 @@ class NativeEngine:
         self.policy, self.tokenizer, self.config = policy, tokenizer, config
         self.version: int | None = None
         self.preemptions = 0
+        self.metrics: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
         self._cache: KVCache | None = None
 
     def publish(self, snapshot: Snapshot) -> None:
         self.version = self._snapshot = None  # until proven, nothing is held
-        manifest = snapshot.manifest()
+        expected = snapshot.fingerprints()
         self.policy.install_sampler(snapshot)
-        verify(manifest, self.policy.sampler_tensors())
+        verify(snapshot.version, expected, fingerprints(self.policy.sampler_tensors()))
         self.version, self._snapshot = snapshot.version, snapshot
 
     def sleep(self) -> None:
@@ -105,13 +107,7 @@ class NativeEngine:
         ]
 
     def _kv_cache(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[KVCache, PagePool]:
-        for prompt in prompts:
-            if not prompt.token_ids:
-                raise UserError(f"rollout: prompt {prompt.id} has no tokens; give it text, or drop the row")
-        longest = max(len(p.token_ids) for p in prompts) + sampling.max_response_length
-        if longest > self.policy.max_length:
-            raise UserError(f"rollout.max_response_length: prompt and response reach {longest} tokens, the model's "
-                            f"context is {self.policy.max_length}; lower it or data.max_prompt_length")  # fmt: skip
+        longest = longest_of(prompts, sampling, self.policy.max_length)
         per_sequence = -(-longest // PAGE)
         if self.config.kv_cache_tokens is None:
             count = per_sequence * min(self.config.max_num_seqs, len(prompts) * sampling.n)
@@ -120,7 +116,7 @@ class NativeEngine:
         if count < per_sequence:
             raise UserError(f"rollout.kv_cache_tokens: {self.config.kv_cache_tokens} cannot hold one sequence of "
                             f"{longest} tokens; set at least {per_sequence * PAGE}")  # fmt: skip
-        if self._cache is None or self._cache.count < count:
+        if self._cache is None or self._cache.count != count:
             self._cache = None  # the old one goes before the new one comes
             model = self.policy.config
             head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads

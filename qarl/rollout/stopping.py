@@ -29,6 +29,13 @@ class Stopping:
         elif len(tokens) == self.sampling.max_response_length:
             sequence.finish_reason, sequence.text = "length", self._decode(tokens)
 
+    def final_text(self, tokens: list[int], stopped_by: int | str | None) -> str:
+        """The text of a response that another engine ended. stopped_by: stop token id, stop string, None: the limit."""
+        if isinstance(stopped_by, int):
+            return self._decode(tokens[:-1])
+        text = self._decode(tokens)
+        return text if stopped_by is None else text[: min(self._cuts(text), default=len(text))]
+
     def _text_before_stop(self, tokens: list[int]) -> str | None:
         if not self.sampling.stop or tokens[-1] in self._special:
             return None

@@ -1,0 +1,88 @@
+"""vLLM as the rollout engine: where it runs, what of the GPU it takes, and how new weights reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import JsonValue
+
+from qarl.config.base import Fault, Field, Section
+
+# vLLM engine arguments that other keys decide.
+ARGS_BY_KEY = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_length",
+    "quantization": "quant.scheme",
+    "seed": "train.seed",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_batched_tokens",
+    "kv_cache_memory_bytes": "rollout.kv_cache_tokens",
+    "num_gpu_blocks_override": "rollout.kv_cache_tokens",
+    "gpu_memory_utilization": "rollout.vllm.memory_frac",
+    "enforce_eager": "rollout.vllm.enforce_eager",
+    "enable_chunked_prefill": "rollout.max_batched_tokens",
+    "enable_sleep_mode": "rollout.vllm.sleep_level",
+}
+# Those on which publishing, log-probs or the one process of the sampler depend.
+ARGS_FIXED = (
+    "convert", "distributed_executor_backend", "enable_prefix_caching", "enable_return_routed_experts",
+    "generation_config", "hf_overrides", "kernel_config", "linear_backend", "linear_backend_per_quant",
+    "load_format", "logits_processors", "logprobs_mode", "max_logprobs", "model_impl", "model_weights",
+    "override_generation_config", "quantization_config", "runner", "skip_tokenizer_init",
+    "weight_transfer_config", "worker_cls", "worker_extension_cls",
+)  # fmt: skip
+ARGS_OF_ONE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+    "decode_context_parallel_size", "nnodes",
+)  # fmt: skip
+
+
+class VLLMConfig(Section):
+    """Read where `rollout.engine` is vllm."""
+
+    process: Literal["separate", "inline"] = Field(
+        "separate",
+        description="Where vLLM lives: a process of its own, restarted when it fails, or the learner's.",
+    )
+    device: int | None = Field(
+        None, ge=0, description="CUDA index of the sampler's own GPU; null: the learner's, which they share."
+    )
+    memory_frac: float = Field(0.4, gt=0, lt=1, description="Share of the GPU for vLLM's weights and KV cache.")
+    enforce_eager: bool | None = Field(
+        None, description="No torch.compile and no CUDA graphs; null: true on the CPU, false on CUDA."
+    )
+    sleep_level: Literal[0, 1, 2] = Field(
+        1,
+        description="What the sampler frees on a GPU during the learner's step: nothing (0); the KV cache, with the "
+        "weights parked in host memory (1); the KV cache and the weights, which are then published whole (2).",
+    )
+    publish: Literal["full", "changed", "delta"] = Field(
+        "changed",
+        description="What a publish sends: every tensor, the layers that changed, or the changed words of each tensor.",
+    )
+    timeout_s: float = Field(600.0, gt=0, description="Without a sign of life for so long the sampler counts as hung.")
+    max_restarts: int = Field(2, ge=0, description="Restarts of a failed sampler in a run; one more failure ends it.")
+    args: dict[str, JsonValue] = Field(
+        {}, description="Further vLLM engine arguments by name, e.g. {kv_cache_dtype: fp8}."
+    )
+
+    def faults(self) -> Iterator[Fault]:
+        if self.process == "inline" and self.device is not None:
+            yield Fault(
+                ("device",), self.device, "process inline samples on the learner's own GPU; use separate, or leave null"
+            )
+        for name, value in self.args.items():
+            if name in ARGS_BY_KEY:
+                yield Fault(("args", name), value, f"is decided elsewhere; set {ARGS_BY_KEY[name]}")
+            elif name in ARGS_FIXED:
+                yield Fault(("args", name), value, "is for qarl to set; leave it out")
+            elif name in ARGS_OF_ONE and value != 1:
+                yield Fault(("args", name), value, "the sampler is one process on one device; leave it out")
+            elif not name.isidentifier():
+                fix = f"write {name.replace('-', '_')}" if name.replace("-", "_").isidentifier() else "leave it out"
+                yield Fault(("args", name), value, f"is no name of an engine argument; {fix}")

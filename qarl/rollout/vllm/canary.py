@@ -1,0 +1,75 @@
+"""The canary: fixed token sequences whose log-probs the sampler must reproduce after every publish.
+
+Digests prove that bytes arrived; the canary proves that the sampler computes with them. It is scored by vLLM and by the
+policy's own forward of the sampler's arithmetic. How far the two may differ is set by the first, full load, which vLLM
+made itself from a checkpoint: kernels, attention and rounding differ, and that difference stays of one size while the
+weights change. Log-probs are natural logarithms at temperature 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qarl.publish.verify import PublishError
+
+SEQUENCES, TOKENS = 2, 64  # scored at each publish
+FACTOR = 4.0  # by which a later publish may exceed the first load
+FLOOR_MEAN, FLOOR_MAX = 0.02, 0.25  # below these nothing is wrong, however well the first load agreed
+BROKEN_MEAN = 2.0  # nats: a first load this far off computes something else (a random policy is off by 5 and more)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """mean, max: of |log-prob of the sampler - that of the policy| over the canary's tokens, in nats."""
+
+    mean: float
+    max: float
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.4f}, max {self.max:.4f}"
+
+
+def difference(sampler: Sequence[float], policy: Sequence[float]) -> Difference:
+    """Of the log-probs of the same tokens. A value that is not finite makes both numbers infinite."""
+    apart = [abs(a - b) for a, b in zip(sampler, policy, strict=True)]
+    if not all(map(math.isfinite, apart)):
+        return Difference(math.inf, math.inf)
+    return Difference(sum(apart) / len(apart), max(apart))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a publish may be off, in nats."""
+
+    mean: float
+    max: float
+
+    @classmethod
+    def of(cls, first: Difference) -> Bound:
+        """The bound that the first, full load sets. Raises PublishError when that load computes something else."""
+        if first.mean > BROKEN_MEAN:
+            raise PublishError(f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
+                               "does not run this model and scheme right; use rollout.kernels=qarl, or another "
+                               "scheme")  # fmt: skip
+        return cls(max(FLOOR_MEAN, FACTOR * first.mean), max(FLOOR_MAX, FACTOR * first.max))
+
+    def check(self, version: int, found: Difference) -> None:
+        """Raise PublishError when a publish is off by more."""
+        if found.mean > self.mean or found.max > self.max:
+            raise PublishError(f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
+                               f"where the first load allows mean {self.mean:.4f}, max {self.max:.4f}: it does not "
+                               "compute with the weights that it was sent")  # fmt: skip
+
+
+def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+    """The first `SEQUENCES` distinct prompts of at least two tokens, cut to `TOKENS`. limit: the context in tokens."""
+    chosen: list[list[int]] = []
+    for prompt in prompts:
+        tokens = list(prompt[: min(TOKENS, limit - 1)])
+        if len(tokens) > 1 and tokens not in chosen:
+            chosen.append(tokens)
+        if len(chosen) == SEQUENCES:
+            break
+    return chosen

@@ -1,0 +1,287 @@
+"""How tensors travel from the learner's process to the sampler's: a memory file, CUDA IPC, or NCCL.
+
+A carrier packs tensors and gives a parcel, a small description that the learner sends over the connection; a receiver
+turns the parcel into the tensors. One publish:
+
+    learner:  parcel = carrier.pack(tensors); send parcel; carrier.transmit(); wait for the answer; carrier.release()
+    sampler:  for name, tensor in receiver.take(parcel): load it
+              receiver.done(); answer
+
+- Memory file (CPU): the learner copies into shared memory, the sampler reads it there.
+- CUDA IPC (both on one GPU): nothing is copied, the sampler reads the learner's tensors.
+- NCCL (two GPUs): tensors are packed into buffers of bounded size, which are broadcast.
+
+A tensor arrives on the kind of device that it left: the few CPU tensors beside those of a GPU (`weight_shape`) travel
+inside the parcel.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from qarl.errors import UserError
+from qarl.rollout.vllm.parcels import (
+    ALIGNED,
+    Parcel,
+    aligned,
+    entry_of,
+    from_inline,
+    in_buffer,
+    inline,
+    is_inline,
+    packed_buffers,
+    plan_buffers,
+    unpacked,
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+BUFFER_BYTES = 512 << 20  # of one NCCL broadcast
+JOIN_LIMIT_S = 120  # for the other side to join
+
+
+class Carrier(Protocol):
+    """The learner's side."""
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Parcel:
+        """Make tensors ready to travel; they must not change before `release`. One parcel at a time."""
+
+    def transmit(self) -> None:
+        """Send what does not travel by itself; called once the receiver has the parcel. Does not wait for it."""
+
+    def release(self) -> None:
+        """Let go of the packed tensors: the receiver is done with them."""
+
+    def close(self) -> None:
+        """Free everything, also in the middle of a parcel whose receiver is gone."""
+
+
+class Receiver(Protocol):
+    """The sampler's side."""
+
+    def take(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by name, in order. They last until `done`: who keeps one makes a copy."""
+
+    def done(self) -> None:
+        """Finish reading: whatever was queued on the tensors has run when this returns."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class MemoryFileCarrier:
+    """Copies tensors into an anonymous file in memory, which grows as needed and keeps its memory until `close`.
+
+    fd: of the file; a child inherits it through `subprocess.Popen(pass_fds=[carrier.fd])` under the same number.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("qarl-publish")
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Parcel:
+        entries, size = [], 0
+        for name, tensor in tensors.items():
+            entries.append(entry_of(name, tensor, size))
+            size += aligned(tensor.nbytes)
+        size = max(size, ALIGNED)  # an empty file cannot be mapped
+        os.ftruncate(self.fd, max(size, os.fstat(self.fd).st_size))
+        buffer = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+        for entry, tensor in zip(entries, tensors.values(), strict=True):
+            in_buffer(buffer, entry.place, entry).copy_(tensor.detach())
+        return Parcel(tuple(entries), (size,))
+
+    def transmit(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class MemoryFileReceiver:
+    """Maps the carrier's file. fd: the carrier's, inherited. What is written to a tensor stays in this process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def take(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        (size,) = parcel.buffers
+        # The mapping lives as long as a tensor that looks into it: torch holds on to the buffer's owner.
+        buffer = torch.frombuffer(mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        for entry in parcel.entries:
+            yield entry.name, in_buffer(buffer, entry.place, entry)
+
+    def done(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class CudaIpcCarrier:
+    """Hands out tensors on a GPU by their memory handles; they stay referenced until `release`."""
+
+    _STORAGE, _DEVICE, _COUNTER, _COUNTER_OFFSET = 4, 6, 11, 12  # places in what `rebuild_cuda_tensor` takes
+
+    def __init__(self) -> None:
+        self._sent: list[Tensor] = []
+        self._handles: list[tuple[Any, ...]] = []
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Parcel:
+        entries = []
+        for name, tensor in tensors.items():
+            if not tensor.is_cuda:
+                entries.append(inline(name, tensor))
+                continue
+            tensor = tensor.detach().contiguous()
+            _, handle = reduce_tensor(tensor)
+            self._sent.append(tensor)
+            self._handles.append(handle)
+            entries.append(entry_of(name, tensor, handle))
+        return Parcel(tuple(entries), ())
+
+    def transmit(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self._sent, self._handles = [], []
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        # torch keeps shared memory until the receiver has counted down, which one that is gone never will.
+        for handle in self._handles:
+            handle[self._STORAGE]._release_ipc_counter(
+                handle[self._COUNTER], handle[self._COUNTER_OFFSET], device=handle[self._DEVICE]
+            )
+        self.release()
+
+
+class CudaIpcReceiver:
+    """Opens the carrier's memory handles. device: the same GPU, as this process numbers it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        for entry in parcel.entries:
+            if is_inline(entry):
+                yield entry.name, from_inline(entry)
+                continue
+            handle = list(entry.place)
+            handle[CudaIpcCarrier._DEVICE] = self._device.index  # the sender's number of it may be another
+            with torch.cuda.device(self._device):
+                tensor = rebuild_cuda_tensor(*handle)
+            yield entry.name, tensor
+            del tensor
+
+    def done(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        pass
+
+
+def _connected(
+    address: tuple[str, int], rank: int, device: torch.device, listening: socket.socket | None = None
+) -> PyNcclCommunicator:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    group = StatelessProcessGroup.create(
+        *address, rank=rank, world_size=2, store_timeout=JOIN_LIMIT_S, listen_socket=listening
+    )
+    communicator = PyNcclCommunicator(group, device)
+    if communicator.disabled:
+        raise UserError("rollout.vllm.device: vLLM cannot load NCCL, by which weights go to another GPU; unset "
+                        "VLLM_DISABLE_PYNCCL and install nvidia-nccl, or leave the key at null")  # fmt: skip
+    return communicator
+
+
+class NcclCarrier:
+    """Broadcasts buffers to one receiver on another GPU of this host, and to no other after it.
+
+    device: of the tensors, with an index. buffer_bytes: of one broadcast, and of the memory that stages it. address:
+    where the receiver joins; `connect` waits for it.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._device, self._buffer_bytes = device, buffer_bytes
+        self._listening: socket.socket | None = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listening.getsockname()
+        self._communicator: PyNcclCommunicator | None = None
+        self._packed: tuple[Parcel, dict[str, Tensor]] | None = None
+
+    def connect(self) -> None:
+        """Wait for the receiver to join, for `JOIN_LIMIT_S` at most.
+
+        Raises UserError where vLLM finds no NCCL, torch.distributed.DistError where the receiver does not come.
+        """
+        listening, self._listening = self._listening, None  # the group closes it
+        self._communicator = _connected(self.address, 0, self._device, listening)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Parcel:
+        on_device = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+        plan = plan_buffers(on_device, self._buffer_bytes)
+        placed = {entry.name: entry for entry in plan.entries}
+        entries = (placed[name] if name in placed else inline(name, tensor) for name, tensor in tensors.items())
+        parcel = Parcel(tuple(entries), plan.buffers)
+        self._packed = parcel, on_device
+        return parcel
+
+    def transmit(self) -> None:
+        """Queue the broadcasts. Where the receiver dies now they never end: wait for its answer before this GPU."""
+        assert self._packed is not None and self._communicator is not None, "packed and connected before"
+        with torch.cuda.device(self._device):
+            for buffer in packed_buffers(*self._packed):
+                self._communicator.broadcast(buffer, src=0, stream=torch.cuda.current_stream())
+
+    def release(self) -> None:
+        self._packed = None
+
+    def close(self) -> None:
+        """Abort what is queued, and free everything."""
+        self.release()
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = None
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+
+
+class NcclReceiver:
+    """Joins the carrier at its address and receives its buffers. device: this process's GPU, with an index."""
+
+    def __init__(self, address: tuple[str, int], device: torch.device) -> None:
+        """Wait for the carrier's `connect`. Raises UserError where vLLM finds no NCCL."""
+        self._device = device
+        self._communicator = _connected(address, 1, device)
+
+    def take(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
+        """See `Receiver`; the tensors own their memory. Take to the end, or the carrier's broadcasts do not end."""
+        return unpacked(parcel, self._receive)
+
+    def _receive(self, size: int) -> Tensor:
+        with torch.cuda.device(self._device):
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._communicator.broadcast(buffer, src=0, stream=torch.cuda.current_stream())
+            return buffer
+
+    def done(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self._communicator.destroy()

@@ -1,0 +1,179 @@
+"""What a vLLM model holds of a published snapshot, and how that is proved after every publish.
+
+vLLM fuses layers (q, k, v under one another), transposes and repacks weights for its kernels. At the first, full load
+from a checkpoint each published tensor is looked for in the layer that must hold it: as it is, as rows of the fused
+tensor, transposed, or in another dtype. Where it is found, every later publish must be found there too, byte for byte.
+Where the kernel's layout hides it, the layer must change exactly when what was sent for it changed, which catches a
+layer that a reload dropped or left stale; what such a layer computes, the canary proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+
+# Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
+METADATA = (".weight_shape",)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer that vLLM loads whole. name: vLLM's. sources: the published modules in it, in the order of their rows."""
+
+    name: str
+    sources: tuple[str, ...]
+
+
+def load_units(model: nn.Module) -> dict[str, Unit]:
+    """The unit that each published module belongs to, by the module's published name.
+
+    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; every other module is its own unit.
+    """
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    units = {}
+    for name, module in model.named_modules():
+        if not _own_tensors(module):
+            continue
+        parent, _, last = name.rpartition(".")
+        sources = tuple(f"{parent}.{part}" if parent else part for part in fused.get(last, (last,)))
+        units |= dict.fromkeys(sources, Unit(name, sources))
+    return units
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a published tensor lies: rows [start, stop) of a layer's tensor, perhaps transposed before."""
+
+    attribute: str
+    start: int
+    stop: int
+    transposed: bool
+
+    def read(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        held = tensors.get(self.attribute)
+        if held is None or held.dim() == 0 or (self.transposed and held.dim() != 2):
+            return None
+        return (held.t() if self.transposed else held)[self.start : self.stop]
+
+
+class HeldModel:
+    """The tensors of a vLLM model, against what was published to it.
+
+    model: the vLLM model, just loaded from a checkpoint. expected: fingerprints of the snapshot in that checkpoint, by
+    published name. units: see `load_units`.
+    Tensors that the layout shows are `direct`; layers that hide some of theirs are `opaque`; of an opaque layer whose
+    weights are not even among its tensors (held by a library) only the canary can tell, and it is `blind`.
+    proved_frac: share of the published bytes that are direct.
+    """
+
+    def __init__(self, model: nn.Module, expected: Mapping[str, Fingerprint]) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self.units = load_units(model)
+        self.direct: dict[str, tuple[str, _Place]] = {}
+        hidden: dict[str, Unit] = {}
+        for name, print_ in expected.items():
+            if name.endswith(METADATA):
+                continue
+            unit = self.unit_of(name)
+            place = self._find(name, print_, unit, expected)
+            if place is not None:
+                self.direct[name] = (unit.name, place)
+            else:
+                hidden[unit.name] = unit
+        sent_bytes = {name: self._sent_bytes(unit, expected) for name, unit in hidden.items()}
+        held_bytes = {name: sum(t.nbytes for t in _own_tensors(self._modules[name]).values()) for name in hidden}
+        self.blind = tuple(name for name in hidden if held_bytes[name] < 0.9 * sent_bytes[name])
+        total = sum(p.nbytes for p in expected.values())
+        self.proved_frac = sum(expected[name].nbytes for name in self.direct) / total
+        self._opaque = {name: unit for name, unit in hidden.items() if name not in self.blind}
+        self._sent = {name: self._sent_prints(unit, expected) for name, unit in self._opaque.items()}
+        self._held = self._held_prints()
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        return tuple(self._opaque)
+
+    def unit_of(self, name: str) -> Unit:
+        """The unit of a published tensor. Raises PublishError when the model has no such layer."""
+        unit = self.units.get(name.rpartition(".")[0])
+        if unit is None:
+            raise PublishError(f"publish: vLLM's model has no layer for '{name}': its architecture is not the policy's")
+        return unit
+
+    def read(self, names: Iterable[str], expected: Mapping[str, Fingerprint]) -> Iterator[tuple[str, Tensor]]:
+        """Direct tensors as the model holds them now, in their published shape and dtype."""
+        unit, tensors = "", {}
+        for name in names:
+            if self.direct[name][0] != unit:
+                unit = self.direct[name][0]
+                tensors = _tensors_of(self._modules[unit])
+            tensor = self.direct[name][1].read(tensors)
+            assert tensor is not None, f"{name} is no longer where it was"
+            yield name, _as_published(tensor, expected[name])
+
+    def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
+        """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
+        found = fingerprints(self.read(self.direct, expected))
+        for name, print_ in found.items():
+            if print_ != expected[name]:
+                raise PublishError(f"publish of version {version}: vLLM does not hold '{name}' as it was sent")
+        sent = {name: self._sent_prints(unit, expected) for name, unit in self._opaque.items()}
+        held = self._held_prints()
+        for name in self._opaque:
+            if (sent[name] == self._sent[name]) != (held[name] == self._held[name]):
+                what = "did not change with its weights" if sent[name] != self._sent[name] else "changed by itself"
+                raise PublishError(f"publish of version {version}: vLLM's layer '{name}' {what}")
+        self._sent, self._held = sent, held
+
+    def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
+        module_name, _, suffix = name.rpartition(".")
+        start = 0
+        for source in unit.sources[: unit.sources.index(module_name)]:
+            start += expected[f"{source}.{suffix}"].shape[0]
+        tensors = _tensors_of(self._modules[unit.name])
+        for transposed in (False, True):
+            place = _Place(suffix, start, start + print_.shape[0], transposed)
+            tensor = place.read(tensors)
+            if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
+                continue
+            if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
+                return place
+        return None
+
+    def _sent_prints(self, unit: Unit, expected: Mapping[str, Fingerprint]) -> tuple[Fingerprint, ...]:
+        return tuple(p for name, p in expected.items() if name.rpartition(".")[0] in unit.sources)
+
+    def _sent_bytes(self, unit: Unit, expected: Mapping[str, Fingerprint]) -> int:
+        return sum(p.nbytes for p in self._sent_prints(unit, expected))
+
+    def _held_prints(self) -> dict[str, tuple[Fingerprint, ...]]:
+        named = [
+            (f"{name} {attribute}", tensor)
+            for name in self._opaque
+            for attribute, tensor in _own_tensors(self._modules[name]).items()
+        ]
+        found = fingerprints(named)
+        return {name: tuple(p for key, p in found.items() if key.split(" ")[0] == name) for name in self._opaque}
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module itself."""
+    return {n: t for n, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's tensors by the names that checkpoints use; qarl's kernels undo their own layout."""
+    from qarl.rollout.vllm.linear_kernels import kernel_of  # imports vLLM
+
+    kernel = kernel_of(module)
+    return _own_tensors(module) | (kernel.published(module) if kernel is not None else {})
+
+
+def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:
+    """vLLM widens 16-bit scales to float32, which rounding undoes exactly."""
+    return tensor.to(print_.torch_dtype).contiguous()

@@ -1,0 +1,278 @@
+"""The side of the vLLM engine that holds vLLM: starts it, loads what is published, generates, scores, sleeps.
+
+It lives in the sampler's own process (`worker.py`), or in the learner's (`rollout.vllm.process: inline`). Importing
+this module does not import vLLM; making a host does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from qarl.errors import UserError
+from qarl.export.vllm_probe import known_limits
+from qarl.publish.delta import Patch, apply_patch
+from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose reload was tried
+    "HF_HUB_OFFLINE": "1",
+}
+
+Progress = Callable[[int, int], None]
+
+
+class Host:
+    """A started vLLM and what it holds.
+
+    expected: fingerprints of the snapshot in `settings.checkpoint`, by published name; version: its policy version.
+    Raises whatever vLLM raises when it cannot start; PublishError when it lacks a layer of the snapshot, UserError when
+    qarl's kernels cannot serve one.
+    """
+
+    def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
+        _prepare_environment(settings)
+        self.settings, self._expected = settings, expected
+        self._llm = _start(settings)
+        self._worker = self._llm.collective_rpc(_itself)[0]
+        self._head = None
+        if settings.kernels == "qarl" or settings.cuda is None:
+            # Without it vLLM's packed copy of a tied output layer would outlive its reloads on the CPU.
+            from qarl.rollout.vllm.head import use_float32_head
+
+            self._head = use_float32_head(self._model)
+        if settings.kernels == "qarl":
+            _require_served(self._model)
+        self.held = HeldModel(self._model, expected)
+        # Patches are of the checkpoint layout; where the model hides that, it is kept beside it.
+        self._mirror: dict[str, Tensor] = {}
+        if settings.delta:
+            hidden = expected.keys() - self.held.direct.keys()
+            self._mirror = dict(_stored(settings.checkpoint, hidden, self._worker.device))
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._worker.model_runner.get_model()
+
+    def facts(self) -> dict[str, Any]:
+        """What the other side wants to know of a started engine.
+
+        proved_frac: share of the snapshot's bytes whose arrival digests prove. units: the layer that each published
+        tensor is loaded with. notes: what vLLM does otherwise than the scheme says, one line each.
+        """
+        import vllm
+
+        quantization = json.loads((self.settings.checkpoint / "config.json").read_text()).get("quantization_config")
+        _, note = known_limits(quantization, vllm.__version__) if self.settings.kernels == "native" else ("", "")
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return {
+            "version": vllm.__version__,
+            "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            "proved_frac": self.held.proved_frac,
+            "units": {name: self.held.unit_of(name).name for name in self._expected},
+            "notes": [f"vLLM {vllm.__version__}: {note}"] if note else [],
+        }
+
+    # --- publishing --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def publish(
+        self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
+    ) -> None:
+        """Load what arrives, whole units in layer order, and check what is held afterwards.
+
+        arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
+        the whole snapshot. Raises PublishError: other bytes arrived than were sent, or other ones are held.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, item in arriving:
+            if isinstance(item, Patch):
+                tensors[name] = self._base(name, expected).clone()
+                apply_patch(tensors[name], item)
+            else:
+                tensors[name] = item
+        for name, found in fingerprints(tensors.items()).items():
+            if found != expected[name]:
+                raise PublishError(f"publish of version {version}: '{name}' arrived with other bytes than were sent")
+        if self.settings.delta:
+            self._mirror |= {name: t.clone() for name, t in tensors.items() if name not in self.held.direct}
+        touched = {self.held.unit_of(name).name for name in tensors}
+        whole = (
+            (name, tensors[name] if name in tensors else self._base(name, expected).clone())
+            for name in expected
+            if self.held.unit_of(name).name in touched
+        )
+        if touched:
+            self._worker.reload_weights(weights_iterator=whole)
+            if not self._llm.reset_prefix_cache():
+                raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
+            if self._head is not None:
+                self._head.refresh()
+        self.held.check(version, expected)
+
+    def _base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
+        """A published tensor as it was at the last publish."""
+        if name in self.held.direct:
+            return next(self.held.read([name], expected))[1]
+        return self._mirror[name]
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Natural-log probabilities of every token but the first of each sequence, at temperature 1."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._run([(tokens, params) for tokens in sequences])
+        return [
+            [entry[token].logprob for entry, token in zip(outputs[i].prompt_logprobs[1:], tokens[1:], strict=True)]
+            for i, tokens in enumerate(sequences)
+        ]
+
+    # --- generation --------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], drawing: Drawing, progress: Progress) -> list[Response]:
+        """A response to each request. progress: called after every step with the responses finished and their tokens;
+        what it raises ends the call, and vLLM forgets the requests."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        common = {
+            "max_tokens": drawing.max_tokens, "temperature": drawing.temperature, "top_p": drawing.top_p,
+            "top_k": drawing.top_k, "min_p": drawing.min_p, "stop": list(drawing.stop),
+            "stop_token_ids": list(drawing.stop_token_ids), "logprobs": 0, "detokenize": bool(drawing.stop),
+            "ignore_eos": True,  # what ends a response is in stop_token_ids
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }  # fmt: skip
+        outputs = self._run([(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests], progress)
+        return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
+
+    def _run(self, requests: Iterable[tuple[list[int], Any]], progress: Progress | None = None) -> dict[int, Any]:
+        """Final outputs by index."""
+        from vllm.inputs import TokensPrompt
+
+        engine = self._llm.llm_engine
+        added: list[str] = []
+        outputs: dict[int, Any] = {}
+        tokens = 0
+        try:
+            for index, (token_ids, params) in enumerate(requests):
+                engine.add_request(str(index), TokensPrompt(prompt_token_ids=token_ids), params)
+                added.append(str(index))
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        outputs[int(output.request_id)] = output
+                        tokens += len(output.outputs[0].token_ids)
+                if progress is not None:
+                    progress(len(outputs), tokens)
+        except BaseException:
+            engine.abort_request([name for name in added if int(name) not in outputs])
+            raise
+        return outputs
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> int | None:
+        """Give the KV cache back, and the weights: parked in host memory (level 1) or dropped (level 2).
+
+        Returns the bytes of the GPU that this freed; None where `settings.sleep` keeps everything.
+        """
+        if not self.settings.sleep:
+            return None
+        before = torch.cuda.mem_get_info()[0]
+        self._llm.sleep(level=level)
+        return torch.cuda.mem_get_info()[0] - before
+
+    def wake(self) -> None:
+        """Take the memory again. After a sleep of level 2 the weights hold nothing until the next, full publish."""
+        self._llm.wake_up()
+
+    def close(self) -> None:
+        """Let go of the engine and its memory."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm, self._worker, self.held
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _prepare_environment(settings: SamplerSettings) -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["QARL_VLLM_KERNELS"] = settings.kernels
+    if settings.threads is not None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+
+
+def _start(settings: SamplerSettings) -> LLM:
+    from vllm import LLM
+
+    from qarl.rollout.vllm.onednn import keep_scales
+    from qarl.rollout.vllm.plugin import register
+
+    keep_scales()
+    register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
+    arguments: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "max_model_len": settings.context,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_batched_tokens,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,  # the responses to a prompt share its prefill
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+        "generation_config": "vllm",  # no sampling parameters from the model's directory
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if settings.cuda is None:
+        # vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt on the CPU
+        # (0.24 to 0.32), so prompts are not cut.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(settings.max_batched_tokens, settings.context)
+    else:
+        arguments |= {"gpu_memory_utilization": settings.memory_frac, "enable_sleep_mode": settings.sleep}
+    if settings.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.kernels == "qarl" and settings.scheme == "bf16":
+        arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
+    return LLM(str(settings.checkpoint), **arguments, **settings.args)
+
+
+def _require_served(model: nn.Module) -> None:
+    from qarl.rollout.vllm.linear_kernels import unserved
+
+    if names := unserved(model):
+        raise UserError(f"rollout.kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.kernels=native")
+
+
+def _stored(checkpoint: Path, names: Collection[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
+
+
+def _itself(worker: Any) -> Any:
+    return getattr(worker, "worker", worker)
+
+
+def _response(output: Any) -> Response:
+    logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+    reason = "stop" if output.finish_reason == "stop" else "length"
+    return Response(list(output.token_ids), logprobs, reason, output.stop_reason)

@@ -1,0 +1,80 @@
+"""vLLM in the learner's own process: publications are handed over as they are, and a crash of vLLM ends the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from qarl.publish.verify import Fingerprint, PublishError
+from qarl.rollout.vllm.process import SamplerFault, Tick
+from qarl.rollout.vllm.settings import SamplerSettings
+
+
+class InlineSampler:
+    """The interface of `SamplerProcess`, without a process. log: gets what vLLM says through its logger."""
+
+    def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], log: Path) -> None:
+        self._settings, self._expected, self.log = settings, expected, log
+        self._order: tuple[str, Any] | None = None
+        self.facts: dict[str, Any] = {}
+
+    def start(self, tick: Tick) -> None:
+        tick(0, 0)
+        self._log_to_file()
+        with self._faults():
+            from qarl.rollout.vllm.host import Host
+
+            self._host = Host(self._settings, self._expected)
+        self.facts = self._host.facts()
+
+    def call(self, operation: str, payload: Any, tick: Tick) -> Any:
+        self.begin(operation, payload)
+        return self.finish(tick)
+
+    def begin(self, operation: str, payload: Any) -> None:
+        """Note an order; `finish` carries it out."""
+        self._order = (operation, payload)
+
+    def finish(self, tick: Tick) -> Any:
+        from qarl.rollout.vllm.worker import perform
+
+        assert self._order is not None
+        (operation, payload), self._order = self._order, None
+        with self._faults():
+            return perform(self._host, operation, payload, iter, tick)
+
+    def close(self) -> None:
+        if hasattr(self, "_host"):
+            self._host.close()
+            del self._host
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """vLLM's exceptions as SamplerFault, with the traceback in the log."""
+        from qarl.errors import UserError
+        from qarl.rollout.vllm.worker import explain
+        from qarl.training.interrupt import Interrupted
+
+        try:
+            yield
+        except (PublishError, Interrupted, UserError):
+            raise
+        except Exception as error:
+            with self.log.open("a") as log:
+                traceback.print_exception(error, file=log)
+            raise SamplerFault(explain(error)) from error
+
+    def _log_to_file(self) -> None:
+        """Before vLLM is imported: the user's progress view is the run's own."""
+        os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "TQDM_DISABLE": "1"}
+        logger = logging.getLogger("vllm")
+        handler = logging.FileHandler(self.log, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"))
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.INFO)

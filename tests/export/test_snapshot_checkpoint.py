@@ -1,0 +1,118 @@
+"""A snapshot on disk: its very tensors, beside the documents that an export of the same policy has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_exports import SCHEMES, entries, same_bytes, save_run, stored_tensors
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qarl.config import ModelConfig, QuantConfig
+from qarl.config.quant import scheme_of
+from qarl.errors import UserError
+from qarl.export import snapshot_checkpoint
+from qarl.export.snapshot_checkpoint import write_snapshot_checkpoint
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+
+
+def make_policy(model: Path, **quant: Any) -> Policy:
+    config = QuantConfig(**quant)
+    loaded = load_model(ModelConfig(path=str(model)))
+    return Policy(loaded, scheme_of(config), config, torch.bfloat16, torch.device("cpu"))
+
+
+def write(policy: Policy, model: Path, directory: Path, **options: Any) -> int:
+    return write_snapshot_checkpoint(
+        directory, policy.current, policy.config, policy.model.generation_config,
+        load_tokenizer(ModelConfig(path=str(model))), policy.scheme, policy.quant.ignore, policy.dtype, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [{"scheme": "bf16"}, SCHEMES["w4a16-g32"], SCHEMES["asymmetric"], SCHEMES["w8a8"], SCHEMES["fp8"]],
+    ids=["bf16", "w4a16", "asymmetric", "w8a8", "fp8"],
+)
+def test_the_files_hold_the_snapshots_tensors(quant, tiny_model, tmp_path):
+    model = tiny_model("qwen2")  # biases beside quantized weights
+    policy = make_policy(model, **quant)
+    written = write(policy, model, tmp_path / "out")
+    stored, published = stored_tensors(tmp_path / "out"), policy.current.tensors
+    assert stored.keys() == published.keys()
+    assert [name for name in stored if not same_bytes(stored[name], published[name])] == []
+    assert written == sum(tensor.nbytes for tensor in published.values())
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32", "fp8"])
+def test_the_documents_are_those_of_an_export(name, tiny_model, tmp_path):
+    model = tiny_model()
+    save_run(tmp_path / "run", model, **SCHEMES[name]).export(tmp_path / "export")
+    write(make_policy(model, **SCHEMES[name]), model, tmp_path / "out")
+    assert entries(tmp_path / "out") == [
+        entry for entry in entries(tmp_path / "export") if entry not in ("README.md", "qarl_export.json")
+    ]
+    for document in ("config.json", "generation_config.json"):
+        ours, theirs = (json.loads((tmp_path / place / document).read_text()) for place in ("out", "export"))
+        assert ours == theirs
+    ours, theirs = (AutoTokenizer.from_pretrained(tmp_path / place) for place in ("out", "export"))
+    assert ours.chat_template == theirs.chat_template and ours("12 + 3").input_ids == theirs("12 + 3").input_ids
+
+
+def test_a_tied_head_is_not_written_and_transformers_ties_it(tiny_model, tmp_path):
+    model = tiny_model()
+    policy = make_policy(model, scheme="bf16")
+    write(policy, model, tmp_path / "out")
+    assert "lm_head.weight" not in stored_tensors(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, policy.current.tensors["model.embed_tokens.weight"])
+
+
+def test_shards_are_bounded_keep_a_weight_together_and_report_progress(tiny_model, tmp_path):
+    model = tiny_model("qwen3")
+    policy = make_policy(model, **SCHEMES["w4a16-g32"])
+    seen: list[tuple[int, int]] = []
+    total = write(policy, model, tmp_path / "out", max_shard_bytes=40_000, progress=lambda *at: seen.append(at))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == total and seen[-1] == (total, total)
+    files: dict[str, list[str]] = {}
+    for name, file in index["weight_map"].items():
+        files.setdefault(file, []).append(name)
+    assert len(files) > 3
+    assert max(sum(policy.current.tensors[n].nbytes for n in names) for names in files.values()) <= 40_000
+    for module, weight in policy.current.weights.items():
+        assert len({index["weight_map"][f"{module}.{suffix}"] for suffix in weight.tensors}) == 1, module
+    stored = stored_tensors(tmp_path / "out")
+    assert stored.keys() == policy.current.tensors.keys()
+
+
+def test_no_space_is_refused_with_both_numbers_and_the_place(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_checkpoint, "free_bytes", lambda path: 1000)
+    model = tiny_model()
+    with pytest.raises(UserError, match=r"no space .*bytes needed, 1,000 free.*another train\.run_dir") as caught:
+        write(make_policy(model, scheme="bf16"), model, tmp_path / "out")
+    assert len(str(caught.value).splitlines()) == 1 and entries(tmp_path) == []
+
+
+def test_a_disk_that_refuses_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+    def full(self, name, tensor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_checkpoint.TensorFile, "write", full)
+    model = tiny_model()
+    with pytest.raises(UserError, match=r"No space left on device .*choose another HERE"):
+        write(make_policy(model, scheme="bf16"), model, tmp_path / "deep" / "out", place="HERE")
+    assert entries(tmp_path / "deep") == []
+
+
+def test_a_directory_that_exists_is_refused_and_kept(tiny_model, tmp_path):
+    (tmp_path / "mine").write_text("x")
+    model = tiny_model()
+    with pytest.raises(UserError, match="cannot be written: File exists"):
+        write(make_policy(model, scheme="bf16"), model, tmp_path)
+    assert (tmp_path / "mine").read_text() == "x"
