@@ -158,24 +158,28 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
     """What sampling adds to the learner's memory on `device`.
 
     kv_cache: bytes of its tokens. published: bytes of a version's tensors. operands: what qarl's own products keep
-    beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own (with `publish: delta`
-    twice: patches need the tensors they change), and on a GPU it takes its share at once, however little fills it; a
-    GPU of its own is not the learner's. Asleep it holds nothing there, so that it counts beside a publish.
+    beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own, and on a GPU it takes its
+    share at once, however little fills it; a GPU of its own is not the learner's. Asleep it holds nothing there, so
+    that it counts beside a publish, but for what is staged: published tensors of layers that it repacks.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
     if rollout.engine == "native":
         return [Item(cache, kv_cache, "always")]
-    weights = published * (2 if vllm.publish == "delta" else 1)
+    delta = vllm.publish == "delta"
     if device == "cuda":
         if vllm.device is not None:
             return []
         process = PROCESS_BYTES if vllm.process == "separate" else 0
         phase: Phase = "publish" if vllm.sleep_level else "always"
         share = f"vLLM weights and KV cache (filled; takes {vllm.memory_frac:.0%} of the GPU)"
-        return [Item("vLLM process", process, "always"), Item(share, weights + kv_cache, phase)]
-    if rollout.kernels == "qarl":
-        weights += operands
+        staged = published if (vllm.staging or delta) and scheme_of(config.quant).packed else 0
+        return [
+            Item("vLLM process", process, "always"),
+            Item(share, published + kv_cache, phase),
+            Item("tensors staged for vLLM", staged, "always"),
+        ]
+    weights = published * (2 if delta else 1) + (operands if rollout.kernels == "qarl" else 0)
     on_the_way = published if vllm.process == "separate" else 0
     return [
         Item("vLLM process", VLLM_BYTES[vllm.process], "always"),

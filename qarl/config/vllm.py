@@ -65,6 +65,11 @@ class VLLMConfig(Section):
         "changed",
         description="What a publish sends: every tensor, the layers that changed, or the changed words of each tensor.",
     )
+    staging: bool = Field(
+        True,
+        description="On a GPU, keep the published tensors of layers that vLLM repacks beside them, so that a publish "
+        "replays the repacking as one CUDA graph; costs as much memory as these layers. delta keeps them anyway.",
+    )
     timeout_s: float = Field(600.0, gt=0, description="Without a sign of life for so long the sampler counts as hung.")
     max_restarts: int = Field(2, ge=0, description="Restarts of a failed sampler in a run; one more failure ends it.")
     args: dict[str, JsonValue] = Field(

@@ -130,7 +130,7 @@ def build_engine(
     from qarl.rollout.vllm.engine import VLLMEngine
     from qarl.rollout.vllm.launch import require_vllm
 
-    require_vllm(config, policy.device)
+    require_vllm(config, policy)
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     return VLLMEngine(config, policy, tokenizer, canary, run_dir, say)
 

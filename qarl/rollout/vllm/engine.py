@@ -8,6 +8,7 @@ process never imports vLLM, unless `rollout.vllm.process` is inline.
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from qarl.rollout.vllm.settings import Publication, Request, request_seed
 from qarl.rollout.vllm.transport import make_carrier
 from qarl.types import Prompt, Rollout
 
+MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
+
 
 class SamplerError(UserError):
     """vLLM cannot go on, however often it is started."""
@@ -55,8 +58,7 @@ class VLLMEngine:
 
     policy: computes the canary and gives the configuration to export. canary: token sequences of two tokens or more.
     place: directory for the log (`sampler.log`) and, while vLLM loads it, the exported policy. say: gets one line about
-    what the user should know. tick: called while the sampler is waited for; what it raises ends the wait.
-    restarts: used up so far. metrics: of the last publish and sleep, by metric name.
+    what the user should know. restarts: used up so far.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class VLLMEngine:
         self._held: _Held | None = None
         self._bound: Bound | None = None
         self._asleep = False
+        self._fault: SamplerFault | None = None
 
     # --- the contract ------------------------------------------------------------------------------------------
 
@@ -123,7 +126,8 @@ class VLLMEngine:
         try:
             freed = self._sampler.call("sleep", level, ignore_progress)
         except SamplerFault as fault:
-            self._note(fault)  # the next publish starts another
+            self._stop()
+            self._fault = fault  # for the next publish, where a step is done
             return
         if freed is None:
             return
@@ -139,7 +143,9 @@ class VLLMEngine:
         assert self._sampler is not None
         if self._asleep:
             torch.cuda.empty_cache()  # the learner's spare memory is what the sampler gave it
+            begin = time.perf_counter()
             self._sampler.call("wake", None, ignore_progress)
+            self.metrics["time/sampler_wake_s"] = time.perf_counter() - begin
             self._asleep = False
 
     def close(self) -> None:
@@ -149,6 +155,9 @@ class VLLMEngine:
     # --- publishing --------------------------------------------------------------------------------------------
 
     def _publish(self, snapshot: Snapshot) -> None:
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
         if self._sampler is None:
             self._start(snapshot)
             return
@@ -187,10 +196,13 @@ class VLLMEngine:
             if carrier is not None:
                 carrier.transmit()
             if isinstance(carrier, NcclCarrier):  # waiting for this GPU now would wait for a sampler that may be dead
-                scored = self._sampler.finish(ignore_progress)
-                return difference(_joined(scored), self._policy_logprobs())
-            expected = self._policy_logprobs()
-            return difference(_joined(self._sampler.finish(ignore_progress)), expected)
+                seconds, scored = self._sampler.finish(ignore_progress)
+                expected = self._policy_logprobs()
+            else:
+                expected = self._policy_logprobs()
+                seconds, scored = self._sampler.finish(ignore_progress)
+            self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
+            return difference(_joined(scored), expected)
         except SamplerFault:
             carrier = None  # closed with the sampler, it takes back what that one never released
             raise
@@ -268,7 +280,8 @@ class VLLMEngine:
         self._stop()
         limit = self.config.rollout.vllm.max_restarts
         if not started:
-            raise SamplerError(f"rollout.vllm: vLLM did not start: {fault}; see {self.log}") from fault
+            hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
+            raise SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}; see {self.log}") from fault
         if self.restarts == limit:
             raise SamplerError(f"rollout.vllm: vLLM failed: {fault}; restarted {limit} times already "
                                f"(rollout.vllm.max_restarts), see {self.log}") from fault  # fmt: skip

@@ -46,12 +46,13 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a published tensor lies: rows [start, stop) of a layer's tensor, perhaps transposed before."""
+    """Where a published tensor lies: rows [start, stop) of a layer's tensor, perhaps transposed first."""
 
     attribute: str
     start: int
     stop: int
     transposed: bool
+    own: bool  # of the layer's own tensors, and not made from them
 
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         held = tensors.get(self.attribute)
@@ -67,7 +68,8 @@ class HeldModel:
     published name. units: see `load_units`.
     Tensors that the layout shows are `direct`; layers that hide some of theirs are `opaque`; of an opaque layer whose
     weights are not even among its tensors (held by a library) only the canary can tell, and it is `blind`.
-    proved_frac: share of the published bytes that are direct.
+    plain: layers whose own tensors are their published ones, and nothing else. proved_frac: share of the published
+    bytes that are direct.
     """
 
     def __init__(self, model: nn.Module, expected: Mapping[str, Fingerprint]) -> None:
@@ -88,6 +90,7 @@ class HeldModel:
         sent_bytes = {name: self._sent_bytes(unit, expected) for name, unit in hidden.items()}
         held_bytes = {name: sum(t.nbytes for t in _own_tensors(self._modules[name]).values()) for name in hidden}
         self.blind = tuple(name for name in hidden if held_bytes[name] < 0.9 * sent_bytes[name])
+        self.plain = self._plain_units(expected)
         total = sum(p.nbytes for p in expected.values())
         self.proved_frac = sum(expected[name].nbytes for name in self.direct) / total
         self._opaque = {name: unit for name, unit in hidden.items() if name not in self.blind}
@@ -111,10 +114,18 @@ class HeldModel:
         for name in names:
             if self.direct[name][0] != unit:
                 unit = self.direct[name][0]
-                tensors = _tensors_of(self._modules[unit])
-            tensor = self.direct[name][1].read(tensors)
+                tensors = {True: _own_tensors(self._modules[unit]), False: _made_from(self._modules[unit])}
+            place = self.direct[name][1]
+            tensor = place.read(tensors[place.own])
             assert tensor is not None, f"{name} is no longer where it was"
             yield name, _as_published(tensor, expected[name])
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a published tensor of a plain layer where the model holds it."""
+        unit, place = self.direct[name]
+        held = place.read(_own_tensors(self._modules[unit]))
+        assert held is not None and unit in self.plain, f"{name} has no place of its own"
+        held.copy_(tensor)
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
@@ -135,15 +146,24 @@ class HeldModel:
         start = 0
         for source in unit.sources[: unit.sources.index(module_name)]:
             start += expected[f"{source}.{suffix}"].shape[0]
-        tensors = _tensors_of(self._modules[unit.name])
-        for transposed in (False, True):
-            place = _Place(suffix, start, start + print_.shape[0], transposed)
-            tensor = place.read(tensors)
-            if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
-                continue
-            if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
-                return place
+        module = self._modules[unit.name]
+        for own, tensors in ((True, _own_tensors(module)), (False, _made_from(module))):
+            for transposed in (False, True):
+                place = _Place(suffix, start, start + print_.shape[0], transposed, own)
+                tensor = place.read(tensors)
+                if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
+                    continue
+                if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
+                    return place
         return None
+
+    def _plain_units(self, expected: Mapping[str, Fingerprint]) -> frozenset[str]:
+        written: dict[str, set[str]] = {}
+        for name in expected:
+            unit = self.unit_of(name).name
+            place = self.direct.get(name)
+            written.setdefault(unit, set()).add(place[1].attribute if place and place[1].own else "")
+        return frozenset(u for u, attributes in written.items() if attributes == _own_tensors(self._modules[u]).keys())
 
     def _sent_prints(self, unit: Unit, expected: Mapping[str, Fingerprint]) -> tuple[Fingerprint, ...]:
         return tuple(p for name, p in expected.items() if name.rpartition(".")[0] in unit.sources)
@@ -166,12 +186,12 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's tensors by the names that checkpoints use; qarl's kernels undo their own layout."""
+def _made_from(module: nn.Module) -> dict[str, Tensor]:
+    """What qarl's kernels, where one multiplies with the module, make of its tensors by undoing their layout."""
     from qarl.rollout.vllm.linear_kernels import kernel_of  # imports vLLM
 
     kernel = kernel_of(module)
-    return _own_tensors(module) | (kernel.published(module) if kernel is not None else {})
+    return {} if kernel is None else kernel.published(module)
 
 
 def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:

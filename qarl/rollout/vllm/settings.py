@@ -20,8 +20,8 @@ class SamplerSettings:
 
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
-    delta: patches may come. kernels: whose linear kernels. cuda: index of the GPU, None on the CPU. threads: of the
-    CPU, None: vLLM's own choice. args: further engine arguments.
+    staging: the published tensors of repacked layers are kept. kernels: whose linear kernels. cuda: index of the GPU,
+    None on the CPU. threads: of the CPU, None: vLLM's own choice. args: further engine arguments.
     """
 
     checkpoint: Path
@@ -34,7 +34,7 @@ class SamplerSettings:
     memory_frac: float
     enforce_eager: bool
     sleep: bool
-    delta: bool
+    staging: bool
     kernels: Literal["native", "qarl"]
     cuda: int | None
     threads: int | None = None

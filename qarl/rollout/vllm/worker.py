@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing.connection
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -35,12 +36,17 @@ Unpack = Callable[[Any], Iterable[tuple[str, Tensor | Patch]]]
 
 
 def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: Progress) -> Any:
-    """One operation on a host. unpack: the tensors and patches in a publication's cargo."""
+    """One operation on a host; a publish gives the seconds of its parts and the canary's log-probs.
+
+    unpack: the tensors and patches in a publication's cargo.
+    """
     match operation:
         case "publish":
             assert isinstance(payload, Publication)
-            host.publish(payload.version, unpack(payload.cargo), payload.expected)
-            return host.score(payload.canary)
+            seconds = host.publish(payload.version, unpack(payload.cargo), payload.expected)
+            begin = time.perf_counter()
+            scores = host.score(payload.canary)
+            return seconds | {"score": time.perf_counter() - begin}, scores
         case "score":
             return host.score(payload)
         case "generate":

@@ -1,0 +1,125 @@
+"""How tensors that arrived get into vLLM's layers: copied where the layout is plain, else through vLLM's own reload.
+
+vLLM's layerwise reload makes each layer's parameters anew, loads them, repacks them for its kernels and copies the
+result into the tensors that CUDA graphs know. On a GPU its work is small and its Python is long (0.2 to 0.3 s for the
+layers of an 8B model), so with `staging` it runs once from fixed buffers in checkpoint layout, is recorded as a CUDA
+graph at that, and each later load fills the buffers and replays it. The buffers cost what the repacked layers weigh.
+Layers that hold their published tensors as they are need neither: they are written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from qarl.publish.delta import Patch, apply_patch
+from qarl.publish.verify import Fingerprint
+from qarl.rollout.vllm.held import HeldModel
+
+
+class Loader:
+    """Loads published tensors into a started vLLM.
+
+    worker: vLLM's. held: its model. expected: fingerprints of the snapshot in `checkpoint`, which vLLM started from.
+    staging: keep the published tensors of repacked layers; patches of those need it.
+    """
+
+    def __init__(
+        self, worker: Any, held: HeldModel, expected: Mapping[str, Fingerprint], checkpoint: Path, staging: bool
+    ) -> None:
+        self._worker, self._held = worker, held
+        device: torch.device = worker.device
+        # On the CPU a layer may be held by a library as well, which only vLLM's reload tells.
+        self._plain = held.plain if device.type == "cuda" else frozenset()
+        self._staging: dict[str, Tensor] = {}
+        self._records = staging and device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if staging:
+            wanted = [name for name in expected if held.unit_of(name).name not in self._plain]
+            found = dict(_stored(checkpoint, set(wanted), device))
+            self._staging = {name: found[name] for name in wanted}
+
+    def arrived(
+        self, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
+    ) -> dict[str, Tensor]:
+        """What arrives as tensors, by name: patches applied to what was held."""
+        tensors: dict[str, Tensor] = {}
+        for name, item in arriving:
+            if isinstance(item, Patch):
+                tensors[name] = self._base(name, expected).clone()
+                apply_patch(tensors[name], item)
+            else:
+                tensors[name] = item
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
+        """Put new tensors in checkpoint layout, by published name, into the model's layers."""
+        touched = {self._held.unit_of(name).name for name in tensors}
+        for name, tensor in tensors.items():
+            if self._held.unit_of(name).name in self._plain:
+                self._held.write(name, tensor)
+        repacked = touched - self._plain
+        if not repacked:
+            return
+        if not self._staging:
+            self._reload(repacked, self._whole(repacked, tensors, expected))
+            return
+        for name, tensor in tensors.items():
+            if name in self._staging:
+                self._staging[name].copy_(tensor)
+        if not self._records:
+            self._reload(repacked, [item for item in self._staging.items() if self._unit(item[0]) in repacked])
+        elif self._graph is None:
+            self._record()
+        else:
+            self._graph.replay()
+
+    def _record(self) -> None:
+        """Load everything that is staged, and record how."""
+        units = {self._unit(name) for name in self._staging}
+        self._reload(units, self._staging.items())  # before it is recorded: kernels are compiled, streams are made
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._reload(units, self._staging.items())
+        graph.replay()
+        self._graph = graph
+
+    def _reload(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """vLLM's layerwise reload, of these layers."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self._worker.model_runner.get_model()
+        modules = [module for name, module in model.named_modules() if name in units]
+        with set_current_vllm_config(self._worker.vllm_config):
+            for module in modules:
+                initialize_layerwise_reload(module)
+            model.load_weights(iter(tensors))
+            for module in modules:
+                finalize_layerwise_reload(module, self._worker.model_config)
+
+    def _whole(
+        self, units: set[str], tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]
+    ) -> list[tuple[str, Tensor]]:
+        """All tensors of units of which some are new, in layer order."""
+        needed = [name for name in expected if self._unit(name) in units]
+        return [(name, tensors[name] if name in tensors else self._base(name, expected).clone()) for name in needed]
+
+    def _base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
+        """A published tensor as it was at the last publish."""
+        return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
+
+    def _unit(self, name: str) -> str:
+        return self._held.unit_of(name).name
+
+
+def _stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118
