@@ -1,0 +1,222 @@
+"""A sampler's process that starts in no time and has the troubles that a test asks for.
+
+It is the real worker loop in a fork of the test's process, over a host that draws tokens evenly instead of vLLM. The
+engine argument `troubles` names a file of lines `OPERATION TROUBLE`; the first line is struck out, and happens, when
+its operation is carried out the next time. Every process writes its pid beside it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from qarl.publish.delta import Patch, apply_patch
+from qarl.publish.verify import Fingerprint, PublishError, fingerprints, verify
+from qarl.rollout.vllm import process, worker
+from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+
+VOCABULARY = 259
+EVEN = -math.log(VOCABULARY)
+
+
+class FakeHost:
+    """`qarl.rollout.vllm.host.Host` without vLLM: it holds and proves tensors, but draws evenly whatever they are."""
+
+    def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
+        self._troubles = Path(settings.args["troubles"])
+        with self._troubles.with_suffix(".pids").open("a") as pids:
+            pids.write(f"{os.getpid()}\n")
+        self._offset = self._pace = 0.0
+        self.tensors: dict[str, Tensor] = {}
+        self._trouble("start")
+        for path in settings.checkpoint.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                self.tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        verify(0, expected, fingerprints(self.tensors.items()))
+
+    def facts(self) -> dict[str, Any]:
+        units = {name: name.rpartition(".")[0] for name in self.tensors}
+        return {"version": "fake", "proved_frac": 1.0, "units": units, "notes": []}
+
+    def publish(
+        self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
+    ) -> dict[str, float]:
+        self._offset = 0.0
+        for name, item in arriving:
+            self._trouble("publish")
+            if isinstance(item, Patch):
+                apply_patch(self.tensors[name], item)
+            else:
+                self.tensors[name] = item.clone()
+        verify(version, expected, fingerprints(self.tensors.items()))
+        return {}
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        return [[EVEN + self._offset] * (len(tokens) - 1) for tokens in sequences]
+
+    def generate(self, requests: Sequence[Request], drawing: Drawing, progress: process.Tick) -> list[Response]:
+        """One response after the other; troubles come after the first."""
+        responses, tokens = [], 0
+        for request in requests:
+            responses.append(_draw(request, drawing))
+            tokens += len(responses[-1].token_ids)
+            time.sleep(self._pace)
+            progress(len(responses), tokens)
+            if len(responses) == 1:
+                self._trouble("generate")
+        return responses
+
+    def sleep(self, level: int) -> None:
+        self._trouble("sleep")
+
+    def wake(self) -> None:
+        pass
+
+    def _trouble(self, operation: str) -> None:
+        lines = self._troubles.read_text().splitlines()
+        if not lines or lines[0].split()[0] != operation:
+            return
+        self._troubles.write_text("\n".join(lines[1:]))
+        match lines[0].split()[1]:
+            case "none":
+                pass
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exit":
+                os._exit(3)
+            case "hang":
+                time.sleep(600)
+            case "slow":
+                self._pace = 0.1
+            case "fail":
+                raise RuntimeError("out of blocks\nand a second line")
+            case "refuse":
+                raise PublishError("other bytes arrived")
+            case "noise":
+                os.write(1, b"noise from a library\n")
+                os.write(2, b"and on the other stream\n")
+            case "lie":
+                self._offset = 1.0  # the canary's log-probs are off by it until the next publish
+            case other:
+                raise AssertionError(f"no trouble {other!r}")
+
+
+def _draw(request: Request, drawing: Drawing) -> Response:
+    stream = random.Random(request.seed)
+    length = stream.randint(1, drawing.max_tokens)
+    tokens = [stream.randrange(3, VOCABULARY) for _ in range(length)]
+    if length == drawing.max_tokens:
+        return Response(tokens, [EVEN] * length, "length", None)
+    stop = drawing.stop_token_ids[0]
+    return Response([*tokens[:-1], stop], [EVEN] * length, "stop", stop)
+
+
+class ForkedWorker:
+    """Stands for the `subprocess.Popen` of `python -m qarl.rollout.vllm.worker`: a fork, which has torch imported."""
+
+    def __init__(self, command: list[str], *, stdin, stdout, stderr, pass_fds, start_new_session, env) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._become(command, stdout, stderr, pass_fds, env)
+                worker.main()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+
+    @staticmethod
+    def _become(command: list[str], stdout, stderr, pass_fds: tuple[int, ...], env: Mapping[str, str]) -> None:
+        """What an exec of the command would leave of this process."""
+        gc.freeze()  # or a file of the parent's closes a descriptor of the child's
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.setsid()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+        at = 3
+        for fd in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(at, fd)
+            at = fd + 1
+        os.environ.update(env)
+        sys.argv = command[3:]
+        worker.Host = FakeHost
+        torch.set_num_threads(1)  # a fork has none of the threads that the parent's pool counts on
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("worker", timeout)
+            time.sleep(0.002)
+        return code
+
+
+def install(replace=setattr) -> None:
+    """Let `SamplerProcess` start forks. replace: `monkeypatch.setattr` in a test."""
+    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedWorker})
+    replace(process, "subprocess", stand_in)
+
+
+def pids(troubles: Path) -> list[int]:
+    """Of the samplers started so far, in order."""
+    path = troubles.with_suffix(".pids")
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    """Whether a process ends within a while."""
+    deadline = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
+def memory_files() -> int:
+    """Memory files of carriers that this process has open."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return sum("qarl-publish" in link for link in links)

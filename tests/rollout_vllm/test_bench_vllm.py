@@ -1,0 +1,171 @@
+"""The parts of `tools/bench_vllm.py` that need no vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl.errors import UserError
+
+TOOLS = Path(__file__).parents[2] / "tools"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(TOOLS))
+    yield
+    sys.path.remove(str(TOOLS))
+
+
+def options(*arguments: str):
+    import bench_vllm
+
+    return bench_vllm.parse([*arguments, "--out", "unused.json"])
+
+
+def policies(scheme: str, lr: float):
+    """A tiny policy before and after a simulated step."""
+    from vllm_bench import models
+
+    before = models.random_masters(0, CPU)
+    quant = models.quant_of(scheme, 64)
+    return [models.policy_of(models.SHAPES["tiny"](), quant, masters, 0, CPU, 64)
+            for masters in (before, models.stepped(before, lr, 0, CPU))]  # fmt: skip
+
+
+def test_random_masters_are_the_same_whenever_they_are_read():
+    from vllm_bench.models import STD, random_masters
+
+    read = random_masters(3, CPU)
+    weight = read("a.weight", (512, 64))
+    assert torch.equal(weight, random_masters(3, CPU)("a.weight", (512, 64)))
+    assert not torch.equal(weight, read("b.weight", (512, 64)))
+    assert weight.std().item() == pytest.approx(STD, rel=0.02)
+    assert torch.equal(read("norm.weight", (5,)), torch.ones(5))
+
+
+def test_a_simulated_step_moves_every_master_by_the_learning_rate():
+    from vllm_bench.models import random_masters, stepped
+
+    masters = random_masters(0, CPU)
+    moved = stepped(masters, 1e-3, 0, CPU)("a.weight", (64, 64)) - masters("a.weight", (64, 64))
+    torch.testing.assert_close(moved.abs(), torch.full((64, 64), 1e-3), rtol=1e-4, atol=0)
+    assert abs((moved > 0).double().mean().item() - 0.5) < 0.05
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+def test_a_small_step_changes_few_published_words(scheme: str):
+    from qarl.publish.delta import plan_shipment
+
+    before, after = (policy.current for policy in policies(scheme, 1e-6))
+    sent = plan_shipment(after.tensors, after.fingerprints(), before.fingerprints(), before.tensors, {}, "delta")
+    assert 0 < sent.nbytes < 0.2 * sent.full_nbytes
+
+
+def test_a_policy_can_be_published_again_as_a_new_version():
+    from vllm_bench.models import as_new_version
+
+    policy, _ = policies("w4a16", 1e-6)
+    first = policy.current
+    second = as_new_version(policy, 7)
+    policy.install_sampler(second)
+    assert (second.version, policy.version) == (7, 7)
+    assert second.fingerprints() is not first.fingerprints()
+    assert second.fingerprints() == first.fingerprints()
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("kernels", ["native", "qarl"])
+def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: str, tmp_path: Path):
+    from vllm_bench.case import Case, engine_config, with_vllm
+    from vllm_bench.models import quant_of
+
+    case = Case(scheme, kernels, "separate", torch.device("cuda"), tmp_path)
+    config = engine_config(case, quant_of(scheme, 64), options("--capture-sizes", "8", "1"), prompt_tokens=128,
+                           new_tokens=256, max_seqs=256, publish="delta")  # fmt: skip
+    assert config.rollout.vllm.args == {"cudagraph_capture_sizes": [1, 8]}
+    changed = with_vllm(config, publish="full", sleep_level=2)
+    assert (changed.rollout.vllm.publish, changed.rollout.vllm.sleep_level) == ("full", 2)
+    assert config.rollout.vllm.publish == "delta"
+
+
+def test_inline_is_refused_for_two_starts():
+    with pytest.raises(SystemExit):
+        options("--process", "inline", "--schemes", "bf16", "--kernels", "native", "qarl")
+    options("--process", "inline", "--parts", "engine", "--schemes", "bf16", "--kernels", "native")
+
+
+def test_the_learner_agrees_with_qarls_own_engine_to_the_bit(tiny_model, tmp_path: Path):
+    from vllm_bench.case import Case
+    from vllm_bench.mismatch_part import load
+
+    model = load(options("--model", str(tiny_model()), "--prompt-count", "2", "--samples", "2",
+                         "--response-tokens", "8"))  # fmt: skip
+    case = Case("w4a16", "native", "separate", CPU, tmp_path)
+    rows = {row["learner"]: row for row in model.records(case, own_engine=True)}
+    assert list(rows) == ["aligned", "fake_quant", "full_precision"]
+    assert rows["aligned"]["abs_max"] == 0.0
+    assert rows["full_precision"]["abs_mean"] > 0.0
+    assert rows["aligned"]["responses"] == 4
+
+
+def test_questions_of_a_file_go_through_the_chat_template(tiny_model, tmp_path: Path):
+    from vllm_bench.mismatch_part import load
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": f"How many is {i}?", "answer": "?"}) + "\n" for i in range(5)))
+    model = load(options("--model", str(tiny_model()), "--prompts", str(file), "--prompt-count", "3"))
+    assert model.prompts[0].text == "<|user|>How many is 0?\n<|assistant|>"
+    assert len(model.prompts) == 3
+
+
+def test_a_failed_case_keeps_what_was_measured_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture):
+    import bench_vllm
+    from vllm_bench.case import Case
+
+    def records() -> Iterator[dict]:
+        yield {"part": "engine", "what": "start", "seconds": 1.0}
+        raise UserError("rollout.vllm: vLLM did not start")
+
+    (tmp_path / "sampler.log").write_text("what vLLM said\n")
+    result = bench_vllm.Result(tmp_path / "new" / "out.json", 0)
+    case = Case("fp8", "qarl", "separate", CPU, tmp_path)
+    bench_vllm.collect(records(), {"part": "engine", "shape": "tiny"}, case, result)
+    kept = json.loads((tmp_path / "new" / "out.json").read_text())["records"]
+    assert [record.get("what", record.get("error")) for record in kept] == [
+        "start", "rollout.vllm: vLLM did not start",
+    ]  # fmt: skip
+    assert "what vLLM said" in capsys.readouterr().err
+
+
+def test_the_table_has_a_line_for_everything():
+    from vllm_bench.summary import table
+
+    labels = {"shape": "tiny", "scheme": "fp8", "kernels": "qarl"}
+    canary = {"canary_mean": 0.01, "canary_max": 0.1}
+    parts = {f"{part}_s": 0.1 for part in ("receive", "load", "check", "score")}
+    engine = [
+        {"what": "start", "seconds": 20.0, "gib": 1.0, "proved_frac": 1.0, **canary},
+        {"what": "publish_full", "seconds": 0.5, "sent_frac": 1.0, "sent_mib": 1024.0, **parts, **canary},
+        {"what": "digests", "seconds": 0.01},
+        {"what": "generate", "seconds": 2.0, "batch": 8, "tokens_per_s": 1000.0},
+        {"what": "sleep_2", "seconds": 0.3, "freed_gib": 30.0, "wake_s": 0.2, "wake_and_publish_s": 0.9},
+    ]  # fmt: skip
+    mismatch = {"part": "mismatch", "scheme": "fp8", "kernels": "qarl", "what": "mismatch", "sampler": "vllm qarl",
+                "learner": "aligned", "abs_mean": 1e-3, "abs_max": 1e-2, "k3": 1e-6, "ppl_ratio": 1.0,
+                "tokens": 100}  # fmt: skip
+    failed = {"part": "engine", **labels, "error": "no memory"}
+    environment = {"packages": {"torch": "2", "vllm": "0.24"}, "gpus": ["H100"], "git_revision": "abc"}
+    records = [{"part": "engine"} | labels | record for record in engine] + [mismatch, failed]
+    text = table({"records": records, "environment": environment})
+    assert text.startswith("H100, torch 2, vllm 0.24, revision abc")
+    for expected in ("proved 1.000", "sent 100.00%", "in the learner alone", "batch 8: 1000 tokens/s",
+                     "freed 30.00 GiB", "fp8 vllm qarl, aligned",
+                     "failed: engine tiny fp8 qarl: no memory"):  # fmt: skip
+        assert expected in text

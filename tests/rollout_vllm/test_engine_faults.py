@@ -1,0 +1,237 @@
+"""The vLLM engine over samplers that fail: restarts, their limit, and what a publish sends. Without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import fake_sampler
+import pytest
+import torch
+from tiny_runs import settings
+
+from qarl.config import Config
+from qarl.config.quant import scheme_of
+from qarl.errors import UserError
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.publish.verify import PublishError
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
+from qarl.types import Prompt, Rollout
+
+SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
+PROMPTS = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]
+MEANT = "where the first load allows mean 0.0200, max 0.2500: it does not compute with the weights that it was sent"
+
+
+class Case:
+    """An engine on a policy, the troubles to come and what it said."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder, self.said = model, folder, []
+        self.troubles = folder / "troubles"
+        self.engine: VLLMEngine | None = None
+
+    def make(self, *troubles: str, **vllm) -> VLLMEngine:
+        self.troubles.write_text("\n".join(troubles))
+        section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
+        config = Config.model_validate(settings(self.model, rollout=section))
+        self.policy = Policy(load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16,
+                             torch.device("cpu"))  # fmt: skip
+        self.engine = VLLMEngine(config, self.policy, load_tokenizer(config.model), [[5, 70, 90], [6, 71]], self.folder,
+                                 self.said.append)  # fmt: skip
+        return self.engine
+
+    def publish(self) -> None:
+        self.engine.publish(self.policy.current)
+
+    def draw(self, progress: Callable[[int, int], None] = lambda responses, tokens: None) -> list[Rollout]:
+        return self.engine.generate(PROMPTS, SAMPLING, self.policy.version, progress)
+
+    @torch.no_grad()
+    def learn(self, version: int) -> None:
+        """A new version, in which one matrix differs."""
+        dict(self.policy.named_parameters())["model.layers.1.mlp.up_proj.weight"].mul_(-1)
+        self.policy.refresh(version)
+
+    @property
+    def pids(self) -> list[int]:
+        return fake_sampler.pids(self.troubles)
+
+
+@pytest.fixture
+def case(even_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    """Afterwards no process, memory file or exported policy may be left."""
+    fake_sampler.install(monkeypatch.setattr)
+    open_before = fake_sampler.memory_files()
+    made = Case(even_model, tmp_path)
+    yield made
+    made.engine.close()
+    assert [pid for pid in made.pids if fake_sampler.alive(pid)] == []
+    assert fake_sampler.memory_files() == open_before
+    assert not (tmp_path / "sampler").exists()
+
+
+@pytest.fixture
+def undisturbed(case) -> list[Rollout]:
+    case.make()
+    case.publish()
+    rollouts = case.draw()
+    case.engine.close()
+    return rollouts
+
+
+def test_responses_come_in_order_with_their_texts(undisturbed, case) -> None:
+    assert [(r.prompt_id, r.sample) for r in undisturbed] == [(i, sample) for i in range(6) for sample in range(2)]
+    for rollout in undisturbed:
+        stopped = rollout.finish_reason == "stop"
+        assert stopped == (rollout.token_ids[-1] == 1)
+        said = rollout.token_ids[:-1] if stopped else rollout.token_ids
+        assert rollout.text == case.engine.tokenizer.decode(said)
+
+
+def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:
+    case.make()
+    case.publish()
+    wanted = case.engine.generate([PROMPTS[0]], replace(SAMPLING, n=4), 0)
+    assert case.engine.generate([PROMPTS[0], PROMPTS[0]], SAMPLING, 0) == wanted
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("kill", "its process was ended by SIGKILL, perhaps for lack of memory"),
+        ("exit", "its process ended with exit code 3"),
+        ("fail", "RuntimeError: out of blocks"),
+        ("hang", "it gave no sign of life for 0.5 s (rollout.vllm.timeout_s)"),
+    ],
+)
+def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(undisturbed, case, trouble, said) -> None:
+    case.make(f"generate {trouble}", timeout_s=0.5 if trouble == "hang" else 30)
+    case.publish()
+    assert case.draw() == undisturbed
+    assert case.said == [f"vLLM failed: {said}; restart 1 of 2, see {case.folder / 'sampler.log'}"]
+    assert case.engine.restarts == 1 and len(case.pids) == 3
+
+
+def test_a_sampler_that_fails_in_a_publish_is_replaced_at_the_new_version(case) -> None:
+    case.make("publish kill")
+    case.publish()
+    case.learn(1)
+    case.publish()
+    assert case.engine.version == 1 and case.engine.restarts == 1
+    assert len(case.draw()) == 12  # from version 1, which the new sampler proved at its start
+
+
+def test_a_sampler_that_fails_between_two_orders_is_replaced(case) -> None:
+    case.make("sleep kill")
+    case.publish()
+    case.engine.sleep()
+    case.engine.wake()
+    case.learn(1)
+    case.publish()
+    assert case.engine.restarts == 1 and len(case.pids) == 2
+
+
+def test_failures_beyond_the_limit_end_the_run_in_one_line(case) -> None:
+    case.make("generate exit", "generate exit", max_restarts=1)
+    case.publish()
+    with pytest.raises(SamplerError) as refused:
+        case.draw()
+    assert str(refused.value) == (
+        "rollout.vllm: vLLM failed: its process ended with exit code 3; restarted 1 times already "
+        f"(rollout.vllm.max_restarts), see {case.folder / 'sampler.log'}"
+    )
+
+
+def test_a_first_start_that_fails_is_not_tried_again(case) -> None:
+    case.make("start fail")
+    with pytest.raises(SamplerError) as refused:
+        case.publish()
+    assert str(refused.value) == (
+        f"rollout.vllm: vLLM did not start: RuntimeError: out of blocks; see {case.folder / 'sampler.log'}"
+    )
+    assert len(case.pids) == 1
+
+
+def test_a_restart_that_fails_counts_as_one(case) -> None:
+    case.make("generate kill", "start fail")
+    case.publish()
+    assert len(case.draw()) == 12
+    assert case.engine.restarts == 2 and len(case.pids) == 3
+
+
+@pytest.mark.parametrize("mode", ["changed", "delta"])
+def test_a_publish_that_the_canary_refuses_is_sent_again_whole(case, mode) -> None:
+    case.make("publish lie", publish=mode)
+    case.publish()
+    case.learn(1)
+    case.publish()
+    assert case.said == [
+        f"publish of version 1: vLLM's log-probs on the canary are off by mean 1.0000, max 1.0000, {MEANT}; "
+        "sending everything"
+    ]
+    assert case.engine.version == 1 and case.engine.metrics["publish/sent_frac"] == 1.0
+
+
+def test_a_whole_publish_that_the_canary_refuses_ends_the_run(case) -> None:
+    case.make("publish lie", publish="full")
+    case.publish()
+    case.learn(1)
+    with pytest.raises(PublishError, match=r"off by mean 1\.0000"):
+        case.publish()
+    assert not fake_sampler.alive(case.pids[0])  # what it holds is unknown
+    with pytest.raises(PublishError, match="stale"):
+        case.draw()
+
+
+@pytest.mark.parametrize(("mode", "least", "most"), [("full", 1.0, 1.0), ("changed", 0.01, 0.2), ("delta", 0.0, 0.05)])
+def test_a_publish_sends_what_its_mode_says(case, mode, least, most) -> None:
+    case.make(publish=mode)
+    case.publish()
+    with torch.no_grad():
+        dict(case.policy.named_parameters())["model.layers.1.mlp.up_proj.weight"][3].mul_(-1)
+    case.policy.refresh(1)
+    case.publish()
+    assert least <= case.engine.metrics["publish/sent_frac"] <= most
+
+
+@pytest.mark.parametrize("mode", ["changed", "delta"])
+def test_a_version_that_changed_nothing_sends_nothing(case, mode) -> None:
+    case.make(publish=mode)
+    case.publish()
+    case.policy.refresh(1)
+    case.publish()
+    assert case.engine.version == 1 and case.engine.metrics["publish/sent_mib"] == 0.0
+
+
+def test_an_interrupt_leaves_the_engine_usable(undisturbed, case) -> None:
+    class Stop(BaseException):
+        pass
+
+    def stop(responses: int, tokens: int) -> None:
+        raise Stop
+
+    case.make("generate slow")
+    case.publish()
+    with pytest.raises(Stop):
+        case.draw(stop)
+    assert case.draw() == undisturbed
+    assert case.engine.restarts == 0
+
+
+def test_prompts_that_do_not_fit_are_refused_before_the_sampler_hears_of_them(case) -> None:
+    case.make()
+    case.publish()
+    with pytest.raises(UserError, match=r"rollout\.max_response_length"):
+        case.engine.generate([Prompt(0, [5] * 510, "", {})], SAMPLING, 0)
+
+
+def test_a_version_that_was_not_published_is_refused(case) -> None:
+    case.make()
+    case.publish()
+    case.learn(1)
+    with pytest.raises(PublishError, match="stale"):
+        case.draw()

@@ -1,0 +1,156 @@
+"""The sampler's process and the learner's handle of it: answers, faults, interrupts, the end. Without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fake_sampler
+import pytest
+import torch
+
+from qarl.publish.verify import PublishError
+from qarl.rollout.vllm import process
+from qarl.rollout.vllm.process import SamplerFault, SamplerProcess
+from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+from qarl.rollout.vllm.transport import make_carrier
+
+ORDER = ([Request([5, 70], seed) for seed in range(8)], Drawing(8, 1.0, 0, 1.0, 0.0, (), (1,)))
+
+
+def ignore(responses: int, tokens: int) -> None:
+    pass
+
+
+class Stop(BaseException):
+    """What the user's interrupt raises."""
+
+
+def stop(responses: int, tokens: int) -> None:
+    if responses:
+        raise Stop
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SamplerProcess]]:
+    """start(*troubles, timeout_s=30) -> a sampler that is ready; afterwards nothing of it may be left."""
+    fake_sampler.install(monkeypatch.setattr)
+    open_before = fake_sampler.memory_files()
+    carrier, plan = make_carrier(torch.device("cpu"), None)
+    made: list[SamplerProcess] = []
+
+    def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
+        (tmp_path / "troubles").write_text("\n".join(troubles))
+        settings = SamplerSettings(
+            checkpoint=tmp_path, dtype="bfloat16", scheme="bf16", context=64, max_num_seqs=8, max_batched_tokens=64,
+            kv_cache_bytes=None, memory_frac=0.4, enforce_eager=True, sleep=False, staging=False, kernels="native",
+            cuda=None, args={"troubles": str(tmp_path / "troubles")},
+        )  # fmt: skip
+        made.append(SamplerProcess(settings, {}, plan, tmp_path / "sampler.log", timeout_s))
+        made[-1].start(ignore)
+        return made[-1]
+
+    yield make
+    for sampler in made:
+        sampler.close()
+        assert not fake_sampler.alive(sampler.pid)
+    carrier.close()
+    assert fake_sampler.memory_files() == open_before
+
+
+@pytest.fixture
+def answer(start) -> list[Response]:
+    """What an undisturbed sampler answers to ORDER."""
+    return start().call("generate", ORDER, ignore)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        ("kill", "its process was ended by SIGKILL, perhaps for lack of memory"),
+        ("crash", "its process was ended by SIGSEGV"),
+        ("exit", "its process ended with exit code 3"),
+    ],
+)
+def test_a_death_in_the_middle_of_an_operation_says_what_ended_it(start, trouble, message) -> None:
+    sampler = start(f"generate {trouble}")
+    with pytest.raises(SamplerFault) as fault:
+        sampler.call("generate", ORDER, ignore)
+    assert str(fault.value) == message
+
+
+def test_a_death_between_two_operations_is_found_at_the_next(start) -> None:
+    sampler = start("sleep kill")
+    sampler.begin("sleep", 1)
+    assert fake_sampler.gone(sampler.pid)
+    with pytest.raises(SamplerFault, match="SIGKILL"):
+        sampler.call("generate", ORDER, ignore)
+
+
+def test_a_hang_is_ended_after_the_configured_time(start) -> None:
+    sampler = start("generate hang", timeout_s=0.5)
+    with pytest.raises(SamplerFault) as fault:
+        sampler.call("generate", ORDER, ignore)
+    assert str(fault.value) == "it gave no sign of life for 0.5 s (rollout.vllm.timeout_s)"
+    assert not fake_sampler.alive(sampler.pid)
+
+
+def test_slow_but_alive_is_no_hang(start) -> None:
+    requests, drawing = ORDER
+    sampler = start("generate slow", timeout_s=1.0)  # a response every 0.1 s
+    assert len(sampler.call("generate", (requests + requests, drawing), ignore)) == 16
+
+
+def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) -> None:
+    sampler = start("generate fail")
+    with pytest.raises(SamplerFault) as fault:
+        sampler.call("generate", ORDER, ignore)
+    assert str(fault.value) == "RuntimeError: out of blocks"
+    assert sampler.call("generate", ORDER, ignore) == answer
+    log = (tmp_path / "sampler.log").read_text()
+    assert "Traceback" in log and "and a second line" in log
+
+
+def test_a_refused_publish_is_told_from_a_fault(start) -> None:
+    with pytest.raises(PublishError, match="other bytes arrived"):
+        start("generate refuse").call("generate", ORDER, ignore)
+
+
+def test_a_sampler_that_does_not_start_says_why(start) -> None:
+    with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
+        start("start fail")
+
+
+def test_progress_is_reported_in_order(start) -> None:
+    seen: list[int] = []
+    start("generate slow").call("generate", ORDER, lambda responses, tokens: seen.append(responses))
+    assert seen == sorted(seen) and 0 < seen[-1] <= 8
+
+
+def test_an_interrupt_ends_the_operation_and_leaves_the_sampler_usable(start, answer) -> None:
+    sampler = start("generate slow")
+    with pytest.raises(Stop):
+        sampler.call("generate", ORDER, stop)
+    assert sampler.call("generate", ORDER, ignore) == answer
+
+
+def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch) -> None:
+    monkeypatch.setattr(process, "ABORT_LIMIT_S", 0.3)
+    sampler = start("generate hang")
+    with pytest.raises(Stop):
+        sampler.call("generate", ORDER, stop)
+    assert not fake_sampler.alive(sampler.pid)
+    with pytest.raises(SamplerFault, match="did not let go of what was interrupted"):
+        sampler.call("generate", ORDER, ignore)
+
+
+def test_what_libraries_print_goes_to_the_log(start, tmp_path, capfd) -> None:
+    start("generate noise").call("generate", ORDER, ignore)
+    assert (tmp_path / "sampler.log").read_text() == "noise from a library\nand on the other stream\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_process_ends_with_its_connection(start) -> None:
+    sampler = start()
+    sampler._connection.close()
+    assert fake_sampler.gone(sampler.pid)

@@ -1,0 +1,204 @@
+"""What a model holds of a snapshot, and the faults of a load that it shows; on modules laid out as vLLM's are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+from qarl.rollout.vllm.held import HeldModel
+
+ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
+DIRECT = {
+    "embed.weight", "norm.weight", "tiled.weight", "layers.0.q_proj.bias",
+    *(f"layers.0.{part}.{suffix}" for part in ROWS for suffix in ("weight", "weight_scale")),
+}  # fmt: skip
+
+
+class Repacked:
+    """A kernel that holds a weight with its columns reversed, and can undo that."""
+
+    def published(self, layer: nn.Module) -> dict[str, Tensor]:
+        return {"weight": layer.reversed.flip(1)}
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module that knows qarl's kernels in vLLM imports vLLM, which these layers do without."""
+    stand_in = SimpleNamespace(kernel_of=lambda module: getattr(module, "kernel", None))
+    monkeypatch.setitem(sys.modules, "qarl.rollout.vllm.linear_kernels", stand_in)
+
+
+def snapshot(seed: int = 0) -> dict[str, Tensor]:
+    """Tensors as published; every version has other values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+
+    tensors = {"embed.weight": floats(16, 8), "norm.weight": floats(8), "tiled.weight": floats(4, 8)}
+    for part, rows in ROWS.items():
+        tensors[f"layers.0.{part}.weight"] = codes(rows, 8)
+        tensors[f"layers.0.{part}.weight_scale"] = floats(rows, 1)
+        tensors[f"layers.0.{part}.weight_shape"] = torch.tensor([rows, 8])
+    tensors["layers.0.q_proj.bias"] = floats(6)  # the first rows of the fused layer's
+    for name in ("hidden", "library"):
+        tensors[f"layers.0.{name}.weight"] = codes(8, 8)
+        tensors[f"layers.0.{name}.weight_scale"] = floats(8, 1)
+    return tensors
+
+
+class Model(nn.Module):
+    """embed, norm: as published. qkv_proj: fused and transposed, its scales float32. tiled: undone by its kernel.
+    hidden: its bytes in an order of its own. library: its weights are not among its tensors."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Module()])
+        for owner, names in ((self, ("embed", "norm", "tiled")), (self.layers[0], ("qkv_proj", "hidden", "library"))):
+            for name in names:
+                owner.add_module(name, nn.Module())
+        self.tiled.kernel = Repacked()
+        self.load(tensors)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        layer = self.layers[0]
+
+        def fused(suffix: str) -> Tensor:
+            return torch.cat([tensors[f"layers.0.{part}.{suffix}"] for part in ROWS])
+
+        self.embed.register_buffer("weight", tensors["embed.weight"].clone())
+        self.norm.register_buffer("weight", tensors["norm.weight"].clone())
+        self.tiled.register_buffer("reversed", tensors["tiled.weight"].flip(1))
+        layer.qkv_proj.register_buffer("weight", fused("weight").t().contiguous())
+        layer.qkv_proj.register_buffer("weight_scale", fused("weight_scale").float())
+        layer.qkv_proj.register_buffer("bias", torch.cat([tensors["layers.0.q_proj.bias"], torch.zeros(4).bfloat16()]))
+        layer.hidden.register_buffer("packed", tensors["layers.0.hidden.weight"].reshape(4, 16).flip(0))
+        layer.hidden.register_buffer("scales", tensors["layers.0.hidden.weight_scale"].flip(0))
+        layer.library.register_buffer("scales", tensors["layers.0.library.weight_scale"].flip(0))
+
+
+def prints(tensors: dict[str, Tensor]) -> dict[str, Fingerprint]:
+    return fingerprints(tensors.items())
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model(snapshot())
+
+
+@pytest.fixture
+def held(model: Model) -> HeldModel:
+    return HeldModel(model, prints(snapshot()))
+
+
+def test_tensors_are_found_in_whatever_layout_shows_them(held) -> None:
+    assert held.direct.keys() == DIRECT
+
+
+def test_layers_that_hide_their_weights_are_opaque_and_those_that_lack_them_blind(held) -> None:
+    assert held.opaque == ("layers.0.hidden",)
+    assert held.blind == ("layers.0.library",)
+
+
+def test_proved_share_counts_the_bytes_of_direct_tensors(held) -> None:
+    tensors = snapshot()
+    total = sum(t.nbytes for t in tensors.values())
+    assert held.proved_frac == sum(tensors[name].nbytes for name in DIRECT) / total
+
+
+def test_direct_tensors_are_read_as_they_were_published(held) -> None:
+    tensors = snapshot()
+    for name, tensor in held.read(sorted(DIRECT), prints(tensors)):
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
+
+
+def test_a_published_layer_that_the_model_lacks_is_named(model) -> None:
+    with pytest.raises(PublishError, match=r"no layer for 'layers\.1\.o_proj\.weight'"):
+        HeldModel(model, prints(snapshot() | {"layers.1.o_proj.weight": torch.zeros(2, 2)}))
+
+
+def test_the_first_version_and_a_new_one_pass_when_they_are_loaded(model, held) -> None:
+    held.check(0, prints(snapshot()))
+    model.load(snapshot(1))
+    held.check(1, prints(snapshot(1)))
+    held.check(2, prints(snapshot(1)))
+
+
+def keep(name: str) -> Callable[[Model], None]:
+    """The load leaves out a buffer, which stays what it was."""
+
+    def change(model: Model) -> None:
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(attribute, Model(snapshot()).get_buffer(name))
+
+    return change
+
+
+def swap_rows(model: Model) -> None:
+    weight = model.layers[0].qkv_proj.weight
+    weight[:, 6:8], weight[:, 8:10] = weight[:, 8:10].clone(), weight[:, 6:8].clone()
+
+
+def flip_a_bit(model: Model) -> None:
+    model.embed.weight.view(torch.int16)[3, 5] ^= 1
+
+
+def round_a_scale(model: Model) -> None:
+    model.layers[0].qkv_proj.weight_scale[7] *= 1.01
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (keep("norm.weight"), "does not hold 'norm.weight'"),
+        (keep("tiled.reversed"), "does not hold 'tiled.weight'"),
+        (keep("layers.0.qkv_proj.weight_scale"), "does not hold 'layers.0.q_proj.weight_scale'"),
+        (keep("layers.0.qkv_proj.bias"), "does not hold 'layers.0.q_proj.bias'"),
+        (swap_rows, "does not hold 'layers.0.k_proj.weight'"),
+        (round_a_scale, "does not hold 'layers.0.k_proj.weight_scale'"),
+        (flip_a_bit, "does not hold 'embed.weight'"),
+    ],
+    ids=["dropped norm", "dropped repacked weight", "stale scales", "stale bias", "swapped rows", "a scale", "a bit"],
+)
+def test_a_wrong_load_is_refused_with_the_tensors_name(model, held, change, what) -> None:
+    model.load(snapshot(1))
+    change(model)
+    with pytest.raises(PublishError, match=f"publish of version 1: vLLM {what} as it was sent"):
+        held.check(1, prints(snapshot(1)))
+
+
+def test_an_opaque_layer_that_was_dropped_is_named(model, held) -> None:
+    model.load(snapshot(1))
+    keep("layers.0.hidden.packed")(model)
+    keep("layers.0.hidden.scales")(model)
+    with pytest.raises(PublishError, match=r"layer 'layers\.0\.hidden' did not change with its weights"):
+        held.check(1, prints(snapshot(1)))
+
+
+def test_an_opaque_layer_that_changes_though_nothing_was_sent_for_it_is_named(model, held) -> None:
+    model.layers[0].hidden.packed[0, 0] += 1
+    with pytest.raises(PublishError, match=r"layer 'layers\.0\.hidden' changed by itself"):
+        held.check(1, prints(snapshot()))
+
+
+def test_an_opaque_layer_is_compared_with_the_last_version_and_not_with_the_first(model, held) -> None:
+    model.load(snapshot(1))
+    held.check(1, prints(snapshot(1)))
+    with pytest.raises(PublishError, match="did not change with its weights"):
+        held.check(2, prints(snapshot(1) | {"layers.0.hidden.weight": snapshot()["layers.0.hidden.weight"]}))
+
+
+def test_of_a_blind_layer_only_the_canary_can_tell(model, held) -> None:
+    changed = snapshot() | {"layers.0.library.weight": snapshot(1)["layers.0.library.weight"]}
+    held.check(1, prints(changed))

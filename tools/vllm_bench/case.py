@@ -1,0 +1,74 @@
+"""What one start of vLLM is asked for, and the configuration that says so."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qarl.config import Config, QuantConfig
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scheme on one set of kernels, and where. place: directory for the sampler's log and checkpoint."""
+
+    scheme: str
+    kernels: str
+    process: str
+    device: torch.device
+    place: Path
+
+    def labels(self) -> Record:
+        return {"scheme": self.scheme, "kernels": self.kernels, "process": self.process}
+
+
+def engine_config(
+    case: Case, quant: QuantConfig, options: argparse.Namespace, *, prompt_tokens: int, new_tokens: int, max_seqs: int,
+    publish: str,
+) -> Config:  # fmt: skip
+    """The configuration of a run that samples like this. publish: the mode in which vLLM starts."""
+    on_gpu = case.device.type == "cuda"
+    eager = options.eager or not on_gpu
+    args = {} if eager else {"cudagraph_capture_sizes": sorted(options.capture_sizes)}
+    vllm = {"process": case.process, "memory_frac": options.memory_frac, "enforce_eager": eager, "publish": publish,
+            "max_restarts": 0, "args": args}  # fmt: skip
+    rollout = {
+        "engine": "vllm", "kernels": case.kernels, "max_response_length": new_tokens, "max_num_seqs": max_seqs,
+        "max_batched_tokens": max(8192 if on_gpu else 512, max_seqs), "ignore_eos": True, "vllm": vllm,
+    }  # fmt: skip
+    train = {"steps": 1, "run_dir": str(case.place), "seed": options.seed} | (
+        {} if options.threads is None else {"threads": options.threads}
+    )
+    return Config.model_validate({
+        "model": {"path": options.model, "device": case.device.type}, "quant": quant.model_dump(), "rollout": rollout,
+        "data": {"source": "task:arithmetic", "max_prompt_length": prompt_tokens},
+        "reward": {"functions": [{"name": "exact"}]}, "train": train,
+    })  # fmt: skip
+
+
+def with_vllm(config: Config, **values: Any) -> Config:
+    """The configuration with other values in `rollout.vllm`."""
+    vllm = config.rollout.vllm.model_copy(update=values)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
+
+
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
+    """Wall time of one call, with nothing waiting on the GPU before it and after it."""
+    wait(device)
+    begin = time.perf_counter()
+    action()
+    wait(device)
+    return time.perf_counter() - begin
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

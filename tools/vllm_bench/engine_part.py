@@ -1,0 +1,181 @@
+"""One started engine on a random model: publishing, generating, sleeping."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from qarl_kernels.logprob import Truncation
+
+from qarl.policy.policy import Policy
+from qarl.publish.verify import fingerprints
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.engine import VLLMEngine
+from qarl.types import Prompt
+from vllm_bench.case import Case, Record, engine_config, seconds_of, wait, with_vllm
+from vllm_bench.models import (
+    GROUPS,
+    SHAPES,
+    as_new_version,
+    byte_tokenizer,
+    policy_of,
+    quant_of,
+    random_masters,
+    stepped,
+)
+
+CANARY = 64  # tokens of each of two sequences
+PARTS = ("receive", "load", "check", "score")  # of a publish, in the sampler
+
+
+def engine_records(case: Case, shape: str, options: argparse.Namespace) -> Iterator[Record]:
+    """Everything about one start, a record at a time. The engine is closed when the iteration ends, however it does."""
+    session = Session(case, shape, options)
+    try:
+        yield session.start()
+        yield from session.learner_parts()
+        yield session.publish("publish_full", "full", (0,))
+        # In mode delta, so that afterwards both sides know what patches are against.
+        yield session.publish("publish_unchanged", "delta" if "delta" in options.modes else "changed", (0,))
+        for mode in options.modes:
+            yield session.publish(f"publish_step_{mode}", mode, (1, 0))
+        for batch in options.batch:
+            yield session.generate(batch)
+        if case.device.type == "cuda":
+            yield session.sleep(1)
+            yield session.sleep(2)
+        yield session.memory()
+    finally:
+        session.close()
+
+
+class Session:
+    """The policy before and after a simulated optimizer step, and the engine that is fed with both."""
+
+    def __init__(self, case: Case, shape: str, options: argparse.Namespace) -> None:
+        self.case, self.shape, self.options, self.device = case, shape, options, case.device
+        self.model = SHAPES[shape]()
+        self.quant = quant_of(case.scheme, GROUPS[shape])
+        self.context = options.prompt_tokens + options.new_tokens
+        masters = random_masters(options.seed, case.device)
+        self.version = 0
+        moved = stepped(masters, options.lr, options.seed, case.device)
+        self.policies = [self._policy(masters), self._policy(moved)]
+        self.random = torch.Generator().manual_seed(options.seed)
+        self.canary = self._tokens(2, min(CANARY, self.context - 1))
+        # It starts in mode delta, which costs a copy of what vLLM's layout hides; modes can be changed afterwards.
+        config = engine_config(case, self.quant, options, prompt_tokens=options.prompt_tokens,
+                               new_tokens=options.new_tokens, max_seqs=max(options.batch),
+                               publish="delta" if "delta" in options.modes else "changed")  # fmt: skip
+        self.notes: list[str] = []
+        self.engine = VLLMEngine(config, self.policies[0], byte_tokenizer(), self.canary, case.place, self.notes.append)
+
+    def _policy(self, masters: Callable) -> Policy:
+        return policy_of(self.model, self.quant, masters, self.version, self.device, self.context)
+
+    def _tokens(self, rows: int, length: int) -> list[list[int]]:
+        return torch.randint(3, self.model.vocab_size, (rows, length), generator=self.random).tolist()
+
+    def _record(self, what: str, seconds: list[float] | None = None, **values: object) -> Record:
+        labels = {"part": "engine", "shape": self.shape, **self.case.labels(), "what": what}
+        timed = {} if seconds is None else {"seconds": statistics.median(seconds), "all_seconds": seconds}
+        return labels | timed | values
+
+    # --- what is measured --------------------------------------------------------------------------------------
+
+    def start(self) -> Record:
+        """Export, start of vLLM, first load and canary."""
+        snapshot = self.policies[0].current
+        seconds = seconds_of(lambda: self.engine.publish(snapshot), self.device)
+        return self._record("start", [seconds], tensors=len(snapshot.tensors), notes=self.notes,
+                            gib=sum(t.nbytes for t in snapshot.tensors.values()) / 2**30,
+                            proved_frac=self.engine.metrics["publish/proved_frac"], **self._canary())  # fmt: skip
+
+    def publish(self, what: str, mode: str, order: tuple[int, ...]) -> Record:
+        """A publish of each of `options.reps` new versions, of the policies in `order` in turn, after one warm-up."""
+        self.engine.config = with_vllm(self.engine.config, publish=mode)
+        seconds, parts = [], []
+        for turn in range(self.options.reps + 1):
+            seconds.append(self._publish(order[turn % len(order)]))
+            parts.append({part: self.engine.metrics[f"time/publish_{part}_s"] for part in PARTS})
+        medians = {f"{part}_s": statistics.median(p[part] for p in parts[1:]) for part in PARTS}
+        return self._record(what, seconds[1:], mode=mode, sent_frac=self.engine.metrics["publish/sent_frac"],
+                            sent_mib=self.engine.metrics["publish/sent_mib"], **medians, **self._canary())  # fmt: skip
+
+    def learner_parts(self) -> Iterator[Record]:
+        """What a publish costs in the learner: fingerprints of all tensors, log-probs of the canary."""
+        policy = self.policies[0]
+
+        def score() -> None:
+            with policy.sampling():
+                policy.logprobs([c[:1] for c in self.canary], [c[1:] for c in self.canary], Truncation(), 128)
+
+        for what, action in (("digests", lambda: fingerprints(policy.current.tensors.items())), ("canary", score)):
+            action()
+            yield self._record(what, [seconds_of(action, self.device) for _ in range(self.options.reps)])
+
+    def generate(self, batch: int) -> Record:
+        """Tokens per second; prompts are new each time, so that none is in the prefix cache."""
+        options = self.options
+        seconds, tokens = [], 0
+        for turn in range(options.generations + 1):
+            prompts = [Prompt(i, ids, "") for i, ids in enumerate(self._tokens(batch, options.prompt_tokens))]
+            sampling = SamplingParams(n=1, seed=options.seed + turn, max_response_length=options.new_tokens)
+            begin = time.perf_counter()
+            rollouts = self.engine.generate(prompts, sampling, self.version)
+            seconds.append(time.perf_counter() - begin)
+            tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+            assert tokens == batch * options.new_tokens, "nothing ends a response early"
+        middle = statistics.median(seconds[1:])
+        return self._record("generate", seconds[1:], batch=batch, prompt_tokens=options.prompt_tokens,
+                            new_tokens=options.new_tokens, tokens_per_s=tokens / middle)  # fmt: skip
+
+    def sleep(self, level: int) -> Record:
+        """Seconds to sleep and to be up to date again, and GiB of the GPU that are free meanwhile.
+
+        Level 1 wakes (`wake_s`) and gets an unchanged version; level 2 wakes and is published whole.
+        """
+        self.engine.config = with_vllm(self.engine.config, sleep_level=level, publish="changed")
+        asleep, awake, wakes, freed = [], [], [], []
+        for _ in range(self.options.generations + 1):
+            wait(self.device)
+            before = torch.cuda.mem_get_info(self.device)[0]
+            asleep.append(seconds_of(self.engine.sleep, self.device))
+            freed.append((torch.cuda.mem_get_info(self.device)[0] - before) / 2**30)
+            awake.append(self._publish(0))
+            wakes.append(self.engine.metrics["time/sampler_wake_s"])
+        return self._record(f"sleep_{level}", asleep[1:], freed_gib=statistics.median(freed[1:]),
+                            wake_s=statistics.median(wakes[1:]), wake_and_publish_s=statistics.median(awake[1:]),
+                            sent_frac=self.engine.metrics["publish/sent_frac"], first_seconds=asleep[0],
+                            **self._canary())  # fmt: skip
+
+    def memory(self) -> Record:
+        """GiB: the learner's side at its peak, and all of the GPU that is in use now."""
+        if self.device.type != "cuda":
+            return self._record("memory")
+        free, total = torch.cuda.mem_get_info(self.device)
+        return self._record("memory", learner_peak_gib=torch.cuda.max_memory_allocated(self.device) / 2**30,
+                            device_used_gib=(total - free) / 2**30)  # fmt: skip
+
+    def close(self) -> None:
+        self.engine.close()
+        self.policies.clear()
+        del self.engine
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _publish(self, index: int) -> float:
+        """Seconds of publishing a policy's tensors as a new version."""
+        self.version += 1
+        policy = self.policies[index]
+        snapshot = as_new_version(policy, self.version)
+        self.engine.policy = policy
+        return seconds_of(lambda: self.engine.publish(snapshot), self.device)
+
+    def _canary(self) -> Record:
+        return {f"canary_{kind}": self.engine.metrics[f"publish/canary_abs_{kind}"] for kind in ("mean", "max")}

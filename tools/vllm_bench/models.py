@@ -1,0 +1,109 @@
+"""Models with known shapes and random weights, as policies that live on their published tensors alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from qarl_formats.scheme import is_ignored
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
+
+from qarl.config import QuantConfig
+from qarl.config.quant import scheme_of
+from qarl.policy.kernels import use_kernels
+from qarl.policy.policy import Policy
+from qarl.policy.skeleton import linear_names, skeleton
+from qarl.publish.snapshot import Snapshot, build_snapshot, published
+
+STD = 0.02  # of weights
+DTYPE = torch.bfloat16
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-8b": lambda: Qwen3Config(
+        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=False, **SPECIAL,
+    ),
+    "smollm2": lambda: LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, **SPECIAL,
+    ),
+    "tiny": lambda: LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, **SPECIAL,
+    ),
+}  # fmt: skip
+GROUPS = {"qwen3-8b": 128, "smollm2": 64, "tiny": 64}  # group size of int4 weights
+
+Masters = Callable[[str, tuple[int, ...]], Tensor]
+
+
+def quant_of(scheme: str, group_size: int, learner: str = "aligned") -> QuantConfig:
+    """The quantization section. group_size: for schemes that have groups."""
+    values = {"scheme": scheme, "learner": learner} | ({"group_size": group_size} if scheme.startswith("w4") else {})
+    return QuantConfig.model_validate(values)
+
+
+def random_masters(seed: int, device: torch.device) -> Masters:
+    """Float32 values of a parameter by name and shape: normal, norms one; the same whenever they are asked for."""
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+        return torch.randn(shape, generator=_generator(f"{seed}/{name}", device), device=device).mul_(STD)
+
+    return read
+
+
+def stepped(masters: Masters, lr: float, seed: int, device: torch.device) -> Masters:
+    """The masters after AdamW's first step on a random gradient: each moves by `lr` up or down."""
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        move = torch.rand(shape, generator=_generator(f"step/{seed}/{name}", device), device=device)
+        return masters(name, shape).add_(move.sub_(0.5).sign_().mul_(lr))
+
+    return read
+
+
+def _generator(text: str, device: torch.device) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    return torch.Generator(device).manual_seed(seed)
+
+
+def policy_of(
+    config: PreTrainedConfig, quant: QuantConfig, masters: Masters, version: int, device: torch.device, context: int
+) -> Policy:
+    """A policy for inference. One master at a time is in memory. context: tokens."""
+    scheme = scheme_of(quant)
+    model = skeleton(config)
+    linears = set(linear_names(model))
+    kernels = use_kernels(quant, scheme, DTYPE, device)
+    forms = []
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        low_bit = scheme.quantized and module in linears and not is_ignored(module, quant.ignore)
+        master = masters(name, tuple(parameter.shape))
+        forms.append((name, published(name, master, scheme if low_bit else None, DTYPE, version, kernels)))
+        del master
+    return Policy(model, scheme, quant, DTYPE, device, context, build_snapshot(version, forms))
+
+
+def as_new_version(policy: Policy, version: int) -> Snapshot:
+    """The policy's tensors as another version, whose fingerprints nobody knows yet."""
+    policy.version, policy.current = version, Snapshot(version, policy.current.tensors, policy.current.weights)
+    return policy.current
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of single bytes, for models whose tokens mean nothing."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {letter: i + 3 for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
