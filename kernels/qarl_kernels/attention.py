@@ -29,14 +29,17 @@ class QueryTiles:
     rows: (n, t) int64, row of each query in the packed batch; a negative row is padding.
     positions: (n, t) int64, position of each query in its sequence; padding has 0.
     pages: (n, p) int64, the sequence's pages in order; entries past its end may be any valid page.
+    real: (m,) int64, which of the n * t queries are no padding; None: to be looked up, for which a GPU is waited for.
     """
 
     rows: Tensor
     positions: Tensor
     pages: Tensor
+    real: Tensor | None = None
 
     def to(self, device: torch.device) -> QueryTiles:
-        return QueryTiles(self.rows.to(device), self.positions.to(device), self.pages.to(device))
+        real = _real(self.rows) if self.real is None else self.real
+        return QueryTiles(self.rows.to(device), self.positions.to(device), self.pages.to(device), real.to(device))
 
 
 @cache
@@ -84,14 +87,15 @@ def paged_attention(
         step = max(1, MAX_ELEMENTS // (kv_heads * PAGE * (group.pages.shape[1] * rows + 2 * dim)))
         for start in range(0, n, step):
             part = slice(start, start + step)
+            real = group.real if step >= n else None
             _attend(out, q, k_cache, v_cache, group.rows[part], group.positions[part], group.pages[part],
-                    rows, scale, window)  # fmt: skip
+                    real, rows, scale, window)  # fmt: skip
     return out
 
 
 def _attend(
     out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, index: Tensor, positions: Tensor, pages: Tensor,
-    rows: int, scale: float, window: int | None,
+    real: Tensor | None, rows: int, scale: float, window: int | None,
 ) -> None:  # fmt: skip
     """Some tiles of one shape, written into out. rows: t * rep query rows, padded up for a decode."""
     n, t = index.shape
@@ -129,9 +133,13 @@ def _attend(
 
     result = (value / total[..., None])[:, : t * rep]
     result = result.view(n, kv_heads, t, rep, dim).permute(0, 2, 1, 3, 4).reshape(n * t, heads, dim).to(q.dtype)
-    index = index.reshape(-1)
-    real = index >= 0
-    out[index[real]] = result[real]
+    if real is None:
+        real = _real(index)
+    out[index.reshape(-1)[real]] = result[real]
+
+
+def _real(rows: Tensor) -> Tensor:
+    return (rows.reshape(-1) >= 0).nonzero()[:, 0]
 
 
 def _page_of(cache: Tensor, page: Tensor) -> Tensor:

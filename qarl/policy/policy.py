@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from qarl.policy.kernel_operand import KernelOperand
 
 
+SCORE_CHUNK = 128  # rows of logits that `score` holds at once
+
+
 class Policy:
     """A Hugging Face causal LM rebuilt on qarl's layers.
 
@@ -217,6 +220,21 @@ class Policy:
         targets = torch.tensor([t for r in responses for t in r], device=device)
         return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.head_value, targets,
                               truncation, chunk, self.kernels)  # fmt: skip
+
+    @torch.no_grad()
+    def score(self, sequences: list[list[int]]) -> Tensor:
+        """Log-probs of every token but the first of each sequence, at temperature 1, as the sampler computes them.
+
+        sequences: token ids, two or more each. Returns (T,) float32, in nats, sequence after sequence.
+        """
+        context, positions = learner_context([(len(tokens) - 1, [0]) for tokens in sequences], self.device)
+        ids = torch.tensor([t for tokens in sequences for t in tokens[:-1]], device=self.device)
+        targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.device)
+        with self.sampling():
+            hidden = self.hidden_states(ids, positions, context)
+            logp, _ = token_logprobs(hidden, self.head_master, self.head_value, targets, Truncation(), SCORE_CHUNK,
+                                     self.kernels)  # fmt: skip
+        return logp
 
     def set_gradient_checkpointing(self, on: bool) -> None:
         """Recompute each layer in the backward instead of keeping its activations."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from qarl_kernels import dequantize, digest, fp8_block, gemm, quantize, tile, tuning, w4a8, w4a16
+from qarl_kernels import dequantize, digest, fp8_block, gemm, noise, quantize, tile, tuning, w4a8, w4a16
 from qarl_kernels.launch import capability_of
 from torch import Tensor
 
@@ -54,6 +54,13 @@ def digests() -> Iterator[str]:
     """Sums over the bytes of tensors; one kernel whatever the dtypes."""
     digest.digest_sums([empty(4096, 4096), empty(7, dtype=torch.int8)])
     yield "digests"
+
+
+def exponentials() -> Iterator[str]:
+    """Noise for drawing tokens."""
+    state = empty(256, dtype=torch.int64)
+    noise.exponential_(empty(256, 151_936, dtype=FP32), state, state)
+    yield "exponentials"
 
 
 ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (BF16, 28_672), (torch.float16, 4096), (FP32, 4096))

@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:fp8_weights", {(8, 9): None, (9, 0): None}),
     ("compile_cases:fp8_activations", {(8, 9): None, (9, 0): None}),
     ("compile_cases:digests", {(8, 0): None, (8, 9): None, (9, 0): None}),
+    ("compile_cases:exponentials", {(8, 0): None, (8, 9): None, (9, 0): None}),
     ("compile_cases:dense", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
     ("compile_cases:int4", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
     ("compile_cases:int4_int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),

@@ -105,11 +105,11 @@ def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:
         ("kill", "its process was ended by SIGKILL, perhaps for lack of memory"),
         ("exit", "its process ended with exit code 3"),
         ("fail", "RuntimeError: out of blocks"),
-        ("hang", "it gave no sign of life for 0.5 s (rollout.vllm.timeout_s)"),
+        ("hang", "it gave no sign of life for 1.5 s (rollout.vllm.timeout_s)"),
     ],
 )
 def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(undisturbed, case, trouble, said) -> None:
-    case.make(f"generate {trouble}", timeout_s=0.5 if trouble == "hang" else 30)
+    case.make(f"generate {trouble}", timeout_s=1.5 if trouble == "hang" else 30)
     case.publish()
     assert case.draw() == undisturbed
     assert case.said == [f"vLLM failed: {said}; restart 1 of 2, see {case.folder / 'sampler.log'}"]
@@ -161,6 +161,13 @@ def test_a_restart_that_fails_counts_as_one(case) -> None:
     case.publish()
     assert len(case.draw()) == 12
     assert case.engine.restarts == 2 and len(case.pids) == 3
+
+
+def test_a_restarted_sampler_that_computes_something_else_ends_the_run(case) -> None:
+    case.make("generate kill", "start lie")
+    case.publish()
+    with pytest.raises(PublishError, match=r"publish of version 0: .* off by mean 1\.0000"):
+        case.draw()
 
 
 @pytest.mark.parametrize("mode", ["changed", "delta"])

@@ -134,11 +134,15 @@ def test_an_interrupt_ends_the_operation_and_leaves_the_sampler_usable(start, an
     assert sampler.call("generate", ORDER, ignore) == answer
 
 
-def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch) -> None:
+def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch, tmp_path) -> None:
+    def stop_in_trouble(responses: int, tokens: int) -> None:
+        if not (tmp_path / "troubles").read_text():
+            raise Stop
+
     monkeypatch.setattr(process, "ABORT_LIMIT_S", 0.3)
     sampler = start("generate hang")
     with pytest.raises(Stop):
-        sampler.call("generate", ORDER, stop)
+        sampler.call("generate", ORDER, stop_in_trouble)
     assert not fake_sampler.alive(sampler.pid)
     with pytest.raises(SamplerFault, match="did not let go of what was interrupted"):
         sampler.call("generate", ORDER, ignore)

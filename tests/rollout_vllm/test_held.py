@@ -123,6 +123,22 @@ def test_direct_tensors_are_read_as_they_were_published(held) -> None:
         assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
 
 
+def test_plain_layers_are_those_that_hold_what_was_published_and_nothing_else(held) -> None:
+    # qkv_proj has bias rows that nothing was published for, and tiled holds its own form
+    assert held.plain == {"embed", "norm"}
+
+
+def test_a_plain_layer_is_written_in_place(model, held) -> None:
+    address, new = model.norm.weight.data_ptr(), snapshot(1)["norm.weight"]
+    held.write({"norm.weight": new})
+    assert torch.equal(model.norm.weight, new) and model.norm.weight.data_ptr() == address
+
+
+def test_only_plain_layers_can_be_written(held) -> None:
+    with pytest.raises(AssertionError, match=r"tiled\.weight has no place of its own"):
+        held.write({"tiled.weight": snapshot(1)["tiled.weight"]})
+
+
 def test_a_published_layer_that_the_model_lacks_is_named(model) -> None:
     with pytest.raises(PublishError, match=r"no layer for 'layers\.1\.o_proj\.weight'"):
         HeldModel(model, prints(snapshot() | {"layers.1.o_proj.weight": torch.zeros(2, 2)}))

@@ -1,4 +1,7 @@
-"""Whole runs whose sampler or learner is killed, stopped or does not start; `fake_sampler` in place of vLLM."""
+"""One run, again and again: its sampler does not start, is killed, outlives a learner, and is interrupted.
+
+`fake_sampler` is in place of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fake_sampler
 import pytest
-from tiny_runs import Finished, Qarl, Started, settings, write_config
+from tiny_runs import Qarl, settings, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -19,102 +23,107 @@ INSTALL = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import 
 UNREPEATABLE = ("time/", "throughput/", "memory/")
 
 
-class Run:
-    """Three steps of one configuration in `folder`; every start has the troubles that are given."""
+@dataclass
+class Stage:
+    """A start of the command. files: in the run directory afterwards. saved: the last checkpoint, "" for none.
+
+    steps: the records of metrics. sampler: the pid of its sampler. outlived: whether that ran on afterwards.
+    """
+
+    code: int
+    out: str
+    err: str
+    files: set[str]
+    saved: str
+    steps: list[dict[str, Any]]
+    sampler: int
+    outlived: bool
+
+
+class Course:
+    """Starts of one command, each with its troubles."""
 
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
-        self.qarl, self.folder, self.troubles = qarl, folder, folder / "troubles"
+        self.qarl, self.run, self.troubles = qarl, folder / "run", folder / "troubles"
         vllm = {"args": {"troubles": str(self.troubles)}, "max_restarts": 0}
-        data = settings(model, rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 3}, checkpoint={"every": 100})
+        data = settings(model, rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 2}, checkpoint={"every": 100})
         self.config = write_config(folder / "c.yaml", data)
 
-    def start(self, *troubles: str) -> Started:
+    def stage(self, *troubles: str, signum: int = 0) -> Stage:
+        """signum: sent to the learner when the last trouble has come."""
         self.troubles.write_text("\n".join(troubles))
-        return self.qarl.start("train", self.config, f"train.run_dir={self.folder / 'run'}", before=INSTALL)
-
-    def run(self, *troubles: str) -> Finished:
-        return self.start(*troubles).wait()
-
-    def until_in_trouble(self) -> None:
-        deadline = time.monotonic() + 60
-        while self.troubles.read_text():
-            assert time.monotonic() < deadline, "the troubles did not come"
-            time.sleep(0.005)
-
-    @property
-    def sampler(self) -> int:
-        return fake_sampler.pids(self.troubles)[-1]
-
-    def metrics(self) -> list[dict[str, Any]]:
-        records = map(json.loads, (self.folder / "run" / "metrics.jsonl").read_text().splitlines())
-        return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
-
-    def checkpoint(self) -> str:
-        return (self.folder / "run" / "checkpoints" / "latest").resolve().name
-
-
-@pytest.fixture
-def run(qarl, even_model, tmp_path) -> Run:
-    return Run(qarl, even_model, tmp_path)
+        started = self.qarl.start("train", self.config, f"train.run_dir={self.run}", before=INSTALL)
+        if signum:
+            deadline = time.monotonic() + 60
+            while self.troubles.read_text():
+                assert time.monotonic() < deadline, "the troubles did not come"
+                time.sleep(0.005)
+            os.kill(started.pid, signum)
+        done = started.wait()
+        sampler = fake_sampler.pids(self.troubles)[-1]
+        latest, metrics = self.run / "checkpoints" / "latest", self.run / "metrics.jsonl"
+        records = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
+        return Stage(
+            done.code, done.out, done.err, {path.name for path in self.run.iterdir()},
+            latest.resolve().name if latest.exists() else "",
+            [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records],
+            sampler, not fake_sampler.gone(sampler),
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def undisturbed(qarl, even_model, tmp_path_factory) -> list[dict[str, Any]]:
-    """The metrics of a run without troubles."""
-    run = Run(qarl, even_model, tmp_path_factory.mktemp("undisturbed"))
-    done = run.run()
-    assert (done.code, done.err) == (0, "")
-    return run.metrics()
+def undisturbed(qarl, even_model, tmp_path_factory) -> Stage:
+    """A run without troubles."""
+    return Course(qarl, even_model, tmp_path_factory.mktemp("undisturbed")).stage()
 
 
-def test_a_sampler_that_cannot_go_on_ends_the_run_with_its_steps_saved(run, undisturbed) -> None:
-    done = run.run("generate none", "generate kill")
-    assert done.code == 2
-    assert done.err == (
+@pytest.fixture(scope="module")
+def course(qarl, even_model, tmp_path_factory) -> dict[str, Stage]:
+    course = Course(qarl, even_model, tmp_path_factory.mktemp("course"))
+    return {
+        "no start": course.stage("start fail"),
+        "sampler killed": course.stage("generate none", "generate kill"),
+        "learner killed": course.stage("generate hang", signum=signal.SIGKILL),
+        "interrupted": course.stage("generate slow", signum=signal.SIGINT),
+        "finished": course.stage(),
+    }
+
+
+def test_a_sampler_that_does_not_start_leaves_its_log_and_nothing_else(course) -> None:
+    stage = course["no start"]
+    assert stage.code == 2
+    assert stage.err.startswith("error: rollout.vllm: vLLM did not start: RuntimeError: out of blocks; see ")
+    assert stage.err.endswith("/run/sampler.log\n") and stage.err.count("\n") == 1
+    assert stage.files == {"sampler.log"}
+
+
+def test_a_sampler_that_may_not_be_restarted_ends_the_run_with_its_steps_saved(course, undisturbed) -> None:
+    stage = course["sampler killed"]
+    assert stage.code == 2
+    assert stage.err.startswith(
         "error: rollout.vllm: vLLM failed: its process was ended by SIGKILL, perhaps for lack of memory; restarted 0 "
-        f"times already (rollout.vllm.max_restarts), see {run.folder / 'run' / 'sampler.log'}\n"
+        "times already (rollout.vllm.max_restarts), see "
     )
-    assert run.checkpoint() == "000001" and run.metrics() == undisturbed[:1]
-    again = run.run()
-    assert again.code == 0 and "(step 1)" in again.out
-    assert run.metrics() == undisturbed
+    assert stage.err.count("\n") == 1
+    assert stage.saved == "000001" and stage.steps == undisturbed.steps[:1]
 
 
-def test_an_interrupt_while_the_sampler_draws_saves_and_leaves_no_process(run, undisturbed) -> None:
-    started = run.start("generate none", "generate slow")
-    run.until_in_trouble()
-    os.kill(started.pid, signal.SIGINT)
-    done = started.wait()
-    assert (done.code, done.err) == (130, "")
-    assert "stopped after step 1, saved" in done.out
-    assert not fake_sampler.alive(run.sampler)
-    assert run.run().code == 0
-    assert run.metrics() == undisturbed
+def test_a_sampler_does_not_outlive_a_learner_that_is_killed(course) -> None:
+    stage = course["learner killed"]
+    assert stage.code == -signal.SIGKILL
+    assert not stage.outlived
 
 
-def test_a_sampler_does_not_outlive_a_learner_that_is_killed(run) -> None:
-    started = run.start("generate hang")
-    run.until_in_trouble()
-    assert fake_sampler.alive(run.sampler)
-    os.kill(started.pid, signal.SIGKILL)
-    assert started.wait().code == -signal.SIGKILL
-    assert fake_sampler.gone(run.sampler)
+def test_an_interrupt_while_the_sampler_draws_stops_the_run_and_the_sampler(course) -> None:
+    stage = course["interrupted"]
+    assert (stage.code, stage.err) == (130, "")
+    assert "stopped after step 1, saved" in stage.out
+    assert not stage.outlived
 
 
-def test_a_sampler_that_does_not_start_keeps_its_log_and_the_command_can_be_repeated(run, undisturbed) -> None:
-    log = run.folder / "run" / "sampler.log"
-    done = run.run("start fail")
-    assert done.code == 2
-    assert done.err == f"error: rollout.vllm: vLLM did not start: RuntimeError: out of blocks; see {log}\n"
-    assert "Traceback" in log.read_text() and [p.name for p in log.parent.iterdir()] == ["sampler.log"]
-    assert run.run().code == 0
-    assert run.metrics() == undisturbed
-
-
-def test_a_publish_that_did_not_arrive_ends_the_run_after_the_step_before_it(run, undisturbed) -> None:
-    done = run.run("generate none", "publish lie", "publish lie")
-    assert done.code == 2
-    assert done.err.startswith("error: publish of version ") and done.err.count("\n") == 1
-    assert run.checkpoint() == "000001"
-    assert run.run().code == 0
-    assert run.metrics() == undisturbed
+def test_what_is_left_after_all_that_is_what_an_undisturbed_run_leaves(course, undisturbed) -> None:
+    stage = course["finished"]
+    assert (stage.code, stage.err) == (0, "") == (undisturbed.code, undisturbed.err)
+    assert "(step 1)" in stage.out  # resumed from there
+    assert stage.steps == undisturbed.steps and len(stage.steps) == 2
+    assert stage.files == undisturbed.files

@@ -17,7 +17,7 @@ from qarl.publish.verify import PublishError
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
 FACTOR = 4.0  # by which a later publish may exceed the first load
 FLOOR_MEAN, FLOOR_MAX = 0.02, 0.25  # below these nothing is wrong, however well the first load agreed
-BROKEN_MEAN = 2.0  # nats: a first load this far off computes something else (a random policy is off by 5 and more)
+BROKEN_MEAN = 1.0  # nats: what is this far off computes something else (a random policy is off by 5 and more)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Bound:
             raise PublishError(f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
                                "does not run this model and scheme right; use rollout.kernels=qarl, or another "
                                "scheme")  # fmt: skip
-        return cls(max(FLOOR_MEAN, FACTOR * first.mean), max(FLOOR_MAX, FACTOR * first.max))
+        return cls(min(BROKEN_MEAN, max(FLOOR_MEAN, FACTOR * first.mean)), max(FLOOR_MAX, FACTOR * first.max))
 
     def check(self, version: int, found: Difference) -> None:
         """Raise PublishError when a publish is off by more."""

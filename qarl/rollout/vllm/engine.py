@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
@@ -197,9 +196,9 @@ class VLLMEngine:
                 carrier.transmit()
             if isinstance(carrier, NcclCarrier):  # waiting for this GPU now would wait for a sampler that may be dead
                 seconds, scored = self._sampler.finish(ignore_progress)
-                expected = self._policy_logprobs()
+                expected = self.policy.score(self.canary).tolist()
             else:
-                expected = self._policy_logprobs()
+                expected = self.policy.score(self.canary).tolist()
                 seconds, scored = self._sampler.finish(ignore_progress)
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
             return difference(_joined(scored), expected)
@@ -209,14 +208,6 @@ class VLLMEngine:
         finally:
             if carrier is not None:
                 carrier.release()
-
-    def _policy_logprobs(self) -> list[float]:
-        """Of the canary's tokens, by the sampler's arithmetic on the published tensors."""
-        with self.policy.sampling():
-            logp, _ = self.policy.logprobs(
-                [tokens[:1] for tokens in self.canary], [tokens[1:] for tokens in self.canary], Truncation(), 128
-            )
-        return logp.tolist()
 
     def _measure(self, found: Difference, shipment: Shipment | None) -> None:
         self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
@@ -251,7 +242,7 @@ class VLLMEngine:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         scored = _joined(self._sampler.call("score", self.canary, ignore_progress))
-        found = difference(scored, self._policy_logprobs())
+        found = difference(scored, self.policy.score(self.canary).tolist())
         bound = Bound.of(found)
         if self._bound is None:
             self._bound = bound

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 
 # Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
 METADATA = (".weight_shape",)
+SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ class HeldModel:
         self._model = model
         self._modules = dict(model.named_modules())
         self.units = load_units(model)
+        self._names: dict[str, list[str]] = {}  # of published tensors, by unit
+        for name in expected:
+            self._names.setdefault(self.unit_of(name).name, []).append(name)
         self.direct: dict[str, tuple[str, _Place]] = {}
-        hidden: dict[str, Unit] = {}
+        hidden: dict[str, None] = {}
         for name, print_ in expected.items():
             if name.endswith(METADATA):
                 continue
@@ -86,20 +91,15 @@ class HeldModel:
             if place is not None:
                 self.direct[name] = (unit.name, place)
             else:
-                hidden[unit.name] = unit
-        sent_bytes = {name: self._sent_bytes(unit, expected) for name, unit in hidden.items()}
+                hidden[unit.name] = None
+        sent_bytes = {name: sum(expected[n].nbytes for n in self._names[name]) for name in hidden}
         held_bytes = {name: sum(t.nbytes for t in _own_tensors(self._modules[name]).values()) for name in hidden}
         self.blind = tuple(name for name in hidden if held_bytes[name] < 0.9 * sent_bytes[name])
-        self.plain = self._plain_units(expected)
+        self.plain = self._plain_units()
         total = sum(p.nbytes for p in expected.values())
         self.proved_frac = sum(expected[name].nbytes for name in self.direct) / total
-        self._opaque = {name: unit for name, unit in hidden.items() if name not in self.blind}
-        self._sent = {name: self._sent_prints(unit, expected) for name, unit in self._opaque.items()}
-        self._held = self._held_prints()
-
-    @property
-    def opaque(self) -> tuple[str, ...]:
-        return tuple(self._opaque)
+        self.opaque = tuple(name for name in hidden if name not in self.blind)
+        self._sent, self._held = self._sent_prints(expected), self._held_prints()
 
     def unit_of(self, name: str) -> Unit:
         """The unit of a published tensor. Raises PublishError when the model has no such layer."""
@@ -112,20 +112,30 @@ class HeldModel:
         """Direct tensors as the model holds them now, in their published shape and dtype."""
         unit, tensors = "", {}
         for name in names:
-            if self.direct[name][0] != unit:
-                unit = self.direct[name][0]
-                tensors = {True: _own_tensors(self._modules[unit]), False: _made_from(self._modules[unit])}
-            place = self.direct[name][1]
+            of, place = self.direct[name]
+            if of != unit or (not place.own and False not in tensors):
+                unit = of
+                tensors = {True: _own_tensors(self._modules[unit])}
+                if not place.own:
+                    tensors[False] = _made_from(self._modules[unit])
             tensor = place.read(tensors[place.own])
             assert tensor is not None, f"{name} is no longer where it was"
             yield name, _as_published(tensor, expected[name])
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Write a published tensor of a plain layer where the model holds it."""
-        unit, place = self.direct[name]
-        held = place.read(_own_tensors(self._modules[unit]))
-        assert held is not None and unit in self.plain, f"{name} has no place of its own"
-        held.copy_(tensor)
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write published tensors of plain layers, by name, where the model holds them."""
+        small: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for name, tensor in tensors.items():
+            unit, place = self.direct[name]
+            held = place.read(_own_tensors(self._modules[unit]))
+            assert held is not None and unit in self.plain, f"{name} has no place of its own"
+            if tensor.nbytes < SMALL and held.dtype == tensor.dtype and held.is_contiguous():
+                small[0].append(held)
+                small[1].append(tensor)
+            else:
+                held.copy_(tensor)
+        for dtype in {tensor.dtype for tensor in small[1]}:  # one launch for many, where they are of one dtype
+            torch._foreach_copy_(*([t for t in side if t.dtype == dtype] for side in small))
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
@@ -133,9 +143,8 @@ class HeldModel:
         for name, print_ in found.items():
             if print_ != expected[name]:
                 raise PublishError(f"publish of version {version}: vLLM does not hold '{name}' as it was sent")
-        sent = {name: self._sent_prints(unit, expected) for name, unit in self._opaque.items()}
-        held = self._held_prints()
-        for name in self._opaque:
+        sent, held = self._sent_prints(expected), self._held_prints()
+        for name in self.opaque:
             if (sent[name] == self._sent[name]) != (held[name] == self._held[name]):
                 what = "did not change with its weights" if sent[name] != self._sent[name] else "changed by itself"
                 raise PublishError(f"publish of version {version}: vLLM's layer '{name}' {what}")
@@ -157,33 +166,28 @@ class HeldModel:
                     return place
         return None
 
-    def _plain_units(self, expected: Mapping[str, Fingerprint]) -> frozenset[str]:
-        written: dict[str, set[str]] = {}
-        for name in expected:
-            unit = self.unit_of(name).name
-            place = self.direct.get(name)
-            written.setdefault(unit, set()).add(place[1].attribute if place and place[1].own else "")
-        return frozenset(u for u, attributes in written.items() if attributes == _own_tensors(self._modules[u]).keys())
+    def _plain_units(self) -> frozenset[str]:
+        found = set()
+        for unit, names in self._names.items():
+            places = [self.direct[name][1] for name in names if name in self.direct]
+            own = {place.attribute for place in places if place.own}
+            if len(places) == len(names) and own == _own_tensors(self._modules[unit]).keys():
+                found.add(unit)
+        return frozenset(found)
 
-    def _sent_prints(self, unit: Unit, expected: Mapping[str, Fingerprint]) -> tuple[Fingerprint, ...]:
-        return tuple(p for name, p in expected.items() if name.rpartition(".")[0] in unit.sources)
+    def _sent_prints(self, expected: Mapping[str, Fingerprint]) -> dict[str, list[Fingerprint]]:
+        return {unit: [expected[name] for name in self._names[unit]] for unit in self.opaque}
 
-    def _sent_bytes(self, unit: Unit, expected: Mapping[str, Fingerprint]) -> int:
-        return sum(p.nbytes for p in self._sent_prints(unit, expected))
-
-    def _held_prints(self) -> dict[str, tuple[Fingerprint, ...]]:
-        named = [
-            (f"{name} {attribute}", tensor)
-            for name in self._opaque
-            for attribute, tensor in _own_tensors(self._modules[name]).items()
-        ]
-        found = fingerprints(named)
-        return {name: tuple(p for key, p in found.items() if key.split(" ")[0] == name) for name in self._opaque}
+    def _held_prints(self) -> dict[str, list[Fingerprint]]:
+        own = {unit: _own_tensors(self._modules[unit]) for unit in self.opaque}
+        named = ((f"{unit} {name}", tensor) for unit, tensors in own.items() for name, tensor in tensors.items())
+        found = iter(fingerprints(named).values())
+        return {unit: [next(found) for _ in tensors] for unit, tensors in own.items()}
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module itself."""
-    return {n: t for n, t in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
+    return {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
 
 
 def _made_from(module: nn.Module) -> dict[str, Tensor]:

@@ -142,7 +142,8 @@ class Host:
         common = {
             "max_tokens": drawing.max_tokens, "temperature": drawing.temperature, "top_p": drawing.top_p,
             "top_k": drawing.top_k, "min_p": drawing.min_p, "stop": list(drawing.stop),
-            "stop_token_ids": list(drawing.stop_token_ids), "logprobs": 0, "detokenize": bool(drawing.stop),
+            "stop_token_ids": list(drawing.stop_token_ids), "logprobs": 0, "flat_logprobs": True,
+            "detokenize": bool(drawing.stop),
             "ignore_eos": True,  # what ends a response is in stop_token_ids
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }  # fmt: skip
@@ -212,8 +213,10 @@ def _start(settings: SamplerSettings) -> LLM:
 
     from qarl.rollout.vllm.onednn import keep_scales
     from qarl.rollout.vllm.plugin import register
+    from qarl.rollout.vllm.sampling import batch_seeded_noise
 
     keep_scales()
+    batch_seeded_noise()
     register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
     arguments: dict[str, Any] = {
         "dtype": settings.dtype,
@@ -254,6 +257,7 @@ def _itself(worker: Any) -> Any:
 
 
 def _response(output: Any) -> Response:
-    logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+    # The drawn token comes first of each position's.
+    logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
     reason = "stop" if output.finish_reason == "stop" else "length"
     return Response(list(output.token_ids), logprobs, reason, output.stop_reason)

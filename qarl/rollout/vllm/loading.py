@@ -9,17 +9,20 @@ Layers that hold their published tensors as they are need neither: they are writ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from qarl.publish.delta import Patch, apply_patch
 from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.held import HeldModel
+
+logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
 
 class Loader:
@@ -33,6 +36,7 @@ class Loader:
         self, worker: Any, held: HeldModel, expected: Mapping[str, Fingerprint], checkpoint: Path, staging: bool
     ) -> None:
         self._worker, self._held = worker, held
+        self._units = {name: held.unit_of(name).name for name in expected}
         device: torch.device = worker.device
         # On the CPU a layer may be held by a library as well, which only vLLM's reload tells.
         self._plain = held.plain if device.type == "cuda" else frozenset()
@@ -40,7 +44,7 @@ class Loader:
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         if staging:
-            wanted = [name for name in expected if held.unit_of(name).name not in self._plain]
+            wanted = [name for name in expected if self._units[name] not in self._plain]
             found = dict(_stored(checkpoint, set(wanted), device))
             self._staging = {name: found[name] for name in wanted}
 
@@ -59,11 +63,9 @@ class Loader:
 
     def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
         """Put new tensors in checkpoint layout, by published name, into the model's layers."""
-        touched = {self._held.unit_of(name).name for name in tensors}
-        for name, tensor in tensors.items():
-            if self._held.unit_of(name).name in self._plain:
-                self._held.write(name, tensor)
-        repacked = touched - self._plain
+        plain = {name: tensor for name, tensor in tensors.items() if self._units[name] in self._plain}
+        self._held.write(plain)
+        repacked = {self._units[name] for name in tensors if name not in plain}
         if not repacked:
             return
         if not self._staging:
@@ -73,20 +75,27 @@ class Loader:
             if name in self._staging:
                 self._staging[name].copy_(tensor)
         if not self._records:
-            self._reload(repacked, [item for item in self._staging.items() if self._unit(item[0]) in repacked])
+            self._reload(repacked, [item for item in self._staging.items() if self._units[item[0]] in repacked])
         elif self._graph is None:
             self._record()
         else:
             self._graph.replay()
 
     def _record(self) -> None:
-        """Load everything that is staged, and record how."""
-        units = {self._unit(name) for name in self._staging}
+        """Load everything that is staged, and record how, if that can be recorded."""
+        units = {self._units[name] for name in self._staging}
         self._reload(units, self._staging.items())  # before it is recorded: kernels are compiled, streams are made
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._reload(units, self._staging.items())
+        before = [(module, dict(module._parameters), dict(module._buffers)) for module in self._modules(units)]
+        try:
+            with torch.cuda.graph(graph):
+                self._reload(units, self._staging.items())
+        except RuntimeError as error:  # Marlin's repacking copies index lists from the host, which no graph can hold
+            logger.warning("a reload cannot be recorded, and runs as it is each time: %s", str(error).splitlines()[0])
+            self._records = False
+            _put_back(before)
+            return
         graph.replay()
         self._graph = graph
 
@@ -96,7 +105,7 @@ class Loader:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model = self._worker.model_runner.get_model()
-        modules = [module for name, module in model.named_modules() if name in units]
+        modules = self._modules(units)
         with set_current_vllm_config(self._worker.vllm_config):
             for module in modules:
                 initialize_layerwise_reload(module)
@@ -104,19 +113,30 @@ class Loader:
             for module in modules:
                 finalize_layerwise_reload(module, self._worker.model_config)
 
+    def _modules(self, units: set[str]) -> list[nn.Module]:
+        return [module for name, module in self._worker.model_runner.get_model().named_modules() if name in units]
+
     def _whole(
         self, units: set[str], tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]
     ) -> list[tuple[str, Tensor]]:
         """All tensors of units of which some are new, in layer order."""
-        needed = [name for name in expected if self._unit(name) in units]
+        needed = [name for name in expected if self._units[name] in units]
         return [(name, tensors[name] if name in tensors else self._base(name, expected).clone()) for name in needed]
 
     def _base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         """A published tensor as it was at the last publish."""
         return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
 
-    def _unit(self, name: str) -> str:
-        return self._held.unit_of(name).name
+
+def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    """End a reload that broke off: the layers have the tensors from before it."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module, parameters, buffers in before:
+        get_layerwise_info(module).reset()
+        for held, kept in ((module._parameters, parameters), (module._buffers, buffers)):
+            held.clear()
+            held.update(kept)
 
 
 def _stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:

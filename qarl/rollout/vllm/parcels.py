@@ -58,7 +58,7 @@ def in_buffer(buffer: Tensor, start: int, entry: Entry) -> Tensor:
 def inline(name: str, tensor: Tensor) -> Entry:
     """An entry whose place is the bytes themselves."""
     assert tensor.nbytes <= INLINE_LIMIT, f"{name}: {tensor.nbytes} bytes on the {tensor.device}, beside GPU tensors"
-    return entry_of(name, tensor, bytes(bytes_of(tensor).tolist()))
+    return entry_of(name, tensor, bytes_of(tensor).numpy().tobytes())
 
 
 def is_inline(entry: Entry) -> bool:
@@ -68,7 +68,9 @@ def is_inline(entry: Entry) -> bool:
 
 def from_inline(entry: Entry) -> Tensor:
     """The tensor of such an entry, on the CPU."""
-    return in_buffer(torch.tensor(list(entry.place), dtype=torch.uint8), 0, entry)
+    if not entry.place:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return in_buffer(torch.frombuffer(bytearray(entry.place), dtype=torch.uint8), 0, entry)
 
 
 def plan_buffers(tensors: Mapping[str, Tensor], limit: int) -> Parcel:
