@@ -181,8 +181,10 @@ class CudaIpcCarrier:
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        # torch keeps shared memory until the receiver has counted down, which one that is gone never will.
-        for handle in self._handles:
+        handles = self._handles
+        self.release()  # first, since this frees what the receiver has counted down itself
+        # torch keeps the rest until the receiver has counted down, which one that is gone never will.
+        for handle in handles:
             handle[self._STORAGE]._release_ipc_counter(
                 handle[self._COUNTER], handle[self._COUNTER_OFFSET], device=handle[self._DEVICE]
             )

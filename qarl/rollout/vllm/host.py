@@ -71,7 +71,7 @@ class Host:
         """What the other side wants to know of a started engine.
 
         proved_frac: share of the snapshot's bytes whose arrival digests prove. units: the layer that each published
-        tensor is loaded with. notes: what vLLM does otherwise than the scheme says, one line each.
+        tensor must come with; none where the others are kept. notes: what vLLM does otherwise than the scheme says.
         """
         import vllm
 
@@ -82,7 +82,7 @@ class Host:
             "version": vllm.__version__,
             "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
             "proved_frac": self.held.proved_frac,
-            "units": {name: self.held.unit_of(name).name for name in self._expected},
+            "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},
             "notes": [f"vLLM {vllm.__version__}: {note}"] if note else [],
         }
 

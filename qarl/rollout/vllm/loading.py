@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qarl.publish.delta import Patch, apply_patch
 from qarl.publish.verify import Fingerprint
-from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.held import METADATA, HeldModel
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
@@ -72,7 +72,7 @@ class Loader:
             self._reload(repacked, self._whole(repacked, tensors, expected))
             return
         for name, tensor in tensors.items():
-            if name in self._staging:
+            if name in self._staging and not name.endswith(METADATA):
                 self._staging[name].copy_(tensor)
         if not self._records:
             self._reload(repacked, [item for item in self._staging.items() if self._units[item[0]] in repacked])
