@@ -20,8 +20,10 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -181,14 +183,21 @@ class CudaIpcCarrier:
             torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        handles = self._handles
-        self.release()  # first, since this frees what the receiver has counted down itself
-        # torch keeps the rest until the receiver has counted down, which one that is gone never will.
-        for handle in handles:
+        # torch keeps a tensor until its receiver has counted down, which one that is gone never will.
+        for handle in filter(self._awaited, self._handles):
             handle[self._STORAGE]._release_ipc_counter(
                 handle[self._COUNTER], handle[self._COUNTER_OFFSET], device=handle[self._DEVICE]
             )
         self.release()
+
+    def _awaited(self, handle: tuple[Any, ...]) -> bool:
+        """Whether the receiver has not counted down: torch's counters are int64 in a file of shared memory."""
+        counters = Path("/dev/shm", handle[self._COUNTER].decode().lstrip("/"))
+        if not counters.exists():
+            return False
+        with counters.open("rb") as file:
+            file.seek(8 * handle[self._COUNTER_OFFSET])
+            return int.from_bytes(file.read(8), sys.byteorder, signed=True) > 0
 
 
 class CudaIpcReceiver:

@@ -203,8 +203,7 @@ def _prepare_environment(settings: SamplerSettings) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["QARL_VLLM_KERNELS"] = settings.kernels
-    if settings.threads is not None:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if settings.threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
 
 

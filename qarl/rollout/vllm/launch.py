@@ -38,7 +38,7 @@ def sampler_settings(config: Config, policy: Policy, checkpoint: Path) -> Sample
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         kernels=rollout.kernels,
         cuda=(learner_gpu(policy.device) if vllm.device is None else vllm.device) if on_gpu else None,
-        threads=None if on_gpu else config.train.threads,
+        threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),
     )
 

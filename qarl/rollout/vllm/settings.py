@@ -21,7 +21,7 @@ class SamplerSettings:
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
     staging: the published tensors of repacked layers are kept. kernels: whose linear kernels. cuda: index of the GPU,
-    None on the CPU. threads: of the CPU, None: vLLM's own choice. args: further engine arguments.
+    None on the CPU. threads: on the CPU. args: further engine arguments.
     """
 
     checkpoint: Path
