@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from qarl.threads import wait_politely
 wait_politely()  # before anything imports torch
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on the CPU
+
+sys.path.append(str(Path(__file__).parent / "training"))  # for tiny_runs, which other folders read too
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -77,6 +80,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def qarl(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """Whole runs, in forks of one server: a `tiny_runs.Qarl`."""
+    from tiny_runs import Qarl
+
+    runner = Qarl(tmp_path_factory.mktemp("qarl"))
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,10 @@
-"""A model that draws tokens evenly, and whole runs, as tests/training has them."""
+"""A model that draws tokens evenly."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "training"))  # for tiny_runs
-
-
-@pytest.fixture(scope="session")
-def qarl(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """A `tiny_runs.Qarl`."""
-    from tiny_runs import Qarl
-
-    runner = Qarl(tmp_path_factory.mktemp("qarl"))
-    yield runner
-    runner.close()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ any batch, the log-probs reported here equal the learner's recomputation bit for
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,7 +21,7 @@ from qarl.policy.attention import Span, sampler_context
 from qarl.policy.policy import Policy
 from qarl.publish.snapshot import Snapshot
 from qarl.publish.verify import PublishError, fingerprints, verify
-from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_version
+from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.sampling import draw, uniforms
 from qarl.rollout.native.scheduler import Chunk, Scheduler
@@ -168,8 +167,6 @@ class NativeEngine:
             chosen = draw(log_probs, [float(r.points[len(r.response)]) for r in responses])
         logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
         for response, token, logprob in zip(responses, chosen.tolist(), logprobs, strict=True):
-            if not math.isfinite(logprob):
-                raise UserError(f"rollout: the log-probs of prompt {response.prompt.id} are not finite at policy "
-                                f"version {self.version}; lower optim.lr, or use model.dtype float32")  # fmt: skip
+            require_finite([logprob], response.prompt, self.version)
             response.response.append(token)
             response.logprobs.append(logprob)

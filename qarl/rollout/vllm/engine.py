@@ -25,7 +25,7 @@ from qarl.policy.policy import Policy
 from qarl.publish.delta import Shipment, flatten, plan_shipment, unflatten
 from qarl.publish.snapshot import Snapshot
 from qarl.publish.verify import Fingerprint, PublishError
-from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_version
+from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.canary import Bound, Difference, difference
 from qarl.rollout.vllm.carriers import Carrier, NcclCarrier
@@ -113,6 +113,7 @@ class VLLMEngine:
         stopping = Stopping(self.tokenizer, sampling)
         rollouts = []
         for (prompt, sample), response in zip(order, responses, strict=True):
+            require_finite(response.logprobs, prompt, version)
             text = stopping.final_text(response.token_ids, response.stopped_by)
             rollouts.append(Rollout(prompt.id, sample, response.token_ids, response.logprobs, response.finish_reason,
                                     version, sampling.seed, text))  # fmt: skip
