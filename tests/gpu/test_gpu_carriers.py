@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl.publish.delta import apply_patch, patch_of
 from qarl.publish.verify import fingerprints
-from qarl.rollout.vllm.carriers import CudaIpcCarrier, NcclCarrier
+from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, NcclCarrier
 from qarl.rollout.vllm.transport import ReceiverPlan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout_vllm"))

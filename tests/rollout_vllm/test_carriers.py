@@ -14,13 +14,8 @@ from torch import Tensor
 
 from qarl.publish.delta import Patch, flatten, plan_shipment, unflatten
 from qarl.publish.verify import fingerprints
-from qarl.rollout.vllm.carriers import (
-    CudaIpcCarrier,
-    CudaIpcReceiver,
-    MemoryFileCarrier,
-    MemoryFileReceiver,
-    NcclCarrier,
-)
+from qarl.rollout.vllm.carriers import MemoryFileCarrier, MemoryFileReceiver
+from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver, NcclCarrier
 from qarl.rollout.vllm.parcels import ALIGNED, packed_buffers, plan_buffers, unpacked
 from qarl.rollout.vllm.transport import ReceiverPlan
 

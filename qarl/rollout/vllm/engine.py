@@ -28,7 +28,8 @@ from qarl.publish.verify import Fingerprint, PublishError
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.canary import Bound, Difference, difference
-from qarl.rollout.vllm.carriers import Carrier, NcclCarrier
+from qarl.rollout.vllm.carriers import Carrier
+from qarl.rollout.vllm.gpu_carriers import NcclCarrier
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, sampler_settings
 from qarl.rollout.vllm.process import SamplerFault, SamplerProcess

@@ -16,25 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from qarl.errors import UserError
-from qarl.export.vllm_probe import known_limits
 from qarl.publish.delta import Patch
 from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader
-from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-# In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose reload was tried
-    "HF_HUB_OFFLINE": "1",
-}
 
 Progress = Callable[[int, int], None]
 
@@ -42,7 +32,7 @@ Progress = Callable[[int, int], None]
 class Host:
     """A started vLLM and what it holds.
 
-    expected: fingerprints of the snapshot in `settings.checkpoint`, by published name; version: its policy version.
+    expected: fingerprints of the snapshot in `settings.checkpoint`, by published name.
     Raises whatever vLLM raises when it cannot start; PublishError when it lacks a layer of the snapshot, UserError when
     qarl's kernels cannot serve one.
     """
@@ -77,10 +67,7 @@ class Host:
 
         quantization = json.loads((self.settings.checkpoint / "config.json").read_text()).get("quantization_config")
         _, note = known_limits(quantization, vllm.__version__) if self.settings.kernels == "native" else ("", "")
-        cache = self._llm.llm_engine.vllm_config.cache_config
         return {
-            "version": vllm.__version__,
-            "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
             "proved_frac": self.held.proved_frac,
             "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},
             "notes": [f"vLLM {vllm.__version__}: {note}"] if note else [],

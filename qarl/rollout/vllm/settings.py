@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from qarl.publish.verify import Fingerprint
 
 
+# In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose reload was tried
+    "HF_HUB_OFFLINE": "1",
+}
+
+
 @dataclass(frozen=True)
 class SamplerSettings:
     """How vLLM is started.

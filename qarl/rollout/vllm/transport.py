@@ -7,16 +7,8 @@ from typing import Literal
 
 import torch
 
-from qarl.rollout.vllm.carriers import (
-    Carrier,
-    CudaIpcCarrier,
-    CudaIpcReceiver,
-    MemoryFileCarrier,
-    MemoryFileReceiver,
-    NcclCarrier,
-    NcclReceiver,
-    Receiver,
-)
+from qarl.rollout.vllm.carriers import Carrier, MemoryFileCarrier, MemoryFileReceiver, Receiver
+from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver, NcclCarrier, NcclReceiver
 
 
 @dataclass(frozen=True)

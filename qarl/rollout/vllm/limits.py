@@ -1,0 +1,52 @@
+"""What vLLM's own kernels cannot run, or run otherwise than the checkpoint says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def known_limits(quantization: dict[str, Any] | None, version: str) -> tuple[str, str]:
+    """(why vLLM cannot run the format on this device, what it does otherwise than the format says); "" where nothing.
+
+    Read in vLLM's sources (0.24 and 0.32: `compressed_tensors.py`, `kernels/linear`) and seen on these devices.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if quantization is None:
+        return "", ""
+    group = quantization["config_groups"]["group_0"]
+    weights, activations = group["weights"], group["input_activations"]
+    packed = quantization["format"] == "pack-quantized"
+    if current_platform.is_cpu():
+        if packed and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+            unpacked = "" if activations is None else "; export it with --unpacked"
+            return f"vLLM {version} has no kernel for packed int4 weights on this CPU, it needs AVX-512{unpacked}", ""
+        if packed and activations is not None:
+            return "", "its kernel for packed int4 weights leaves activations unquantized"
+        if weights["type"] == "int" and weights["num_bits"] == 8:
+            error = cpu_int8_error()
+            return "", f"its int8 product is off by {error:.0%} on this CPU" if error > 0.01 else ""
+    elif weights["num_bits"] == 4 and activations is not None and activations["type"] == "int":
+        if weights["group_size"] != 128:
+            return f"vLLM {version} has no kernel for int4 weights with int8 activations on this GPU", ""
+        return "", "it quantizes activations to FP8 here, where the format says int8"
+    return "", ""
+
+
+def cpu_int8_error() -> float:
+    """Relative error of vLLM's int8 product on random codes. Exact on CPUs with VNNI; others may saturate."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-127, 128, (8, 576), dtype=torch.int8, generator=generator)
+    weight = torch.randint(-127, 128, (256, 576), dtype=torch.int8, generator=generator)
+    exact = x.double() @ weight.double().t()
+    found = torch.zeros(8, 256, dtype=torch.bfloat16)
+    transposed, weight_scale, scale = weight.t(), torch.ones(256, 1), torch.ones(8, 1)
+    handle = ops.create_onednn_scaled_mm(transposed, weight_scale, found.dtype, True, False, 1)
+    ops.onednn_scaled_mm(handle, x, found, scale, None, None, None)
+    # vLLM's handle keeps addresses, not references: the operands must outlive the product.
+    del transposed, weight_scale, scale
+    return float((found.double() - exact).norm() / exact.norm())

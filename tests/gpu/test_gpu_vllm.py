@@ -1,0 +1,50 @@
+"""Short runs of SmolLM2 with vLLM as the sampler on a GPU: every way to publish, both kinds of kernels, sleep."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+CASES = {
+    "w4a16 in vLLM's kernels": ["quant.scheme=w4a16"],
+    "w4a16 in qarl's kernels": ["quant.scheme=w4a16", "rollout.kernels=qarl"],
+    "deep sleep": ["quant.scheme=w4a16", "rollout.kernels=qarl", "rollout.vllm.sleep_level=2"],
+    "changed words": ["quant.scheme=fp8", "quant.group_size=null", "rollout.vllm.publish=delta"],
+    "in one process": ["quant.scheme=w8a8", "quant.group_size=null", "rollout.vllm.process=inline"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_publishes_and_proves_every_version(case: str, smollm2: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "qarl.cli", "train", str(ROOT / "configs/quickstart.yaml"), f"model.path={smollm2}",
+        "rollout.engine=vllm", "train.steps=3", f"train.run_dir={run}", "evaluation.tasks=[]", "logging.console=plain",
+        *CASES[case],
+    ]  # fmt: skip
+    path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")] + sys.path)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert "warning" not in ended.stdout, ended.stdout  # no restart, no publish sent twice
+    for record in records:
+        assert record["quant/codes_changed_frac"] > 0
+        assert record["publish/canary_abs_mean"] < 0.5
+        assert record["publish/proved_frac"] == 1.0 or case == "w4a16 in vLLM's kernels"
+        assert record["memory/sampler_freed_gib"] > 1
