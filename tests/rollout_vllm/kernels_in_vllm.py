@@ -20,6 +20,10 @@ from qarl.export.vllm_probe import ENVIRONMENT
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.linear import operand_of
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.host import Host
+from qarl.rollout.vllm.launch import drawing_of
+from qarl.rollout.vllm.settings import Request
 
 TEXTS = (
     "The capital of France is Paris.",
@@ -28,6 +32,13 @@ TEXTS = (
     "To add two numbers in Python, define a function that takes two arguments and returns their sum: def add(a, b): "
     "return a + b",
 )
+TRUNCATIONS = {
+    "temperature": Truncation(0.7),
+    "min_p": Truncation(0.7, min_p=0.3),
+    "top_k": Truncation(0.8, top_k=20),
+    "top_p": Truncation(top_p=0.8),
+    "all": Truncation(0.8, top_k=20, top_p=0.9, min_p=0.05),
+}
 WIDTHS = (576, 192, 192)  # of q, k and v in SmolLM2
 DTYPE = torch.bfloat16
 
@@ -41,7 +52,7 @@ def main(checkpoint: str, answer: str) -> None:
 
     register()
     engine = LLM(checkpoint, dtype="bfloat16", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-                 enable_prefix_caching=False, disable_log_stats=True)  # fmt: skip
+                 enable_prefix_caching=False, disable_log_stats=True, logprobs_mode="processed_logprobs")  # fmt: skip
     runner = engine.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0].model_runner
     model = runner.get_model()
     texts = sequences(engine.get_tokenizer())
@@ -71,6 +82,7 @@ def main(checkpoint: str, answer: str) -> None:
         "changed_delta": gap(first, other),
         "reloaded_equal": scores(engine, texts) == first,
         "not_as_published": [name for name, pair in linears.items() if not as_published(name, *pair, snapshot)],
+        "truncated": {name: reported(engine, opened.policy, cut) for name, cut in TRUNCATIONS.items()},
         "schemes": {name: scheme_agrees(engine, name) for name in ("bf16", "w4a16", "w4a8", "w8a8", "fp8")},
     }
     Path(answer).write_text(json.dumps(found))
@@ -82,11 +94,12 @@ def sequences(tokenizer) -> list[list[int]]:
 
 def scores(engine, texts: list[list[int]]) -> list[list[float]]:
     """Log-probs of all tokens but the first of each sequence."""
-    from vllm import SamplingParams
+    import vllm
     from vllm.inputs import TokensPrompt
 
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in texts]
-    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = engine.generate(prompts, params, use_tqdm=False)
     return [
         [entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], ids[1:], strict=True)]
         for o, ids in zip(outputs, texts, strict=True)
@@ -97,6 +110,24 @@ def scores(engine, texts: list[list[int]]) -> list[list[float]]:
 def learner_scores(policy, texts: list[list[int]]) -> list[list[float]]:
     pairs = [(ids[:1], ids[1:]) for ids in texts]
     return [policy.logprobs([p], [r], Truncation(), 64)[0].tolist() for p, r in pairs]
+
+
+@torch.no_grad()
+def reported(engine, policy, cut: Truncation) -> dict[str, float]:
+    """How far the log-probs of drawn tokens are from the learner's under the same truncation, and under none.
+
+    Tokens that one side alone cuts off, at the edge of the truncation, are counted and left out.
+    """
+    host = Host.__new__(Host)  # its mapping of sampling parameters, on this engine
+    host._llm = engine
+    prompts = [[5 + i, 70, 90 + i] for i in range(8)]
+    drawing = drawing_of(SamplingParams(1, 0, 16, cut))
+    responses = host.generate([Request(ids, i) for i, ids in enumerate(prompts)], drawing, lambda done, tokens: None)
+    found = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+    tokens = [response.token_ids for response in responses]
+    same, none = ((found - policy.logprobs(prompts, tokens, t, 64)[0]).abs() for t in (cut, Truncation()))
+    kept = same < 10
+    return {"mean": same[kept].mean().item(), "untruncated": none.mean().item(), "edge": (~kept).sum().item()}
 
 
 @torch.inference_mode()

@@ -65,6 +65,13 @@ def test_other_weights_change_the_outputs_and_the_first_ones_bring_them_back(fou
     assert found["reloaded_equal"]
 
 
+@pytest.mark.parametrize("truncation", ["temperature", "min_p", "top_k", "top_p", "all"])
+def test_reported_log_probs_are_of_the_distribution_that_tokens_are_drawn_from(found, truncation) -> None:
+    apart = found["truncated"][truncation]
+    assert apart["mean"] < 0.05 < 0.1 < apart["untruncated"]
+    assert apart["edge"] <= 3  # of 128 tokens
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w4a8", "w8a8", "fp8"])
 def test_a_fused_layer_that_vllm_builds_has_the_bits_of_the_learners_parts(found, scheme) -> None:
     assert found["schemes"][scheme]

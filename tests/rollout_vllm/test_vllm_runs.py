@@ -62,7 +62,7 @@ BYTES = ["quant.group_size=null"]
 # In this order: vLLM keeps the kernels that were registered once. name -> (overrides, Python to run first).
 INLINE = {
     "w8a8": (["quant.scheme=w8a8", *BYTES], FORGET_SCALES),
-    "fp8": (["quant.scheme=fp8", *BYTES, "train.steps=2"], ""),
+    "fp8": (["quant.scheme=fp8", *BYTES, "train.steps=2", "rollout.temperature=0.7"], ""),
     "unknown argument": (["quant.scheme=fp8", *BYTES, "rollout.vllm.args={no_such_thing: 1}"], ""),
     "w4a16": (["rollout.kernels=qarl", "rollout.vllm.publish=delta"], ""),
 }
