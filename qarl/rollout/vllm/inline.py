@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qarl.publish.verify import Fingerprint, PublishError
+from qarl.errors import UserError
+from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.process import SamplerFault, Tick
 from qarl.rollout.vllm.settings import SamplerSettings
 
@@ -55,16 +56,14 @@ class InlineSampler:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """vLLM's exceptions as SamplerFault, with the traceback in the log."""
-        from qarl.errors import UserError
+        """vLLM's exceptions as SamplerFault, with the traceback in the log; a PublishError stays what it is."""
         from qarl.rollout.vllm.worker import explain
-        from qarl.training.interrupt import Interrupted
 
         try:
             yield
-        except (PublishError, Interrupted, UserError):
+        except UserError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever vLLM raises
             with self.log.open("a") as log:
                 traceback.print_exception(error, file=log)
             raise SamplerFault(explain(error)) from error
