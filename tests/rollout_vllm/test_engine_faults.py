@@ -23,7 +23,7 @@ from qarl.types import Prompt, Rollout
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
 PROMPTS = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]
-MEANT = "where the first load allows mean 0.0200, max 0.2500: it does not compute with the weights that it was sent"
+MEANT = "where the first load allows a mean of 0.2500: it does not compute with the weights that it was sent"
 
 
 class Case:

@@ -27,22 +27,26 @@ pytestmark = [
 ]
 UNREPEATABLE = ("time/", "throughput/", "memory/")
 
-# vLLM's INT8 product as it is without `keep_scales`, from the publish after the second step on. Freed memory is filled
-# at once (M_PERTURB is -6), and not only when somebody takes it: what reads it always fails.
+# vLLM's INT8 product as it is without `keep_scales`, from the publish after the second step on: it reads its scales by
+# address, and a reload frees them. What is there afterwards is chance; here it is NaN.
 FORGET_SCALES = """
-import ctypes
 from qarl.rollout.vllm.engine import VLLMEngine
 real = VLLMEngine.publish
 def publish(self, snapshot):
     if self.config.quant.scheme != "w8a8" or snapshot.version < 4:
         return real(self, snapshot)
     import vllm._custom_ops as ops
-    ops.create_onednn_scaled_mm = ops.create_onednn_scaled_mm.__wrapped__
-    ctypes.CDLL(None).mallopt(-6, 0xA5)
+    keeping = ops.create_onednn_scaled_mm
+    def forgetting(weight, scales, *rest):
+        gone = scales.clone()
+        handle = keeping.__wrapped__(weight, gone, *rest)
+        handle.gone = gone.fill_(float("nan"))
+        return handle
+    ops.create_onednn_scaled_mm = forgetting
     try:
         real(self, snapshot)
     finally:
-        ctypes.CDLL(None).mallopt(-6, 0)
+        ops.create_onednn_scaled_mm = keeping
 VLLMEngine.publish = publish
 """
 KILL_IN_SECOND_ROLLOUT = """

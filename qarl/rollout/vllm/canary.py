@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from qarl.publish.verify import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
-FACTOR = 4.0  # by which a later publish may exceed the first load
-FLOOR_MEAN, FLOOR_MAX = 0.02, 0.25  # below these nothing is wrong, however well the first load agreed
-BROKEN_MEAN = 1.0  # nats: what is this far off computes something else (a random policy is off by 5 and more)
+FACTOR = 4.0  # by which a later publish may exceed the first load; 2.6 was seen without a fault, where both were small
+FLOOR = 0.25  # nats: below this nothing is wrong, however well the first load agreed
+BROKEN = 1.0  # nats: what is this far off computes something else (a random policy is off by 5 and more)
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,26 @@ def difference(sampler: Sequence[float], policy: Sequence[float]) -> Difference:
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a publish may be off, in nats."""
+    """How far the mean may be off after a publish, in nats. A single token's difference has tails too long for a bound:
+    0.66 was seen after 57 healthy steps that began at 0.16."""
 
     mean: float
-    max: float
 
     @classmethod
     def of(cls, first: Difference) -> Bound:
         """The bound that the first, full load sets. Raises PublishError when that load computes something else."""
-        if first.mean > BROKEN_MEAN:
+        if first.mean > BROKEN:
             raise PublishError(f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
                                "does not run this model and scheme right; use rollout.kernels=qarl, or another "
                                "scheme")  # fmt: skip
-        return cls(min(BROKEN_MEAN, max(FLOOR_MEAN, FACTOR * first.mean)), max(FLOOR_MAX, FACTOR * first.max))
+        return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))
 
     def check(self, version: int, found: Difference) -> None:
         """Raise PublishError when a publish is off by more."""
-        if found.mean > self.mean or found.max > self.max:
+        if found.mean > self.mean:
             raise PublishError(f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
-                               f"where the first load allows mean {self.mean:.4f}, max {self.max:.4f}: it does not "
-                               "compute with the weights that it was sent")  # fmt: skip
+                               f"where the first load allows a mean of {self.mean:.4f}: it does not compute with the "
+                               "weights that it was sent")  # fmt: skip
 
 
 def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
