@@ -93,6 +93,12 @@ class Policy:
             linears[name] = linear
         return linears
 
+    @property
+    def head_dim(self) -> int:
+        """Features of an attention head."""
+        given = getattr(self.config, "head_dim", None)
+        return given or self.config.hidden_size // self.config.num_attention_heads
+
     # --- masters and snapshots ---------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

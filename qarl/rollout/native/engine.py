@@ -118,8 +118,7 @@ class NativeEngine:
         if self._cache is None or self._cache.count != count:
             self._cache = None  # the old one goes before the new one comes
             model = self.policy.config
-            head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-            self._cache = KVCache(count, model.num_hidden_layers, model.num_key_value_heads, head_dim,
+            self._cache = KVCache(count, model.num_hidden_layers, model.num_key_value_heads, self.policy.head_dim,
                                   self.policy.dtype, self.policy.device)  # fmt: skip
         return self._cache, PagePool(count, self._cache.clear)
 

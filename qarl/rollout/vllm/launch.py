@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from qarl import memory
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.policy.device import DTYPES
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
@@ -64,8 +64,6 @@ def require_vllm(config: Config, policy: Policy) -> None:
 def kv_cache_bytes(config: Config, policy: Policy) -> int | None:
     """Bytes of the KV cache that the configuration asks for; None: what `memory_frac` of a GPU leaves."""
     rollout, model = config.rollout, policy.config
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_dim * DTYPES[config.model.dtype].itemsize
     tokens = rollout.kv_cache_tokens
     if tokens is None:
         if policy.device.type == "cuda":
@@ -73,7 +71,10 @@ def kv_cache_bytes(config: Config, policy: Policy) -> int | None:
         longest = min(policy.max_length, config.data.max_prompt_length + rollout.max_response_length)
         # vLLM demands that one sequence of the whole context fits.
         tokens = max(policy.max_length, rollout.max_num_seqs * _blocks(longest))
-    return (_blocks(tokens) + KV_BLOCK) * per_token  # one block is vLLM's own
+    held = _blocks(tokens) + KV_BLOCK  # one block is vLLM's own
+    return memory.kv_cache_bytes(
+        held, model.num_hidden_layers, model.num_key_value_heads, policy.head_dim, policy.dtype.itemsize
+    )
 
 
 def _blocks(tokens: int) -> int:

@@ -71,14 +71,19 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def failure(error: Exception) -> Failure:
+    """What the other side is told of an error, which the log gets whole."""
+    traceback.print_exception(error)
+    return Failure(explain(error), isinstance(error, PublishError))
+
+
 def serve(connection: multiprocessing.connection.Connection) -> None:
     """Start the host that the first order asks for, then serve orders until the connection ends."""
     settings, expected, plan = connection.recv()
     try:
         host = Host(settings, expected)
-    except Exception as error:  # whatever vLLM raises; the other side says it in one line, the log has it whole
-        traceback.print_exc()
-        connection.send(("failed", Failure(explain(error), isinstance(error, PublishError))))
+    except Exception as error:  # whatever vLLM raises
+        connection.send(("failed", failure(error)))
         return
     connection.send(("ready", host.facts()))
     receiver = open_receiver(plan)
@@ -98,9 +103,8 @@ def serve(connection: multiprocessing.connection.Connection) -> None:
             result = perform(host, operation, payload, lambda parcel: unflatten(receiver.take(parcel)), progress)
         except Aborted:
             result = None
-        except Exception as error:
-            traceback.print_exc()
-            connection.send(("failed", Failure(explain(error), isinstance(error, PublishError))))
+        except Exception as error:  # likewise
+            connection.send(("failed", failure(error)))
             continue
         finally:
             sys.stdout.flush()
