@@ -114,26 +114,40 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
     """The memory of a training run on `device`, line by line; `peak_bytes` adds them up."""
     quant, a = config.quant, architecture
     scheme = scheme_of(quant)
-    width = DTYPE_BYTES[config.model.dtype]
-    stored, operands, sampler_operands, quantized_elements = 0, 0, 0, 0
+    width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
+    own_dtype = config.learner_dtype != config.model.dtype
+    stored, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0
     kernels = quant.kernels == "auto" and config.model.dtype != "float32"
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
         if quantized:
             stored += quantized_weight_bytes(scheme, n, k)
             quantized_elements += n * k
+        linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
-        if quant.learner == "full_precision" or (quant.learner == "fake_quant" and quantized):
-            # the sampler's operand is not the learner's: the learner holds its own in the compute dtype
-            operands += (4 if device == "cpu" else width) * n * k
-    operands += sampler_operands
+        if quant.learner == "full_precision" or own_dtype or (quant.learner == "fake_quant" and quantized):
+            # the sampler's operand is not the learner's: the learner holds its own in its compute dtype
+            learner_operands += (4 if device == "cpu" else learner_width) * n * k
+    operands = learner_operands + sampler_operands
     head = operand_bytes(scheme, a.vocab_size, a.hidden_size, False, device, width, kernels)
     unquantized = width * (a.parameters - quantized_elements)
+    rest = (learner_width * (a.parameters - linear_elements) + head) if own_dtype else 0  # of the learner alone
+    reference = stored + unquantized + sampler_operands + head
+    if quant.learner != "aligned":
+        codes = stored if quant.learner == "fake_quant" else 0
+        reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
     # A micro batch holds at least one sequence, however small its budget.
     tokens = max(config.train.micro_batch_tokens, config.max_sequence_length)
     heads, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     activations = activation_bytes(
-        tokens, a.num_layers, a.hidden_size, a.intermediate_size, heads, kv, width, config.train.gradient_checkpointing
+        tokens,
+        a.num_layers,
+        a.hidden_size,
+        a.intermediate_size,
+        heads,
+        kv,
+        learner_width,
+        config.train.gradient_checkpointing,
     )
     other = a.parameters - a.matrix_parameters
     kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
@@ -150,8 +164,32 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
         Item(f"activations ({tokens:,} tokens)", activations, "update"),
         Item(f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",
              logits_bytes(config.train.logprob_chunk, a.vocab_size, a.hidden_size), "update"),
-        Item("next version, beside the one in use", stored + unquantized + operands + head, "publish"),
+        Item("next version, beside the one in use", stored + unquantized + operands + head + rest, "publish"),
+        *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
     ]  # fmt: skip
+
+
+def learner_items(
+    config: Config, parameters: int, rest: int, shadow: int, reference: int, device: Device
+) -> list[Item]:
+    """What only some runs' learners hold.
+
+    rest: bytes of the parameters beside the linears, for a learner in a dtype of its own. shadow: of the sampler's
+    operands of a version that is not published yet. reference: of what a learner's forward stands on. An aligned
+    learner is its own shadow, and its four gradients are one.
+    """
+    every, aligned = config.diagnostics, config.quant.learner == "aligned"
+    shadowed = every.shadow_every or every.deployed_every or every.gradients_every or config.objective.ratio == "shadow"
+    items = []
+    if rest:
+        items.append(Item(f"learner's own parameters ({config.learner_dtype})", rest, "always"))
+    if config.objective.kl_coef > 0:
+        items.append(Item("reference policy", reference, "always"))
+    if shadowed and not aligned:
+        items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))
+    if every.gradients_every and not aligned and device == "cpu":  # a GPU's are held by the host
+        items.append(Item("gradients of the decomposition (float32)", 3 * gradient_bytes(parameters), "update"))
+    return items
 
 
 def sampler_items(config: Config, kv_cache: int, published: int, operands: int, device: Device) -> list[Item]:

@@ -83,6 +83,12 @@ def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_p
     assert "master weights" in rest and "peak" in rest
 
 
+def test_check_says_what_a_correction_preset_stands_for(config, capsys):
+    assert run("check", config, "objective={name: grpo}", "correction={preset: srs-k3-ppo, veto: 1e-4}") == 0
+    line = "correction.preset srs-k3-ppo: reject sum k3 of rollout outside [none, 0.001]; veto below 0.0001"
+    assert f"{line}; objective.ratio rollout\n" in capsys.readouterr().out
+
+
 def test_check_says_what_an_estimate_needs_when_a_hub_model_is_not_cached(config, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert run("check", config, "model.path=some-org/some-model") == 0

@@ -43,8 +43,8 @@ class Truncation:
         return 1.0 if self.greedy else self.temperature
 
 
-# Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that a
-# learner whose own truncation excludes a sampled token gets a finite log-prob and no NaN in the backward.
+# Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that neither
+# the entropy nor any backward meets an infinity. `token_logprobs` reports -inf for them all the same.
 CUT_LOGIT_GAP = 50.0
 
 
@@ -100,40 +100,74 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.truncation, ctx.chunk, ctx.master_grad = truncation, chunk, master is not None and master.requires_grad
         ctx.kernels = kernels
+        ctx.set_materialize_grads(False)  # an output that is not used gives None, and its gradient is not computed
         logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logp)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            rows = log_probs_of(logits_of(hidden[part], weight, kernels), truncation)
-            logp[part] = rows.gather(-1, targets[part, None])[:, 0]
+            rows = logits_of(hidden[part], weight, kernels)
+            cut = truncate_(rows, truncation)
+            rows = torch.log_softmax(rows, -1)
+            target = targets[part, None]
+            logp[part] = rows.gather(-1, target)[:, 0]
+            if cut is not None:
+                logp[part].masked_fill_(cut.gather(-1, target)[:, 0], float("-inf"))
             entropy[part] = -rows.exp().mul_(rows).sum(-1)  # finite: a logit cut off is far down, not -inf
-        ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, grad, grad_entropy):
+        if grad is None and grad_entropy is None:
+            return (None,) * 7
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.master_grad else None
+        low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
+        wide = weight if low else weight.float()
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part], weight, ctx.kernels)
             cut = truncate_(logits, ctx.truncation)
-            rows = torch.log_softmax(logits, -1).exp_().neg_()
-            rows.scatter_add_(-1, targets[part, None], torch.ones_like(rows[:, :1]))
-            rows.mul_(grad[part, None] / ctx.truncation.divisor)
-            if cut is not None:  # a cut logit is a constant, and a cut target gives no gradient at all
-                rows.masked_fill_(cut | cut.gather(-1, targets[part, None]), 0.0)
-            if weight.dtype == torch.bfloat16:  # on a GPU: operands in bf16, sums in float32
+            arriving = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
+            rows = _logit_grad(torch.log_softmax(logits, -1), cut, targets[part, None], *arriving)
+            if low:
                 rows = rows.bfloat16()
                 grad_hidden[part] = rows @ weight
                 if grad_weight is not None:
                     weight_grad(rows, hidden[part], into=grad_weight)
                 continue
-            grad_hidden[part] = (rows @ weight.float()).to(hidden.dtype)
+            grad_hidden[part] = (rows @ wide).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(rows.t(), hidden[part].float())
         return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _logit_grad(
+    log_probs: Tensor, cut: Tensor | None, target: Tensor, grad: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
+    """Gradient with respect to the logits, (R, V). A cut logit is a constant and gets none.
+
+        d logp / dz_j = [j = target] - p_j        0 in the whole row where the target is cut
+        dH / dz_j     = -p_j (log p_j + H)
+
+    log_probs: (R, V), overwritten. cut: bool (R, V) or None. target: (R, 1) int64. grad, grad_entropy: (R, 1), what
+    arrives over the temperature that divided the logits, or None; not both are None.
+    """
+    rows = None
+    if grad_entropy is not None:
+        probs = log_probs.exp()
+        entropy = -(probs * log_probs).sum(-1, keepdim=True)
+        rows = probs.mul_(log_probs + entropy).mul_(-grad_entropy)
+        if cut is not None:
+            rows.masked_fill_(cut, 0.0)
+    if grad is None:
+        return rows
+    score = log_probs.exp_().neg_()
+    score.scatter_add_(-1, target, torch.ones_like(score[:, :1]))
+    score.mul_(grad)
+    if cut is not None:
+        score.masked_fill_(cut | cut.gather(-1, target), 0.0)
+    return score if rows is None else rows.add_(score)
 
 
 def token_logprobs(
@@ -144,7 +178,10 @@ def token_logprobs(
 
     hidden: (R, H) bf16/fp16/fp32, the state before the target; master: (V, H) float32 parameter that takes the
     output layer's gradient, or None; weight: (V, H), the values the forward uses; weight, kernels: see `logits_of`;
-    targets: (R,) int64; chunk: rows of logits held at once. Returns logp (R,) and entropy (R,), float32, in nats; logp
-    carries gradient.
+    targets: (R,) int64; chunk: rows of logits held at once. Returns logp (R,) and entropy (R,), float32, in nats, both
+    with gradient; that of the entropy costs nothing where it is not used.
+
+    A target outside the truncated distribution has logp -inf and gives no gradient (DVP: a token that the learner's own
+    vocabulary excludes has ratio 0). The truncation itself is constant: the kept set does not move with the logits.
     """
     return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels)

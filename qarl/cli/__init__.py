@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from qarl import __version__
-from qarl.cli import compare, export, generate, quantize, report, runs
+from qarl.cli import compare, diagnose, export, generate, quantize, report, runs
 from qarl.cli import eval as evaluation
 from qarl.config import Config, check_inputs, load_config
 from qarl.errors import UserError
@@ -79,6 +79,9 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         f"{loaded.responses_per_step} responses a step, {loaded.minibatch_size} per optimizer step; run directory "
         f"{loaded.run_dir}"
     )
+    if loaded.correction.preset:
+        ratio = f"; objective.ratio {loaded.objective.ratio}" if loaded.objective.ratio else ""
+        typer.echo(f"correction.preset {loaded.correction.preset}: {loaded.correction}{ratio}")
     if inspection.architecture is None:
         typer.echo(inspection.note)
         return
@@ -125,6 +128,7 @@ evaluation.register(app)
 export.register(app)
 quantize.register(app)
 
+diagnose.register(app)
 report.register(app)
 runs.register(app)
 

@@ -14,8 +14,9 @@ def compare(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="CONFIG [KEY.PATH=VALUE ...] | RUN RUN ...",
-            help="A configuration, whose members are trained where they are not there yet; or run directories.",
+            metavar="CONFIG|STUDY [KEY.PATH=VALUE ...] | RUN RUN ...",
+            help="A configuration or a study of named variants (configs/reproductions), whose members are trained "
+            "where they are not there yet; or run directories.",
             show_default=False,
         ),
     ] = None,
@@ -36,6 +37,15 @@ def compare(
         list[Path] | None,
         typer.Option(metavar="DIR", help="Take finished runs of the same configuration from below; repeatable."),
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a STUDY: one of its sizes, such as gpu.", show_default=False)
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Of a STUDY: these variants alone.", show_default=False)
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Members trained at once; default 1.", show_default=False)
+    ] = None,
     offline: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Compare --schemes of a model or run without RL.")
     ] = None,
@@ -48,16 +58,15 @@ def compare(
     max_tokens: Annotated[
         int | None, typer.Option(help="With --offline: tokens of the text used; default 4096.", show_default=False)
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="With --offline: auto, cpu or cuda.", show_default=False)
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="With --offline: auto, cpu or cuda.", show_default=False)] = None,
 ) -> None:
-    """Compare schemes, learners and seeds of a configuration, or runs that are there: one table, one page.
+    """Compare schemes, learners and seeds of a configuration, a study's variants, or runs that are there.
 
     Interrupted, the same command goes on. Exit code 1: a member failed; its row says why, the others are there.
     """
     only_offline = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens, "--device": device}
-    only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None}
+    only_study = {"--profile": profile, "--only": only}
+    only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs, **only_study}
     if offline is not None:
         _refuse(only_config, "needs training runs; leave it out with --offline")
         if targets:
@@ -73,11 +82,18 @@ def compare(
 
         _refuse({"--schemes": schemes, **only_config}, "is for a CONFIG; finished runs are compared as they are")
         raise typer.Exit(compare_runs([Path(target) for target in targets], out))
-    from qarl.comparison.command import compare_config
-    from qarl.comparison.plan import parse_axes
+    from qarl.comparison.command import compare_config, compare_study
+    from qarl.comparison.plan import parse_axes, parse_seeds, split_list
+    from qarl.comparison.study import is_study
 
+    if is_study(targets[0]):
+        _refuse({"--schemes": schemes, "--learners": learners}, "a study names its variants; leave it out, or edit it")
+        chosen = None if only is None else split_list("--only", only, "a,b")
+        numbers = None if seeds is None else parse_seeds(seeds)
+        raise typer.Exit(compare_study(targets[0], targets[1:], out, reuse or [], profile, chosen, numbers, jobs or 1))
+    _refuse(only_study, "is for a study file, see configs/reproductions; leave it out")
     axes = parse_axes(schemes, learners, seeds)
-    raise typer.Exit(compare_config(targets[0], targets[1:], axes, out, reuse or []))
+    raise typer.Exit(compare_config(targets[0], targets[1:], axes, out, reuse or [], jobs or 1))
 
 
 def _offline(model: str, schemes: str | None, out: Path | None, options: dict[str, object]) -> int:

@@ -12,6 +12,7 @@ from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.page import write_outputs
 from qarl.comparison.plan import Axes, Member, find_finished, plan
 from qarl.comparison.progress import ProgressView
+from qarl.comparison.study import Study, load_study, plan_study
 from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
 from qarl.errors import UserError
 from qarl.storage.runs import RunRecord, find_runs, read_run
@@ -20,17 +21,37 @@ REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped
 
 
 def compare_config(
-    file: str, overrides: list[str], axes: Axes, out: Path | None, reuse: list[Path], start: Start = TrainProcess
-) -> int:
+    file: str, overrides: list[str], axes: Axes, out: Path | None, reuse: list[Path], jobs: int = 1,
+    start: Start = TrainProcess,
+) -> int:  # fmt: skip
     """Train what is missing of the members, then write and print the comparison.
 
     out: default runs/compare-STEM of `file`. reuse: directories to search for finished runs of the same configuration.
-    start: starts a member's process. Finished members are not trained again, stopped ones go on from their checkpoint.
+    jobs: members trained at once. start: starts a member's process. Finished members are not trained again, stopped
+    ones go on from their checkpoint.
     Returns 0, 1 where a member failed or was refused, 128 + the signal where one interrupted.
     Raises UserError before anything is written: nothing to compare, all members refused, directories of other runs.
     """
     out = out or Path("runs") / f"compare-{Path(file).stem}"
     members = plan(file, overrides, axes, out)
+    return _train_and_compare(f"Comparison of {file}", members, out, reuse, jobs, start)
+
+
+def compare_study(
+    file: str, overrides: list[str], out: Path | None, reuse: list[Path], profile: str | None = None,
+    only: list[str] | None = None, seeds: list[int] | None = None, jobs: int = 1, start: Start = TrainProcess,
+) -> int:  # fmt: skip
+    """As `compare_config`, for the variants of a study file. profile: which of its sizes; only: which variants."""
+    study = load_study(file)
+    out = out or Path("runs") / f"compare-{Path(file).stem}"
+    members = plan_study(study, file, overrides, out, profile, only, seeds)
+    return _train_and_compare(study.title, members, out, reuse, jobs, start, study)
+
+
+def _train_and_compare(
+    title: str, members: list[Member], out: Path, reuse: list[Path], jobs: int, start: Start,
+    study: Study | None = None,
+) -> int:  # fmt: skip
     records = [record for root in reuse for record in _below(root)]
     _check_out(out, own_runs=True)
     find_finished(members, records)
@@ -40,11 +61,11 @@ def compare_config(
             if member.state != "waiting":
                 what = f"reused, {member.run_dir}" if member.reused else f"{member.state}: {member.reason}"
                 view.say(f"{member.name}: {what}")
-        signum = train_members(members, out, view, start)
+        signum = train_members(members, out, view, start, jobs)
         for member in members:
             if member.state == "waiting":
                 member.reason = "not started; the same command goes on"
-        _conclude(f"Comparison of {file}", members, out)
+        _conclude(title, members, out, study)
     if signum is not None:
         print(f"interrupted; to go on: {shlex.join(['qarl', *sys.argv[1:]])}", file=sys.stderr)
         return 128 + signum
@@ -85,13 +106,14 @@ def unique_names(paths: list[Path]) -> list[str]:
     return ["/".join(part[-depth:]) for part in parts]
 
 
-def _conclude(title: str, members: list[Member], out: Path) -> None:
+def _conclude(title: str, members: list[Member], out: Path, study: Study | None = None) -> None:
     """Read the runs, write comparison.json, the page and the plots, and print the table."""
     records: dict[str, RunRecord] = {}
     for member in members:
         if (member.run_dir / "config.yaml").exists():
             records[member.name] = read_run(member.run_dir)
-    entries = [entry_of(member, records.get(member.name)) for member in members]
+    columns = study.columns if study else []
+    entries = [entry_of(member, records.get(member.name), columns) for member in members]
     comparison = build(
         title,
         ["qarl", *sys.argv[1:]],
@@ -99,6 +121,7 @@ def _conclude(title: str, members: list[Member], out: Path) -> None:
         grouped(entries) if _seeds_apart(members) else [],
         environments_of(members, records),
         differing(configurations(members)),
+        study,
     )
     write_json(out / "comparison.json", comparison)
     write_outputs(out, comparison, records)
@@ -107,13 +130,12 @@ def _conclude(title: str, members: list[Member], out: Path) -> None:
 
 
 def _seeds_apart(members: list[Member]) -> bool:
-    """Whether members of the same scheme and learner differ in their seed, and in nothing else."""
-    kinds: dict[tuple[str, str], list[Member]] = {}
+    """Whether members of the same group differ in their seed, and in nothing else."""
+    kinds: dict[str, list[Member]] = {}
     for member in members:
-        kinds.setdefault((member.scheme, member.learner), []).append(member)
+        kinds.setdefault(member.group, []).append(member)
     return all(
-        len({member.seed for member in kind}) == len(kind)
-        and set(differing(configurations(kind))) <= {"train.seed"}
+        len({member.seed for member in kind}) == len(kind) and set(differing(configurations(kind))) <= {"train.seed"}
         for kind in kinds.values()
     )
 

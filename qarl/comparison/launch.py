@@ -1,4 +1,4 @@
-"""Trains the members one after another, each in a process of its own, so that its peak memory is its own.
+"""Trains the members, one or several at once, each in a process of its own, so that its peak memory is its own.
 
 A member trains from a resolved copy of its configuration, out/configs/NAME.yaml: a CONFIG edited meanwhile changes no
 member. Its output goes to out/logs/NAME.log.
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -89,29 +90,68 @@ def _config_path(member: Member, out: Path) -> Path:
     return out / "configs" / f"{member.name}.yaml"
 
 
-def train_members(members: list[Member], out: Path, view: ProgressView, start: Start) -> int | None:
+def train_members(members: list[Member], out: Path, view: ProgressView, start: Start, jobs: int = 1) -> int | None:
     """Train each member that waits, and set its state and reason. Returns the signal that interrupted, or None.
 
-    Ctrl-C and SIGTERM are passed to the member that trains, which saves and stops; the rest stays waiting. start:
-    starts a member's process. Raises UserError if `out` cannot be written.
+    Ctrl-C and SIGTERM are passed to the members that train, which save and stop; the rest stays waiting. start: starts
+    a member's process. jobs: members trained at once. Raises UserError if `out` cannot be written.
     """
+    waiting = [member for member in members if member.state == "waiting"]
+    running: list[_Training] = []
     with Signals() as signals:
-        for member in members:
-            if signals.received:
-                break
-            if member.state != "waiting":
-                continue
-            log_path = out / "logs" / f"{member.name}.log"
-            with disk_errors(log_path, place="--out"):
-                log = open(log_path, "ab")  # noqa: SIM115 - closed below
-            with log:
-                begin = os.fstat(log.fileno()).st_size
-                member.state = "running"
-                view.started(member)
-                code = _follow(start(["train", str(_config_path(member, out))], log), member, signals, view)
-            _conclude(member, code, log_path, begin, bool(signals.received))
-            view.ended(member)
+        while running or (waiting and not signals.received):
+            while waiting and len(running) < jobs and not signals.received:
+                running.append(_begin(waiting.pop(0), out, view, start))
+            for training in list(running):
+                if (code := training.follow(signals)) is not None:
+                    running.remove(training)
+                    training.conclude(code, bool(signals.received))
+                    view.ended(training.member)
+            if running:
+                view.progress([training.member for training in running])
+                time.sleep(POLL_SECONDS)
     return signals.received[0] if signals.received else None
+
+
+@dataclass
+class _Training:
+    """A member under way. begin: where in its log this start begins. passed: signals it was sent."""
+
+    member: Member
+    process: Process
+    log: Path
+    begin: int
+    passed: int = 0
+
+    def follow(self, signals: Signals) -> int | None:
+        """Pass on the signals that came since; returns the exit code once there is one."""
+        code = self.process.poll()
+        if code is None:
+            while self.passed < len(signals.received):
+                self.process.send_signal(signals.received[self.passed])
+                self.passed += 1
+        return code
+
+    def conclude(self, code: int, interrupted: bool) -> None:
+        """Set the state that exit code `code` means."""
+        member = self.member
+        if code == 0:
+            member.state = "finished"
+        elif interrupted:
+            member.state, member.reason = "stopped", "interrupted; the same command goes on"
+        else:
+            member.state, member.reason = "failed", failure(code, self.log, self.begin)
+
+
+def _begin(member: Member, out: Path, view: ProgressView, start: Start) -> _Training:
+    path = out / "logs" / f"{member.name}.log"
+    with disk_errors(path, place="--out"):
+        log = open(path, "ab")  # noqa: SIM115 - closed below
+    with log:
+        begin = os.fstat(log.fileno()).st_size
+        member.state = "running"
+        view.started(member)
+        return _Training(member, start(["train", str(_config_path(member, out))], log), path, begin)
 
 
 class TrainProcess:
@@ -134,27 +174,6 @@ class TrainProcess:
 
     def send_signal(self, signum: int) -> None:
         self._process.send_signal(signum)
-
-
-def _follow(process: Process, member: Member, signals: Signals, view: ProgressView) -> int:
-    passed = 0
-    while (code := process.poll()) is None:
-        while passed < len(signals.received):
-            process.send_signal(signals.received[passed])
-            passed += 1
-        view.progress(member)
-        time.sleep(POLL_SECONDS)
-    return code
-
-
-def _conclude(member: Member, code: int, log: Path, begin: int, interrupted: bool) -> None:
-    """Set the state that exit code `code` means. begin: where in its log this start begins."""
-    if code == 0:
-        member.state = "finished"
-    elif interrupted:
-        member.state, member.reason = "stopped", "interrupted; the same command goes on"
-    else:
-        member.state, member.reason = "failed", failure(code, log, begin)
 
 
 def failure(code: int, log: Path, begin: int = 0) -> str:

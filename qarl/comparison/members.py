@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qarl_formats.compressed import tensor_specs
@@ -11,12 +11,14 @@ from qarl_formats.scheme import is_ignored
 
 from qarl.comparison.intervals import mean_interval
 from qarl.comparison.plan import Member
+from qarl.comparison.study import StudyColumn
 from qarl.config import Config, check_model
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.memory import DTYPE_BYTES
 from qarl.storage.runs import RunRecord
 
+COLUMN = "column:"  # before the head of a study's column, in the keys of comparison.json
 INTERVAL_SEEDS = 3  # with fewer, a group's low and high are those of its runs
 
 
@@ -41,8 +43,7 @@ def numbers_of(record: RunRecord) -> dict[str, Any]:
         "memory_peak_gib": _max(records, "memory/peak_gib"),
         **{f"{name}_s": _median(timed, f"time/{name}_s") for name in ("step", "rollout", "learner", "publish")},
         **{
-            f"{name}_tokens_per_s": _median(timed, f"throughput/{name}_tokens_per_s")
-            for name in ("rollout", "learner")
+            f"{name}_tokens_per_s": _median(timed, f"throughput/{name}_tokens_per_s") for name in ("rollout", "learner")
         },
     }
 
@@ -86,28 +87,29 @@ def grouped(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Members that differ in their seed alone, as one: for each number its mean, low and high over the seeds.
 
     entries: members as in comparison.json; those that have not finished are left out. The bounds are a 95 % t-interval
-    from three seeds on (`interval`: t95), before that the smallest and the largest (`min-max`). Empty where no scheme
-    and learner has a second seed.
+    from three seeds on (`interval`: t95), before that the smallest and the largest (`min-max`). Empty where no group
+    has a second seed.
     """
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         if entry["state"] == "finished":
-            groups.setdefault((entry["scheme"], entry["learner"]), []).append(entry)
+            groups.setdefault(entry["group"], []).append(entry)
     if all(len(group) < 2 for group in groups.values()):
         return []
-    return [_group(scheme, learner, group) for (scheme, learner), group in groups.items()]
+    return [_group(name, group) for name, group in groups.items()]
 
 
-def _group(scheme: str, learner: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    columns = {name: [entry.get(name) for entry in entries] for name in GROUPED}
+def _group(name: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [key for key in entries[0] if key.startswith(COLUMN)]
+    columns = {key: [entry.get(key) for entry in entries] for key in (*GROUPED, *own)}
     columns["evaluation_avg"] = [(evaluation_avg(entry) or {}).get("mean") for entry in entries]
     return {
-        "name": f"{scheme}-{learner}",
-        "scheme": scheme,
-        "learner": learner,
+        "name": name,
+        "scheme": entries[0]["scheme"],
+        "learner": entries[0]["learner"],
         "seeds": [entry["seed"] for entry in entries],
         "interval": "t95" if len(entries) >= INTERVAL_SEEDS else "min-max",
-        **{name: _bounds([v for v in values if v is not None], len(entries)) for name, values in columns.items()},
+        **{key: _bounds([v for v in values if v is not None], len(entries)) for key, values in columns.items()},
         "checkpoint_bytes": entries[0]["checkpoint_bytes"],
     }
 
@@ -123,11 +125,12 @@ def _bounds(values: list[float], seeds: int) -> dict[str, float] | None:
     return {"mean": mean, "low": low, "high": high}
 
 
-def entry_of(member: Member, record: RunRecord | None) -> dict[str, Any]:
-    """The member's object in comparison.json. record: None where there is no run directory."""
+def entry_of(member: Member, record: RunRecord | None, columns: Sequence[StudyColumn] = ()) -> dict[str, Any]:
+    """The member's object in comparison.json. record: None where there is no run directory. columns: of a study."""
     objective = member.config.objective.name if member.config else None
     return {
         "name": member.name,
+        "group": member.group,
         "state": member.state,
         "reason": member.reason,
         "reused": member.reused,
@@ -137,6 +140,7 @@ def entry_of(member: Member, record: RunRecord | None) -> dict[str, Any]:
         "objective": objective,
         "run_dir": str(member.run_dir) if record else None,
         **(numbers_of(record) if record and record.metrics else {}),
+        **{f"{COLUMN}{c.head}": c.value(record.metrics) if record else None for c in columns},
     }
 
 

@@ -46,8 +46,9 @@ def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) ->
     members, groups = comparison["members"], comparison["groups"]
     shown = groups or members
     sections = [
-        Section("Results", _results(members, groups)),
+        Section("Results", _results(comparison, members, groups)),
         Section("Reward and mismatch", _curves(members, groups, records)),
+        Section("Curves of the study", _study_curves(comparison, members, groups, records)),
         Section("Evaluation", _evaluation(shown, members)),
         Section("Time, memory and size", _costs(shown)),
         Section("What differs", _differences(comparison, members)),
@@ -63,22 +64,24 @@ def _subtitle(members: list[dict[str, Any]]) -> str:
     return f"{len(members)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items())
 
 
-def _results(members: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[Block]:
+def _results(comparison: dict[str, Any], members: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[Block]:
     blocks: list[Block] = []
     if groups:
-        heads = [Column("scheme, learner"), Column("seeds", "right"), Column("interval")]
+        heads = [Column("group"), Column("seeds", "right"), Column("interval")]
         rows = [[g["name"], str(len(g["seeds"])), g["interval"]] for g in groups]
         note = "Means over the seeds, with a 95 % t-interval (t95), or of fewer than three the extremes (min-max)."
-        blocks.append(_table(heads, rows, groups, "Seeds together", note))
+        blocks.append(_table(heads, rows, groups, used(groups, comparison), "Seeds together", note))
     heads = [Column("run"), Column("state"), Column("steps", "right")]
     rows = [[m["name"], m["state"], number(m.get("steps"))] for m in members]
-    blocks.append(_table(heads, rows, members, "Runs", ""))
+    blocks.append(_table(heads, rows, members, used(members, comparison), "Runs", ""))
     blocks += [Text(f"{m['name']}: {m['state']}: {m['reason']}", "warning") for m in members if m["reason"]]
     return blocks
 
 
-def _table(heads: list[Column], rows: list[list[str]], entries: list[dict[str, Any]], caption: str, note: str) -> Table:
-    columns: list[Number] = used(entries)
+def _table(
+    heads: list[Column], rows: list[list[str]], entries: list[dict[str, Any]], columns: list[Number], caption: str,
+    note: str,
+) -> Table:  # fmt: skip
     return Table(
         [*heads, *(Column(column.head, "right", column.help) for column in columns)],
         [[*row, *(cell(entry, column) for column in columns)] for row, entry in zip(rows, entries, strict=True)],
@@ -87,21 +90,10 @@ def _table(heads: list[Column], rows: list[list[str]], entries: list[dict[str, A
     )
 
 
-def _curves(
-    members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]
-) -> list[Block]:
-    runs = {m["name"]: records[m["name"]] for m in members if m["name"] in records and records[m["name"]].metrics}
-    if not runs:
+def _curves(members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]) -> list[Block]:
+    lines, note = _lines(members, groups, records)
+    if not lines:
         return []
-    if groups:
-        kinds = {(g["scheme"], g["learner"]): g["name"] for g in groups}
-        name_of = {m["name"]: kinds.get((m["scheme"], m["learner"]), m["name"]) for m in members}
-        note = "Mean over the seeds; the band is from the lowest to the highest."
-    else:
-        name_of, note = {name: name for name in runs}, ""
-    lines: dict[str, list[RunRecord]] = {}
-    for name, record in runs.items():
-        lines.setdefault(name_of[name], []).append(record)
     by_learner: dict[str, dict[str, list[RunRecord]]] = {}
     for name, of in lines.items():
         by_learner.setdefault(of[0].config.quant.learner, {})[name] = of
@@ -110,6 +102,43 @@ def _curves(
     pairs = [_reward_and_mismatch(f", {learner}", of, note) for learner, of in by_learner.items()]
     # Charts that follow each other share a row: what is said in words comes last.
     return sorted((block for pair in pairs for block in pair), key=lambda block: isinstance(block, Text))
+
+
+def _lines(
+    members: list[dict[str, Any]], groups: list[dict[str, Any]], records: dict[str, RunRecord]
+) -> tuple[dict[str, list[RunRecord]], str]:
+    """Curve name -> the runs it is drawn from, and what to say of curves over several seeds."""
+    grouped = {g["name"] for g in groups}
+    lines: dict[str, list[RunRecord]] = {}
+    for member in members:
+        record = records.get(member["name"])
+        if record is not None and record.metrics:
+            name = member["group"] if member["group"] in grouped else member["name"]
+            lines.setdefault(name, []).append(record)
+    return lines, "Mean over the seeds; the band is from the lowest to the highest." if groups else ""
+
+
+def _study_curves(
+    comparison: dict[str, Any], members: list[dict[str, Any]], groups: list[dict[str, Any]],
+    records: dict[str, RunRecord],
+) -> list[Block]:  # fmt: skip
+    """The charts that the study asks for, of the members that have the metric in some steps."""
+    lines, note = _lines(members, groups, records)
+    charts: list[Block] = []
+    for curve in comparison["curves"]:
+        every = [_series(name, of, curve["metric"]) for name, of in lines.items()]
+        found = [measured(series) for series in every]
+        found = [series for series in found if series.x]
+        if found:
+            charts.append(LineChart(curve["title"], "step", curve["unit"], found, curve["log_y"], note))
+    return charts
+
+
+def measured(series: Series) -> Series:
+    """The series without the steps that have no value, so that a number measured every few steps is a curve."""
+    kept = [i for i, y in enumerate(series.y) if y is not None]
+    pick = lambda values: None if values is None else [values[i] for i in kept]  # noqa: E731
+    return Series(series.name, pick(series.x), pick(series.y), pick(series.low), pick(series.high))
 
 
 def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: str) -> list[Block]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from qarl.config import Config, check_inputs, load_config
 from qarl.config.config import QuantConfig
+from qarl.config.load import read_yaml
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.config.quant import QUANTIZED_ACTIVATIONS, WEIGHT_INT4
 from qarl.config.yaml_io import parse_yaml
@@ -36,7 +37,7 @@ class Member:
     """One run of a comparison, and what became of it.
 
     config: resolved; None where it was refused. reason: one line, of a state that needs one. reused: it was finished
-    before this comparison asked for it.
+    before this comparison asked for it. group: what members that differ in their seed alone share.
     """
 
     name: str
@@ -48,6 +49,10 @@ class Member:
     state: State = "waiting"
     reason: str | None = None
     reused: bool = False
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        self.group = self.group or f"{self.scheme}-{self.learner}"
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,13 @@ def parse_axes(schemes: str | None, learners: str | None, seeds: str | None) -> 
     return Axes(
         None if schemes is None else parse_names("--schemes", schemes, SCHEMES),
         None if learners is None else parse_names("--learners", learners, LEARNERS),
-        None if seeds is None else _parse_seeds(seeds),
+        None if seeds is None else parse_seeds(seeds),
     )
 
 
 def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
     """The names of a comma-separated list, each of `known` and at most once. Raises UserError."""
-    names = _split(option, text, known[0])
+    names = split_list(option, text, known[0])
     for name in names:
         if name not in known:
             raise UserError(f"{option}: '{name}' is unknown; choose from {', '.join(known)}")
@@ -86,13 +91,8 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path) -> list[Member]
     Every configuration is validated as `qarl train` validates it. Raises UserError: an override of what an option
     varies, or of train.run_dir; all members refused (each distinct line of theirs).
     """
-    _check_overrides(overrides, axes)
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        load_config(file)  # says in its own line what is wrong
-        raise
-    data = parse_yaml(text, file)
+    check_overrides(overrides, _taken(axes))
+    data = read_yaml(file)
     if isinstance(data, dict):
         apply_overrides(data, overrides)
     quant, train = (_section(data, name) for name in ("quant", "train"))
@@ -180,11 +180,17 @@ def _check_same(own: RunRecord, member: Member) -> None:
         )
 
 
-def _check_overrides(overrides: list[str], axes: Axes) -> None:
+def _taken(axes: Axes) -> dict[str, str]:
+    """The keys that options set, and which option does."""
     taken = {"train.run_dir": "--out"}
     taken |= {"quant.scheme": "--schemes"} if axes.schemes else {}
     taken |= {"quant.learner": "--learners"} if axes.learners else {}
     taken |= {"train.seed": "--seeds"} if axes.seeds else {}
+    return taken
+
+
+def check_overrides(overrides: list[str], taken: dict[str, str]) -> None:
+    """Raise UserError for an override of a key that an option sets. taken: key -> option."""
     for key in sorted(".".join(map(str, path)) for path in override_keys(overrides)):
         if key in taken:
             raise UserError(f"command line: {key}: {taken[key]} sets it in a comparison; leave one of the two out")
@@ -212,8 +218,9 @@ def _section(data: Any, name: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _parse_seeds(text: str) -> list[int]:
-    seeds = _split("--seeds", text, "0,1,2")
+def parse_seeds(text: str) -> list[int]:
+    """The numbers of --seeds, each at most once. Raises UserError."""
+    seeds = split_list("--seeds", text, "0,1,2")
     for seed in seeds:
         if not (seed.isascii() and seed.isdecimal() and int(seed) < 2**31):
             raise UserError(f"--seeds: '{seed}' is no seed; give whole numbers from 0 to {2**31 - 1}, such as 0,1,2")
@@ -222,7 +229,8 @@ def _parse_seeds(text: str) -> list[int]:
     return numbers
 
 
-def _split(option: str, text: str, example: str) -> list[str]:
+def split_list(option: str, text: str, example: str) -> list[str]:
+    """The entries of a comma-separated list, each at most once. Raises UserError; `example` stands in its line."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise UserError(f"{option}: '{text}' has an empty entry; give a list such as {example}")

@@ -1,4 +1,4 @@
-"""What a comparison shows while its members train: the member, its step and its reward, read from its metrics.jsonl.
+"""What a comparison shows while its members train: each member, its step and its reward, from its metrics.jsonl.
 
 At a terminal one line that renews itself; in a pipe a line when a member starts and ends, and one in between at most
 every `QUIET_SECONDS`.
@@ -26,13 +26,14 @@ _TAIL_BYTES = 2**16  # more than the last two lines of any metrics.jsonl
 
 
 class ProgressView:
-    """Of `members`, one after another; use it as a context manager, so that the terminal is restored."""
+    """Of `members`, one or several at once; use it as a context manager, so that the terminal is restored."""
 
     def __init__(self, members: list[Member], stream: TextIO | None = None) -> None:
         self._waiting = [member.name for member in members if member.state == "waiting"]
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._status: Status | None = None
-        self._began = self._said = time.monotonic()
+        self._began: dict[str, float] = {}  # by name, of the members that train
+        self._said = time.monotonic()
 
     def __enter__(self) -> ProgressView:
         return self
@@ -45,24 +46,27 @@ class ProgressView:
         self._console.print(Text(visible(text)))
 
     def started(self, member: Member) -> None:
-        self._began = self._said = time.monotonic()
-        if self._console.is_terminal:
+        self._began[member.name] = self._said = time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"{self._place(member)} starts")
+        elif self._status is None:
             self._status = self._console.status(Text(f"{self._place(member)} starts"))
             self._status.start()
-        else:
-            self.say(f"{self._place(member)} starts")
 
-    def progress(self, member: Member) -> None:
-        """Called a few times a second while `member` trains."""
+    def progress(self, members: list[Member]) -> None:
+        """Called a few times a second with the members that train."""
         if self._status is not None:
-            self._status.update(Text(self._line(member)))
+            self._status.update(Text("\n".join(map(self._line, members))))
         elif time.monotonic() - self._said >= QUIET_SECONDS:
             self._said = time.monotonic()
-            self.say(self._line(member))
+            for member in members:
+                self.say(self._line(member))
 
     def ended(self, member: Member) -> None:
-        self._clear()
         self.say(f"{self._line(member)}, {member.state}" + (f": {member.reason}" if member.reason else ""))
+        del self._began[member.name]
+        if not self._began:
+            self._clear()
 
     def _clear(self) -> None:
         if self._status is not None:
@@ -77,7 +81,7 @@ class ProgressView:
         record = last_record(member.run_dir / "metrics.jsonl") or {}
         reward = f", reward {number(record['reward/mean'])}" if record.get("reward/mean") is not None else ""
         step = f"step {record.get('step', 0)}/{member.config.train.steps}"
-        return f"{self._place(member)}: {step}{reward}, {seconds(time.monotonic() - self._began)}"
+        return f"{self._place(member)}: {step}{reward}, {seconds(time.monotonic() - self._began[member.name])}"
 
 
 def last_record(path: Path) -> dict | None:

@@ -14,8 +14,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from qarl.comparison.members import evaluation_avg
+from qarl.comparison.members import COLUMN, evaluation_avg
 from qarl.comparison.plan import Member
+from qarl.comparison.study import Study, StudyColumn
 from qarl.config.yaml_io import parse_yaml
 from qarl.report.formatting import MISSING, bytes_, gib, interval, number, seconds
 from qarl.storage.disk import atomic_write_text, disk_errors
@@ -55,7 +56,7 @@ NUMBERS = (  # the most telling first
 
 def build(
     title: str, command: list[str], entries: list[dict[str, Any]], groups: list[dict[str, Any]],
-    environments: dict[str, dict[str, Any]], differences: dict[str, dict[str, Any]],
+    environments: dict[str, dict[str, Any]], differences: dict[str, dict[str, Any]], study: Study | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What comparison.json holds. environments: member -> environment.json; the first is given, and what differs."""
     told = {name: {k: v for k, v in each.items() if k not in _UNTOLD} for name, each in environments.items()}
@@ -69,6 +70,8 @@ def build(
         "members": entries,
         "groups": groups,
         "configuration_differences": differences,
+        "columns": [column.model_dump() for column in study.columns] if study else [],
+        "curves": [curve.model_dump() for curve in study.curves] if study else [],
     }
 
 
@@ -119,9 +122,18 @@ def cell(entry: dict[str, Any], column: Number) -> str:
     return column.write(value)
 
 
-def used(entries: list[dict[str, Any]]) -> list[Number]:
-    """The columns in which any of the entries has a number."""
-    return [column for column in NUMBERS if any(cell(entry, column) != MISSING for entry in entries)]
+def used(entries: list[dict[str, Any]], comparison: dict[str, Any]) -> list[Number]:
+    """The columns in which any of the entries has a number: a study's own before those of every comparison."""
+    own = [_study_number(StudyColumn(**column)) for column in comparison["columns"]]
+    return [column for column in (*own, *NUMBERS) if any(cell(entry, column) != MISSING for entry in entries)]
+
+
+def _study_number(column: StudyColumn) -> Number:
+    def write(value: float | None) -> str:
+        passed = None if value is None else column.passes(value)
+        return number(value) if passed is None else "yes" if passed else "no"
+
+    return Number(column.head, f"{COLUMN}{column.head}", write, column.help or f"{column.metric}, {column.over}")
 
 
 def print_table(comparison: dict[str, Any], console: Console | None = None) -> None:
@@ -129,20 +141,20 @@ def print_table(comparison: dict[str, Any], console: Console | None = None) -> N
     console = console or Console(file=sys.stdout, highlight=False)
     members, groups = comparison["members"], comparison["groups"]
     states = lambda entry: [entry["state"], number(entry.get("steps"))]  # noqa: E731
-    _print_fitting(console, members, ["state", "steps"], states)
+    _print_fitting(console, members, used(members, comparison), ["state", "steps"], states)
     if groups:
         seeds = lambda group: [str(len(group["seeds"])), group["interval"]]  # noqa: E731
-        _print_fitting(console, groups, ["seeds", "interval"], seeds)
+        _print_fitting(console, groups, used(groups, comparison), ["seeds", "interval"], seeds)
     for entry in members:
         if entry["reason"]:
             console.print(Text(visible(f"{entry['name']}: {entry['state']}: {entry['reason']}")), soft_wrap=True)
 
 
 def _print_fitting(
-    console: Console, entries: list[dict[str, Any]], heads: list[str], first: Callable[[dict[str, Any]], list[str]]
-) -> None:
+    console: Console, entries: list[dict[str, Any]], columns: list[Number], heads: list[str],
+    first: Callable[[dict[str, Any]], list[str]],
+) -> None:  # fmt: skip
     """One table where it fits; at a narrow terminal the columns that do not follow in tables below it."""
-    columns = used(entries)
     unbounded = console.options.update(max_width=10_000)
     fixed = [(head, [first(entry)[index] for entry in entries]) for index, head in enumerate(heads)]
     while True:

@@ -5,6 +5,7 @@ from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.config import Config
 from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
+from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.evaluation import EvalTask, EvaluationConfig
 from qarl.config.load import load_config
 from qarl.config.logging import LoggingConfig, TrackioConfig, WandbConfig
@@ -22,6 +23,7 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "DataConfig",
+    "DiagnosticsConfig",
     "EvalTask",
     "EvaluationConfig",
     "Inspection",

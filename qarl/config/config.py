@@ -12,11 +12,12 @@ from qarl.config.base import Fault, Field, Section
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
+from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.evaluation import EvaluationConfig
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
-from qarl.config.objective import GROUP_ADVANTAGES, ObjectiveConfig
-from qarl.config.optim import OptimConfig
+from qarl.config.objective import GROUP_ADVANTAGES, RATIO_OBJECTIVES, ObjectiveConfig
+from qarl.config.optim import FLOAT16_LOSS_SCALE, OptimConfig
 from qarl.config.quant import WEIGHT_INT4, QuantConfig
 from qarl.config.reward import RewardConfig
 from qarl.config.rollout import RolloutConfig
@@ -25,7 +26,8 @@ from qarl.config.yaml_io import dump_yaml
 
 
 class Config(Section):
-    """A training run. Defaults that depend on one section are filled in; those that span sections are properties."""
+    """A training run. Defaults that depend on one section are filled in, and objective.ratio, which a preset of the
+    correction may set; others that span sections are properties."""
 
     model: ModelConfig = Field(description="The model to train.")
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Quantization scheme and regime.")
@@ -40,6 +42,9 @@ class Config(Section):
     train: TrainConfig = Field(description="The loop.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation, when and on what.")
+    diagnostics: DiagnosticsConfig = Field(
+        default_factory=DiagnosticsConfig, description="Costly measurements of precision and mismatch."
+    )
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is shown and recorded.")
 
     @model_validator(mode="before")
@@ -66,6 +71,21 @@ class Config(Section):
         return self.train.minibatch_size or self.responses_per_step
 
     @property
+    def min_p(self) -> float:
+        """Sampler and learner drop tokens less probable than this fraction of the most probable; 0 is off."""
+        return self.objective.dvp_rho or self.rollout.min_p
+
+    @property
+    def learner_dtype(self) -> str:
+        """Compute dtype of the learner's forward."""
+        return self.model.learner_dtype or self.model.dtype
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by, so that a float16 learner's gradients do not fade to 0."""
+        return self.optim.loss_scale or (FLOAT16_LOSS_SCALE if self.learner_dtype == "float16" else 1.0)
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_length + self.rollout.max_response_length
@@ -86,11 +106,13 @@ class Config(Section):
         return dump_yaml(self.model_dump())
 
     def faults(self) -> Iterator[Fault]:
-        if self.objective.name == "tbpo" and self.correction.level != "none":
+        yield from self._objective_faults()
+        if self.quant.learner == "aligned" and self.learner_dtype != self.model.dtype:
             yield Fault(
-                ("correction", "level"),
-                self.correction.level,
-                "tbpo carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); must be none",
+                ("model", "learner_dtype"),
+                self.model.learner_dtype,
+                f"an aligned learner computes as the sampler does, in model.dtype = {self.model.dtype}; leave null, or "
+                "use quant.learner: full_precision or fake_quant",
             )
         if self.rollout.n == 1 and self.objective.advantage in GROUP_ADVANTAGES:
             yield Fault(
@@ -120,6 +142,50 @@ class Config(Section):
             )
         if self.rollout.engine == "vllm":
             yield from self._vllm_faults()
+
+    def resolved(self) -> dict[str, Any]:
+        ratio = self.objective.ratio or self.correction.expansion.ratio or "train"
+        if self.objective.name not in RATIO_OBJECTIVES or ratio == self.objective.ratio:
+            return {}
+        return {"objective": self.objective.model_copy(update={"ratio": ratio})}
+
+    def _objective_faults(self) -> Iterator[Fault]:
+        """What the objective, the correction and the loop demand of each other."""
+        objective, correction = self.objective, self.correction
+        name, preset = objective.name, correction.preset
+        # The key a user wrote: a level that came with a preset is the preset's fault.
+        weight = ("level", correction.level) if "level" in correction.model_fields_set else ("preset", preset)
+        if name == "tbpo" and correction.level != "none":
+            yield Fault(
+                ("correction", weight[0]),
+                weight[1],
+                "tbpo carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); correction.level must be none",
+            )
+        wanted = correction.expansion.ratio
+        if wanted == "rollout" and name not in RATIO_OBJECTIVES:
+            text = f"trains with objective.ratio rollout, which {name} does not read; use {', '.join(RATIO_OBJECTIVES)}"
+            yield Fault(("correction", "preset"), preset, text)
+        elif wanted is not None and objective.ratio not in (None, wanted):
+            text = f"correction.preset {preset} is with ratio {wanted}; leave null, or write the correction out"
+            yield Fault(("objective", "ratio"), objective.ratio, text)
+        elif (objective.ratio or wanted) in ("rollout", "shadow") and correction.level != "none":
+            text = (
+                f"with objective.ratio {objective.ratio or wanted} the ratio holds the mismatch already; "
+                "correction.level must be none (reject and veto may stay)"
+            )
+            yield Fault(("correction", weight[0]), weight[1], text)
+        if name == "mis_gspo" and any(r.identity == ("corr", "ratio", "mean") for r in correction.reject or ()):
+            key = "reject" if "reject" in correction.model_fields_set else "preset"
+            text = "mis_gspo rejects by the mean ratio itself; set objective.mis_ratio_low and mis_ratio_high"
+            yield Fault(("correction", key), preset if key == "preset" else "mean ratio of corr", text)
+        if name == "on_policy" and self.train.epochs != 1:
+            yield Fault(("train", "epochs"), self.train.epochs, "on_policy takes one optimizer step a batch; must be 1")
+        if name == "on_policy" and self.minibatch_size != self.responses_per_step:
+            text = f"on_policy takes one optimizer step a batch; leave null, or {self.responses_per_step}"
+            yield Fault(("train", "minibatch_size"), self.train.minibatch_size, text)
+        if objective.dvp_rho is not None and self.rollout.min_p not in (0.0, objective.dvp_rho):
+            text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
+            yield Fault(("rollout", "min_p"), self.rollout.min_p, text)
 
     def _vllm_faults(self) -> Iterator[Fault]:
         """What vLLM cannot hold or multiply (0.24 to 0.32, its compressed-tensors schemes and linear kernels)."""

@@ -3,28 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from qarl.config.base import Fault, Field, Section
+from qarl.config.correction_presets import PRESETS, Preset, PresetName
+
+_WEIGHT_DEFAULTS: dict[str, Any] = {"mode": "truncate", "lower": None, "upper": 2.0, "normalize": False}
+
+
+class RejectRule(Section):
+    """Responses are dropped when their score leaves its bounds. Bounds are of learner over sampler."""
+
+    estimator: Literal["k1", "k2", "k3", "ratio"] = Field(
+        description="What a token shows, with r learner over sampler: k1 = -log r, k2 = (log r)^2 / 2, "
+        "k3 = r - 1 - log r, or the ratio r itself."
+    )
+    signal: Literal["corr", "rollout"] = Field(
+        "corr", description="r of the learner at the rollout's snapshot (corr) or of the learner now (rollout)."
+    )
+    aggregate: Literal["sum", "mean", "max"] = Field(
+        description="Over the response's tokens. For ratio: sum is the product of the ratios, mean their geometric "
+        "mean, max demands that every token's ratio is inside."
+    )
+    lower: float | None = Field(None, description="Dropped below this; for k1 and ratio. null: no lower bound.")
+    upper: float | None = Field(None, description="Dropped above this. null: no upper bound (ratio only).")
+
+    def faults(self) -> Iterator[Fault]:
+        ratio = self.estimator == "ratio"
+        if self.lower is not None and self.estimator in ("k2", "k3"):
+            yield Fault(("lower",), self.lower, f"{self.estimator} is never negative; leave null, and set upper")
+        if self.lower is not None and ratio and self.lower <= 0:
+            yield Fault(("lower",), self.lower, "must be greater than 0 for estimator ratio")
+        if self.upper is None:
+            if not ratio:
+                yield Fault(("upper",), None, f"is required for estimator {self.estimator}")
+            elif self.lower is None:
+                yield Fault(("upper",), None, "the rule has no bound; set upper or lower")
+            return
+        if self.upper <= 0 and self.estimator != "k1":
+            yield Fault(("upper",), self.upper, f"must be greater than 0 for estimator {self.estimator}")
+        elif self.lower is not None and self.lower >= self.upper:
+            yield Fault(("lower",), self.lower, f"must be below upper ({self.upper:g})")
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What the rule measures; two rules of one configuration must not share it."""
+        return self.signal, self.estimator, self.aggregate
+
+    def __str__(self) -> str:
+        return f"{self.aggregate} {self.estimator} of {self.signal} outside {_interval(self.lower, self.upper)}"
 
 
 class CorrectionConfig(Section):
-    """Weights or masks from the ratio learner over sampler, without gradient. tbpo carries its own."""
+    """Weights, masks and rejections from the ratio learner over sampler, without gradient. tbpo carries its own weight.
 
-    level: Literal["none", "token", "sequence", "geometric"] = Field(
-        "none", description="Ratio per token, product over the response, or geometric mean over the response."
+    A key that is left null takes the value of the preset, where there is one.
+    """
+
+    preset: PresetName | None = Field(
+        None, description="A named correction; keys given beside it replace its own. `qarl check` prints what it means."
     )
-    mode: Literal["truncate", "mask"] = Field(
-        "truncate", description="Clip the ratio to [lower, upper] (TIS), or zero it outside (MIS, IcePop)."
+    level: Literal["none", "token", "sequence", "geometric"] | None = Field(
+        None,
+        description="Weight: ratio per token, product over the response, or geometric mean over the response; none "
+        "(default): no weight.",
+    )
+    mode: Literal["truncate", "mask"] | None = Field(
+        None, description="Clip the ratio to [lower, upper] (TIS, default), or zero it outside (MIS, IcePop)."
     )
     lower: float | None = Field(None, gt=0, description="Lower bound of the ratio; null: none.")
-    upper: float = Field(2.0, gt=0, description="Upper bound of the ratio.")
+    upper: float | None = Field(None, gt=0, description="Upper bound of the ratio (default 2).")
+    normalize: bool = Field(False, description="Divide the weights by their mean over the minibatch.")
+    reject: list[RejectRule] | None = Field(
+        None, description="Rules that drop whole responses; a response has to pass all of them."
+    )
+    veto: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Drop responses with a token whose ratio is below this, such as 1e-4; null: none.",
+    )
+
+    @property
+    def expansion(self) -> Preset:
+        """What the preset sets; nothing without one."""
+        return PRESETS[self.preset] if self.preset else Preset()
+
+    @property
+    def active(self) -> bool:
+        """Anything is weighted, rejected or vetoed."""
+        return self.level != "none" or bool(self.reject) or self.veto is not None
+
+    def __str__(self) -> str:
+        """The correction in words, such as `token truncate [none, 2]; reject sum k3 of corr outside [none, 0.001]`."""
+        parts = []
+        if self.level != "none":
+            normalized = ", normalized" if self.normalize else ""
+            parts.append(f"{self.level} {self.mode} {_interval(self.lower, self.upper)}{normalized}")
+        parts += [f"reject {rule}" for rule in self.reject or ()]
+        if self.veto is not None:
+            parts.append(f"veto below {self.veto:g}")
+        return "; ".join(parts) or "no correction"
 
     def faults(self) -> Iterator[Fault]:
-        if self.lower is not None and self.lower >= self.upper:
-            yield Fault(("lower",), self.lower, f"must be below correction.upper ({self.upper:g})")
-        if self.level == "none":
-            for key in ("mode", "lower", "upper"):
+        values = {**{key: getattr(self, key) for key in _WEIGHT_DEFAULTS}, **self.resolved()}
+        if values.get("level", self.level) == "none":
+            for key, default in _WEIGHT_DEFAULTS.items():
                 value = getattr(self, key)
-                if value != type(self).model_fields[key].default:
+                if value is not None and value != default:
                     yield Fault((key,), value, "has no effect with level none; set level token, sequence or geometric")
+        elif values["lower"] is not None and values["lower"] >= values["upper"]:
+            yield Fault(("lower",), values["lower"], f"must be below correction.upper ({values['upper']:g})")
+        seen: set[tuple[str, str, str]] = set()
+        for index, rule in enumerate(self.reject or ()):
+            if rule.identity in seen:
+                text = "measures the same as a rule before it; write one rule with both bounds"
+                yield Fault(("reject", index), str(rule), text)
+            seen.add(rule.identity)
+
+    def resolved(self) -> dict[str, Any]:
+        preset = self.expansion
+        weights = preset.weights or {}
+        level = self.level or weights.get("level", "none")
+        values = {
+            **_WEIGHT_DEFAULTS,
+            **(weights if level != "none" else {}),
+            "level": level,
+            "reject": [RejectRule(**rule) for rule in preset.reject],
+        }
+        return {key: value for key, value in values.items() if getattr(self, key) is None and value is not None}
+
+
+def _interval(lower: float | None, upper: float | None) -> str:
+    return f"[{_bound(lower)}, {_bound(upper)}]"
+
+
+def _bound(bound: float | None) -> str:
+    return "none" if bound is None else f"{bound:g}"

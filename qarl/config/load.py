@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -21,22 +23,36 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises UserError with one line per fault.
     """
     path = Path(path)
-    data = parse_yaml(_read(path), str(path))
+    data = read_yaml(path)
     if data is None:
         raise UserError(f"{path}: the file is empty; a configuration needs model, data, reward and train")
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds a {type(data).__name__}; must be a mapping of sections (model, quant, ...)")
+    if "variants" in data:
+        raise UserError(f"{path}: is a study of several runs; give it to `qarl compare`")
     overrides = overrides or []
     apply_overrides(data, overrides)
     train = data.get("train")
     if isinstance(train, dict) and train.get("run_dir") is None:
         train["run_dir"] = f"runs/{path.stem}"
+    keys = override_keys(overrides)
+    return validate(data, lambda loc: key_place(loc, str(path), keys))
+
+
+def validate(data: dict[str, Any], place: Callable[[Loc], str]) -> Config:
+    """The configuration that `data` describes. place: where a key's value was given, for messages.
+
+    Raises UserError with one line per fault.
+    """
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        keys = override_keys(overrides)
-        lines = fault_lines(error, Config, data, lambda loc: key_place(loc, str(path), keys))
-        raise UserError("\n".join(lines)) from None
+        raise UserError("\n".join(fault_lines(error, Config, data, place))) from None
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds. Raises UserError where it cannot be read or is not YAML."""
+    return parse_yaml(_read(Path(path)), str(path))
 
 
 def key_place(loc: Loc, file: str, overridden: set[KeyPath]) -> str:

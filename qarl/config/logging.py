@@ -30,6 +30,9 @@ class LoggingConfig(Section):
     trackio: TrackioConfig | None = Field(None, description="Log to Trackio; null: off.")
     rollouts_every: int = Field(10, ge=1, description="Steps between files of sampled completions.")
     samples: int = Field(8, ge=0, description="Completions in such a file; 0: all.")
+    rollout_tensors: bool = Field(
+        True, description="Beside such a file, one with the tokens and log-probs of all responses (qarl diagnose)."
+    )
     console: Literal["rich", "plain", "none"] = Field(
         "rich", description="Live table and progress bars, one line a step, or nothing."
     )

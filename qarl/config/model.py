@@ -22,6 +22,11 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Compute dtype of activations and unquantized parameters; masters are always float32."
     )
+    learner_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        None,
+        description="Compute dtype of the learner's forward alone, which then reads the masters rounded to it; null: "
+        "dtype. Another one needs quant.learner full_precision or fake_quant.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device where there is one.")
     trust_remote_code: bool = Field(False, description="Let the model directory run its own Python code.")
     max_length: int | None = Field(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from qarl.config.base import Fault, Field, Section
 
+FLOAT16_LOSS_SCALE = 1024.0
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -32,6 +33,17 @@ class OptimConfig(Section):
         0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak learning rate."
     )
     max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0 is off.")
+    master_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="Masters are rounded to it at the start and after every optimizer step, an ablation: training with "
+        "16-bit weights. They stay stored in float32, and so does the optimizer's state.",
+    )
+    loss_scale: float | None = Field(
+        None,
+        gt=0,
+        description="The loss is multiplied by it and the gradients are divided, before clipping (default 1, and "
+        f"{FLOAT16_LOSS_SCALE:g} for a float16 learner). Steps that overflow are skipped.",
+    )
 
     def faults(self) -> Iterator[Fault]:
         if self.name == "adamw":

@@ -53,9 +53,8 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
                       f"weight decay {optim.weight_decay:g}, float32 master weights"),
         ("Seed", str(train.seed)),
     ]  # fmt: skip
-    if config.correction.level != "none":
-        correction = config.correction
-        facts.append(("Correction", f"{correction.level} {correction.mode}, up to {correction.upper:g}"))
+    if config.correction.active:
+        facts.append(("Correction", str(config.correction)))
     quarter = max(1, len(seen) // 4)
     first, last = (_mean(part, "reward/mean") for part in (seen[:quarter], seen[-quarter:]))
     if last is not None:

@@ -8,32 +8,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qarl.objectives.ppo import ClipOptions
-from qarl.objectives.ratios import log_ratio, sequence_ratio, through_tokens
+from qarl.objectives.band import Band
+from qarl.objectives.ratios import sequence_ratio, through_tokens
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Surrogate, present, ratio_stats
 
 
-def gspo(
+def sequence_clipped(
+    log_ratio: Tensor,  # (T,) per token, not read for its gradient
     logp: Tensor,  # (T,) learner now, with gradient
-    logp_old: Tensor,  # (T,) learner at the rollout's snapshot
-    logp_sampler: Tensor,  # (T,) not read: a correction multiplies from outside
     advantages: Tensor,  # (R,)
     segments: Segments,
-    options: ClipOptions,
+    band: Band,
 ) -> Surrogate:
-    """min(s A, clip(s, 1 - low, 1 + high) A) at every token of the response, [T], to maximise.
+    """min(s A, clip(s, low, high) A) at every token of the response, [T], to maximise, with s = exp(mean_t log r_t).
 
-    s = exp(mean_t(l_t - o_t)); gradient token-wise through stop(s) * exp(l_t - stop(l_t)). Statistics are over
-    non-empty responses.
+    Gradient token-wise through stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses.
     """
-    low, high = 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high
-    s, clamped = sequence_ratio(logp, logp_old, segments)
-
-    clipped = ((advantages > 0) & (s > high)) | ((advantages < 0) & (s < low))
+    s, clamped = sequence_ratio(log_ratio, segments)
+    left = band.left(s, advantages)
     ratio = torch.where(
-        segments.expand(clipped), segments.expand(s.clamp(low, high)), through_tokens(segments.expand(s), logp)
+        segments.expand(left),
+        segments.expand(band.bound(s, advantages)),
+        through_tokens(segments.expand(s), logp),
     )
-    value = segments.expand(advantages) * ratio
-    stats = ratio_stats(s, clipped, clamped, present(segments), log_ratio(logp.detach(), logp_old))
-    return Surrogate(value, stats)
+    return Surrogate(segments.expand(advantages) * ratio, ratio_stats(s, left, clamped, present(segments)))

@@ -1,42 +1,63 @@
-"""GRPO's surrogate: token-level PPO clipping (Schulman et al. 2017; Shao et al. 2024).
+"""Token-level PPO clipping (Schulman et al. 2017) and its variants without dead zones in the backward.
 
-With clip_ratio_high > clip_ratio_low it is DAPO's clip-higher (Yu et al. 2025).
+GRPO's surrogate (Shao et al. 2024). With clip_ratio_high > clip_ratio_low it is DAPO's clip-higher (Yu et al. 2025),
+with a bound c on ratios of A < 0 dual-clip PPO (Ye et al. 2020): all of them are a `Band` and one ratio a token.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from qarl.objectives.ratios import clamped_exp, log_ratio
+from qarl.objectives.band import Band
+from qarl.objectives.ratios import clamped_exp
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Surrogate, ratio_stats
 
 
-class ClipOptions(Protocol):
-    """What `grpo` and `gspo` read."""
-
-    clip_ratio_low: float
-    clip_ratio_high: float
-
-
-def grpo(
-    logp: Tensor,  # (T,) learner now, with gradient
-    logp_old: Tensor,  # (T,) learner at the rollout's snapshot
-    logp_sampler: Tensor,  # (T,) not read: a correction multiplies from outside
+def clipped(
+    log_ratio: Tensor,  # (T,) with gradient
     advantages: Tensor,  # (R,)
     segments: Segments,
-    options: ClipOptions,
+    band: Band | None,  # None: r A
 ) -> Surrogate:
-    """min(r A, clip(r, 1 - low, 1 + high) A) per token, [T], to maximise, with r = exp(l_t - o_t)."""
-    low, high = 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high
-    exponent = log_ratio(logp, logp_old)
-    ratio, clamped = clamped_exp(exponent)
+    """min(r A, clip(r, low, high) A) per token, [T], to maximise; for A < 0 with a `neg_high` c also max(that, c A)."""
+    ratio, clamped = clamped_exp(log_ratio)
     advantage = segments.expand(advantages)
+    if band is None:
+        left = torch.zeros_like(clamped)
+        value = advantage * ratio
+    else:
+        # min() takes the clipped branch exactly here; written out, an edge keeps its full gradient.
+        left = band.left(ratio, advantage)
+        value = advantage * torch.where(left, band.bound(ratio, advantage), ratio)
+    return Surrogate(value, ratio_stats(ratio, left, clamped, None))
 
-    # min() takes the clipped branch exactly here; written out, an edge keeps its full gradient.
-    clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    value = advantage * torch.where(clipped, ratio.detach().clamp(low, high), ratio)
-    return Surrogate(value, ratio_stats(ratio, clipped, clamped, None, exponent))
+
+@torch.no_grad()
+def clipped_weights(
+    log_ratio: Tensor,  # (T,)
+    advantages: Tensor,  # (R,)
+    segments: Segments,
+    band: Band,
+) -> Surrogate:
+    """W, the value of `clipped` without gradient: what `detached` gives each token's score."""
+    return clipped(log_ratio, advantages, segments, band)
+
+
+def detached(
+    log_ratio: Tensor,  # (T,)
+    logp: Tensor,  # (T,) learner now, with gradient
+    advantages: Tensor,  # (R,)
+    segments: Segments,
+    band: Band,
+    center: float = 0.0,
+) -> Surrogate:
+    """stop(W - center) * l_t per token, [T], to maximise, with W the value of the clipped surrogate.
+
+    min and clamp stay out of the backward, so no token is without gradient (TRL precision study, section 10.1: detach
+    with center 0, detach_center with the mean of W over the minibatch's tokens). A token of infinite log-prob has
+    value 0.
+    """
+    weights = clipped_weights(log_ratio, advantages, segments, band)
+    return Surrogate((weights.value - center) * logp.masked_fill(torch.isinf(logp), 0.0), weights.stats)

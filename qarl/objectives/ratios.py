@@ -39,13 +39,18 @@ def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:
     return exponent.masked_fill(high, MAX_EXPONENT).masked_fill(low, -MAX_EXPONENT).exp(), high | low
 
 
-def sequence_ratio(logp: Tensor, logp_reference: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """exp(mean_t log-ratio), the geometric mean over each response, and which were clamped: [T], [T] -> [R], bool [R].
+def score(logp: Tensor) -> Tensor:
+    """logp - stop(logp): [T] -> [T], zeros with d/d logp = 1. Infinite log-probs get no gradient."""
+    finite = logp.masked_fill(torch.isinf(logp), 0.0)
+    return finite - finite.detach()
+
+
+def sequence_ratio(token_log_ratio: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """exp(mean_t log-ratio), the geometric mean over each response, and which were clamped: [T] -> [R], bool [R].
 
     Without gradient. An empty response has ratio 1.
     """
-    with torch.no_grad():
-        return clamped_exp(segments.mean(log_ratio(logp, logp_reference)))
+    return clamped_exp(segments.mean(token_log_ratio.detach()))
 
 
 def through_tokens(ratio: Tensor, logp: Tensor) -> Tensor:
@@ -53,5 +58,4 @@ def through_tokens(ratio: Tensor, logp: Tensor) -> Tensor:
 
     How a sequence-level ratio reaches the tokens (GSPO, GSPO-token form). Infinite log-probs get no gradient.
     """
-    finite = logp.masked_fill(torch.isinf(logp), 0.0)
-    return ratio.detach() * (finite - finite.detach()).exp()
+    return ratio.detach() * score(logp).exp()

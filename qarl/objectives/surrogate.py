@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl.objectives.ratios import MAX_EXPONENT
 from qarl.objectives.segments import Segments
 
 Stats = dict[str, Tensor]
@@ -38,19 +37,15 @@ def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
     return torch.stack([values.masked_fill(~mask, 0.0).sum(), mask.sum().double()])
 
 
-def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | None, token_log_ratio: Tensor) -> Stats:
+def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | None) -> Stats:
     """The statistics every ratio objective reports.
 
     ratio, clipped (bool), clamped (bool), mask (bool or None): per token or per response, as the objective works.
-    token_log_ratio: [T], learner now over learner at the snapshot, for `policy/kl_k3` = mean(r - 1 - log r), an
-    estimate of KL(old || now) on tokens drawn from the old policy (Schulman 2020). Its exponent is clamped as all are.
     """
-    exponent = token_log_ratio.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT)
     return {
         "policy/ratio_mean": stat(ratio, mask),
         "policy/clip_frac": stat(clipped, mask),
         "policy/ratio_clamped_frac": stat(clamped, mask),
-        "policy/kl_k3": stat(exponent.expm1() - exponent),
     }
 
 

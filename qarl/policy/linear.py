@@ -18,6 +18,8 @@ from qarl_kernels.activation import quantize_activation_fp8, quantize_activation
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
+from qarl.policy.view import Role
+
 if TYPE_CHECKING:
     from qarl.policy.kernel_operand import KernelOperand
 
@@ -73,9 +75,7 @@ def dequantized_input(x: Tensor, activation: Literal["int8", "fp8"] | None) -> T
     return (codes.float() * scale).to(x.dtype)
 
 
-def operand_of(
-    weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bool = False
-) -> Operand | KernelOperand:
+def operand_of(weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bool = False) -> Operand | KernelOperand:
     """The aligned operand: the product the sampler runs on these tensors.
 
     weight: codes and scales, or (N, K); kernels: multiply with Triton (`qarl.policy.kernels.use_kernels`).
@@ -158,39 +158,26 @@ def _open_gradient(node: Any) -> Tensor | None:
 
 
 class QuantLinear(nn.Module):
-    """Drop-in for `nn.Linear`: float32 masters under the same names, products on the installed operands.
+    """Drop-in for `nn.Linear`: float32 masters under the same names, products on the operand of the role's view.
 
-    `learner` and `sampler` are the same object when the learner is aligned. Which one a forward uses is the role of
-    the policy at that moment.
+    name: the module's, under which views hold its operand and, as `<name>.bias`, its bias in the compute dtype.
     """
 
-    def __init__(self, linear: nn.Linear, role: Role, keep_dequantized_input: bool) -> None:
+    def __init__(self, linear: nn.Linear, name: str, role: Role, keep_dequantized_input: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.role, self.keep_dequantized_input = role, keep_dequantized_input
-        self.learner: Operand | KernelOperand | None = None
-        self.sampler: Operand | KernelOperand | None = None
-        self.bias_value: Tensor | None = None  # the bias as published, in the compute dtype
+        self.name, self.role, self.keep_dequantized_input = name, role, keep_dequantized_input
 
     def forward(self, x: Tensor) -> Tensor:
-        operand = self.sampler if self.role.sampling else self.learner
-        assert operand is not None, "QuantLinear ran before a snapshot was installed"
+        view = self.role.view
+        operand, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
         rows = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() and not self.role.sampling:
-            y = _StraightThrough.apply(
-                rows, self.weight, self.bias, self.bias_value, operand, self.keep_dequantized_input
-            )
+        if torch.is_grad_enabled():
+            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input)
         else:
-            y = operand(rows, self.bias_value)
+            y = operand(rows, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        product = self.learner.product if self.learner else "no operand"
-        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, {product}"
-
-
-class Role:
-    """Whose forward is running: one object shared by a policy's linears."""
-
-    sampling = False
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"

@@ -1,7 +1,7 @@
 """Row-invariant stand-ins for a Hugging Face model's norms, activation, rotary table and embedding.
 
-Each keeps the module's parameters under their own names as float32 masters, and computes on the published values in
-the compute dtype; gradients pass straight through the rounding.
+Each keeps the module's parameters under their own names as float32 masters, and computes on the values of the role's
+view, in its compute dtype; gradients pass straight through the rounding.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from transformers import PreTrainedConfig
 
 from qarl.config.architecture import FAMILIES
 from qarl.errors import UserError
+from qarl.policy.view import Role, View
 
 
 class RMSNorm(nn.Module):
-    """`qarl_kernels.pointwise.rms_norm` with a float32 master weight (H,); value: the weight as published."""
+    """`qarl_kernels.pointwise.rms_norm` with a float32 master weight (H,). name: the module's."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, name: str, role: Role) -> None:
         super().__init__()
         self.weight = norm.weight
         self.eps = float(norm.variance_epsilon)
-        self.value: Tensor | None = None
+        self.parameter, self.role = f"{name}.weight", role
 
     def forward(self, x: Tensor) -> Tensor:
-        return pointwise.rms_norm(x.contiguous(), self.weight, self.value, self.eps)
+        return pointwise.rms_norm(x.contiguous(), self.weight, self.role.view.values[self.parameter], self.eps)
 
 
 class SiLU(nn.Module):
@@ -38,18 +39,21 @@ class SiLU(nn.Module):
 class RotaryTable(nn.Module):
     """cos and sin of every position, computed once, so that a position's values never depend on the batch.
 
-    cos, sin: (positions, D) of `dtype`, computed in float32 by the model's own module and rounded once.
+    tables: for each compute dtype cos and sin, (positions, D) of that dtype, computed in float32 by the model's own
+    module and rounded once.
     """
 
-    def __init__(self, rotary: nn.Module, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rotary: nn.Module, positions: int, dtypes: set[torch.dtype], device: torch.device) -> None:
         super().__init__()
-        x = torch.empty(1, dtype=dtype, device=device)
-        cos, sin = rotary.to(device)(x, torch.arange(positions, device=device)[None])
-        self.register_buffer("cos", cos[0].contiguous(), persistent=False)
-        self.register_buffer("sin", sin[0].contiguous(), persistent=False)
+        rotary, order = rotary.to(device), torch.arange(positions, device=device)[None]
+        self.tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        for dtype in dtypes:
+            cos, sin = rotary(torch.empty(1, dtype=dtype, device=device), order)
+            self.tables[dtype] = cos[0].contiguous(), sin[0].contiguous()
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[position_ids], self.sin[position_ids]
+        cos, sin = self.tables[x.dtype]
+        return cos[position_ids], sin[position_ids]
 
 
 class _Lookup(torch.autograd.Function):
@@ -68,20 +72,20 @@ class _Lookup(torch.autograd.Function):
 
 
 class Embedding(nn.Module):
-    """Token embedding: published values (V, H) in the compute dtype, float32 gradient to the master.
+    """Token embedding: values (V, H) in the compute dtype, float32 gradient to the master. name: the module's.
 
     The padding token gets no gradient from its look-ups, as in `nn.Embedding`. Its row may be all zeros, and a norm's
     gradient at a zero row is 1 / sqrt(eps) = 1000 times too large to be of use.
     """
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, embedding: nn.Embedding, name: str, role: Role) -> None:
         super().__init__()
         self.weight = embedding.weight
         self.padding_id = -1 if embedding.padding_idx is None else embedding.padding_idx
-        self.value: Tensor | None = None
+        self.parameter, self.role = f"{name}.weight", role
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _Lookup.apply(ids, self.weight, self.value, self.padding_id)
+        return _Lookup.apply(ids, self.weight, self.role.view.values[self.parameter], self.padding_id)
 
 
 def check_family(config: PreTrainedConfig) -> None:
@@ -97,22 +101,23 @@ def check_family(config: PreTrainedConfig) -> None:
         raise UserError(f"model.path: activation '{config.hidden_act}' is not supported; use a model with silu")
 
 
-def replace_modules(model: nn.Module, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+def replace_modules(
+    model: nn.Module, role: Role, positions: int, dtypes: set[torch.dtype], device: torch.device
+) -> None:
     """Put the stand-ins in place, in `model`, and prove each norm's on random input.
 
-    positions: rows of the rotary table. Raises UserError for a norm of another kind and for a rotary embedding that
-    changes with the length of the sequence.
+    positions: rows of the rotary tables. dtypes: in which views compute. Raises UserError for a norm of another kind
+    and for a rotary embedding that changes with the length of the sequence.
     """
     for name, module in list(model.named_modules()):
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         kind = type(module).__name__
         if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            norm = RMSNorm(module)
-            _prove_norm(name, module, norm)
-            setattr(owner, leaf, norm)
+            _prove_norm(name, module)
+            setattr(owner, leaf, RMSNorm(module, name, role))
         elif isinstance(module, nn.Embedding):
-            setattr(owner, leaf, Embedding(module))
+            setattr(owner, leaf, Embedding(module, name, role))
         elif isinstance(module, nn.SiLU) or kind == "SiLUActivation":
             setattr(owner, leaf, SiLU())
         elif leaf == "rotary_emb":
@@ -121,12 +126,13 @@ def replace_modules(model: nn.Module, positions: int, dtype: torch.dtype, device
                     f"model.path: rope type '{module.rope_type}' changes with sequence length, which no "
                     "batch-invariant forward can follow; use a model with default, linear, llama3 or yarn"
                 )
-            setattr(owner, leaf, RotaryTable(module, positions, dtype, device))
+            setattr(owner, leaf, RotaryTable(module, positions, dtypes, device))
 
 
-def _prove_norm(name: str, original: nn.Module, norm: RMSNorm) -> None:
-    x = torch.randn(3, original.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    norm.value = norm.weight.detach()
+def _prove_norm(name: str, original: nn.Module) -> None:
+    weight = original.weight.detach()
+    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    norm = RMSNorm(original, name, Role(View({}, {f"{name}.weight": weight}, weight)))
     with torch.no_grad():
         if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6):
             raise UserError(f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; "

@@ -1,10 +1,9 @@
-"""The policy: masters, the snapshot made from them, and forwards for learner and sampler on its tensors."""
+"""The policy: masters, the snapshot made from them, and the forwards of learner, sampler, shadow and reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from qarl_formats.quantize import QuantizedWeight
@@ -18,22 +17,13 @@ from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
 from qarl.policy.kernels import use_kernels
-from qarl.policy.linear import (
-    Operand,
-    QuantLinear,
-    Role,
-    fake_quant_operand,
-    full_precision_operand,
-    operand_of,
-)
-from qarl.policy.modules import Embedding, RMSNorm, check_family, replace_modules
+from qarl.policy.linear import QuantLinear
+from qarl.policy.modules import check_family, replace_modules
 from qarl.policy.skeleton import linear_names
+from qarl.policy.view import Role, View
+from qarl.policy.views import ViewMaker
 from qarl.publish.snapshot import Snapshot, build_snapshot, published
 from qarl.publish.verify import PublishError
-
-if TYPE_CHECKING:
-    from qarl.policy.kernel_operand import KernelOperand
-
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
 
@@ -45,14 +35,23 @@ class Policy:
     new one after an optimizer step, and the learner's forward reads it. `install_sampler` points the sampler's
     forward at a published snapshot. Given a snapshot from the start, the policy is for inference alone: `model` may be
     a `skeleton` whose masters hold no values. Raises UserError for models and schemes that cannot run exactly.
+
+    dtype: of what is published and of the sampler's forward. learner_dtype: of the learner's, where it is another one;
+    it then reads the masters, rounded to it. learner_view, sampler_view: what their forwards read.
+    aligned: the learner's forward is the sampler's; at the same version they read one view and give the same bits.
     """
 
     def __init__(
         self, model: PreTrainedModel, scheme: Scheme, quant: QuantConfig, dtype: torch.dtype, device: torch.device,
-        max_length: int | None = None, snapshot: Snapshot | None = None,
+        max_length: int | None = None, snapshot: Snapshot | None = None, learner_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         check_family(model.config)
         self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
+        self.learner_dtype = learner_dtype or dtype
+        if quant.learner == "aligned" and self.learner_dtype != dtype:
+            raise UserError(f"model.learner_dtype: an aligned learner computes in the sampler's {dtype}; leave null, "
+                            "or use quant.learner: full_precision")  # fmt: skip
+        self.aligned = quant.learner == "aligned"
         self.kernels = use_kernels(quant, scheme, dtype, device)
         limit = model.config.max_position_embeddings
         if max_length is not None and max_length > limit:
@@ -69,10 +68,15 @@ class Policy:
         self.tied = head.weight is model.get_input_embeddings().weight
         self.head_master: nn.Parameter = head.weight
         self.linears = self._replace_linears()
-        replace_modules(model, -(-self.max_length // PAGE) * PAGE, dtype, device)
+        replace_modules(model, self.role, -(-self.max_length // PAGE) * PAGE, {dtype, self.learner_dtype}, device)
         model.set_attn_implementation(IMPLEMENTATION)
         if snapshot is None:
             self.model = model.to(device)
+        masters = dict(self.named_parameters())
+        head_name = next(name for name, parameter in masters.items() if parameter is self.head_master)
+        self._views = ViewMaker(masters, self.linears, head_name, quant, dtype, self.learner_dtype, self.kernels)
+        self._reference: View | None = None
+        if snapshot is None:
             self.refresh(version=0)
         else:
             self.version, self.current = snapshot.version, snapshot
@@ -88,7 +92,7 @@ class Policy:
                     check_shape(self.scheme, name, module.out_features, module.in_features)
                 except ValueError as error:
                     raise UserError(f"quant.group_size: {error}") from error
-            linear = QuantLinear(module, self.role, self.quant.ste_input == "dequantized")
+            linear = QuantLinear(module, name, self.role, self.quant.ste_input == "dequantized")
             self.model.set_submodule(name, linear)
             linears[name] = linear
         return linears
@@ -112,7 +116,7 @@ class Policy:
     def refresh(self, version: int) -> Snapshot:
         """Quantize the masters once, as policy `version`, and let the learner's forward read the result.
 
-        Raises UserError naming the tensor when a master is not finite.
+        Sampler and reference stay where they are. Raises UserError naming the tensor when a master is not finite.
         """
         forms = (
             (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels))
@@ -126,67 +130,62 @@ class Policy:
         return self.scheme if name.endswith(".weight") and self.quantized(name.removesuffix(".weight")) else None
 
     def _install_learner(self) -> None:
-        tensors = self.current.tensors
-        for name, linear in self.linears.items():
-            published = self.current.weights.get(name, tensors.get(f"{name}.weight"))
-            linear.learner = self._learner_operand(linear, published)
-            linear.bias_value = tensors.get(f"{name}.bias")
-        for name, module in self.model.named_modules():
-            if isinstance(module, RMSNorm | Embedding):
-                module.value = tensors[f"{name}.weight"]
-        self.head_source = tensors["lm_head.weight" if not self.tied else self._embedding_name()]
-        self.head_value = self.head_source.float() if self.device.type == "cpu" else self.head_source
+        self.learner_view = self._views.learner(self.current)
+        self._shadow: View | None = None  # made where somebody asks
+        self.role.settle(self.learner_view)
 
-    def _learner_operand(self, linear: QuantLinear, published: QuantizedWeight | Tensor) -> Operand | KernelOperand:
-        if self.quant.learner == "full_precision":
-            return full_precision_operand(linear.weight, self.dtype)
-        if self.quant.learner == "fake_quant" and isinstance(published, QuantizedWeight):
-            return fake_quant_operand(published, self.dtype)
-        return operand_of(published, self.dtype, self.kernels)
-
-    def _embedding_name(self) -> str:
-        return next(name for name, parameter in self.named_parameters() if parameter is self.head_master)
+    def _sampling_view(self) -> View:
+        """The current snapshot in the sampler's arithmetic: what a shadow reads, and the sampler after a publish."""
+        if self.aligned:
+            return self.learner_view
+        if self._shadow is None:
+            self._shadow = self._views.sampling(self.current, self.learner_view)
+        return self._shadow
 
     def install_sampler(self, snapshot: Snapshot) -> None:
         """Point the sampler's forward at `snapshot`. An aligned learner reads the same operands already.
 
-        Raises PublishError unless the snapshot is the policy's current one: embeddings and norms are shared.
+        Raises PublishError unless the snapshot is the policy's current one: what is published is what was learned last.
         """
         if snapshot is not self.current:
             raise PublishError(f"publish of version {snapshot.version}: the learner is at version {self.version}; "
                                "publish the current snapshot")  # fmt: skip
-        for name, linear in self.linears.items():
-            published = snapshot.weights.get(name, snapshot.tensors.get(f"{name}.weight"))
-            aligned = self.quant.learner == "aligned"
-            linear.sampler = linear.learner if aligned else operand_of(published, self.dtype, self.kernels)
+        self.sampler_view = self._sampling_view()
 
     def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the sampler's forward stands on, by published name, read from the operands themselves."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, QuantLinear):
-                source = module.sampler.source
-                if isinstance(source, QuantizedWeight):
-                    yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in module.sampler.held().items())
-                else:
-                    yield f"{name}.weight", source
-                if module.bias_value is not None:
-                    yield f"{name}.bias", module.bias_value
-            elif isinstance(module, RMSNorm | Embedding):
-                yield f"{name}.weight", module.value
-        if not self.tied:
-            yield "lm_head.weight", self.head_source
+        for name, operand in self.sampler_view.operands.items():
+            if isinstance(operand.source, QuantizedWeight):
+                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in operand.held().items())
+            else:
+                assert operand.source is not None
+                yield f"{name}.weight", operand.source
+        yield from self.sampler_view.values.items()
+
+    def keep_reference(self) -> None:
+        """Keep the learner's parameters as they are now, for `reference_logprobs`; later versions change nothing."""
+        self._reference = self.learner_view
+
+    @property
+    def head_value(self) -> Tensor:
+        """The output layer as the sampler reads it, (V, H): float32 on the CPU, the compute dtype on a GPU."""
+        return self.sampler_view.head
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Inside, forwards run as the sampler: on the published operands, without gradient."""
-        self.role.sampling = True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.role.sampling = False
+        with self.role.as_(self.sampler_view, sampling=True), torch.no_grad():
+            yield
+
+    def shadow(self) -> AbstractContextManager[None]:
+        """Inside, forwards run in the sampler's arithmetic at the current version, published or not.
+
+        Where gradients are enabled they go straight through to the masters, as the learner's do. With gradient
+        checkpointing the backward runs the forward again, so it belongs inside too.
+        """
+        return self.role.as_(self._sampling_view())
 
     def hidden_states(self, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states of a packed batch. ids, positions: (T,) int64. Returns (T, H) of the compute dtype."""
@@ -195,17 +194,18 @@ class Policy:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits (R, V) of hidden states (R, H); no gradient."""
-        return logits_of(hidden, self.head_value, self.kernels)
+        """float32 logits (R, V) of the sampler's hidden states (R, H); no gradient."""
+        return logits_of(hidden, self.sampler_view.head, self.kernels)
 
     def logprobs(
         self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of response tokens under the learner's forward, packed response after response.
+        """Log-probs of response tokens under the learner's forward, or inside `shadow` its, packed one after the other.
 
         prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
         its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once.
-        Returns logp (T,) with gradient to the masters, and the entropy (T,) without, float32, in nats.
+        Returns logp (T,) and the entropy (T,), float32, in nats, both with gradient to the masters. A token outside the
+        truncated distribution has logp -inf and gives no gradient.
         """
         device = self.device
         groups: list[tuple[int, list[int]]] = []
@@ -224,8 +224,25 @@ class Policy:
         context, positions = learner_context(groups, device)
         hidden = self.hidden_states(torch.tensor(ids, device=device), positions, context)
         targets = torch.tensor([t for r in responses for t in r], device=device)
-        return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.head_value, targets,
+        return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.role.view.head, targets,
                               truncation, chunk, self.kernels)  # fmt: skip
+
+    @torch.no_grad()
+    def shadow_logprobs(
+        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
+    ) -> Tensor:
+        """`logprobs` in the sampler's arithmetic at the current version (`shadow`): (T,), without gradient."""
+        with self.shadow():
+            return self.logprobs(prompts, responses, truncation, chunk)[0]
+
+    @torch.no_grad()
+    def reference_logprobs(
+        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
+    ) -> Tensor:
+        """`logprobs` of the version that `keep_reference` kept, as the learner ran it: (T,), without gradient."""
+        assert self._reference is not None, "no reference was kept"
+        with self.role.as_(self._reference):
+            return self.logprobs(prompts, responses, truncation, chunk)[0]
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> Tensor:
@@ -238,7 +255,7 @@ class Policy:
         targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.device)
         with self.sampling():
             hidden = self.hidden_states(ids, positions, context)
-            logp, _ = token_logprobs(hidden, self.head_master, self.head_value, targets, Truncation(), SCORE_CHUNK,
+            logp, _ = token_logprobs(hidden, None, self.sampler_view.head, targets, Truncation(), SCORE_CHUNK,
                                      self.kernels)  # fmt: skip
         return logp
 

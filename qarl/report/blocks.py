@@ -66,7 +66,35 @@ class Histogram:
     note: str = ""
 
 
-Chart = LineChart | BarChart | Histogram
+@dataclass(frozen=True)
+class Points:
+    """A class of points in a scatter; those with a coordinate that is None, NaN or infinite are left out."""
+
+    name: str
+    x: Sequence[float | None]
+    y: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Points, the classes drawn one over the other in their order.
+
+    diagonal: draw y = x. band: (low, high) of y, shaded, with edges; None is open. line: a curve over the points,
+    such as a mean. log_y: values at or below 0 are left out.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    points: list[Points]
+    diagonal: bool = False
+    band: tuple[float | None, float | None] | None = None
+    line: Series | None = None
+    log_y: bool = False
+    note: str = ""
+
+
+Chart = LineChart | BarChart | Histogram | Scatter
 
 
 @dataclass(frozen=True)
@@ -131,7 +159,23 @@ class Completions:
     note: str = ""
 
 
-Block = LineChart | BarChart | Histogram | Table | Facts | Text | Code | Completions
+@dataclass(frozen=True)
+class Excerpt:
+    """A stretch of a text that is marked, and what stands around it. details: one line on what and where it is."""
+
+    before: str
+    marked: str
+    after: str
+    details: str
+
+
+@dataclass(frozen=True)
+class Excerpts:
+    items: list[Excerpt]
+    note: str = ""
+
+
+Block = LineChart | BarChart | Histogram | Scatter | Table | Facts | Text | Code | Completions | Excerpts
 
 
 @dataclass(frozen=True)

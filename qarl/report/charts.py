@@ -7,14 +7,17 @@ its text as text. Drawing a chart twice gives the same bytes.
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from qarl.report.blocks import Chart, LineChart
-from qarl.report.figures import Colours, draw, finite, log_scale, rc, thin
+from qarl.report.axes import Colours, finite
+from qarl.report.blocks import Chart, LineChart, Scatter
+from qarl.report.figures import draw, log_scale, rc, thin
+from qarl.report.scatter import MAX_DOTS
 from qarl.storage.disk import disk_errors
 from qarl.text import visible
 
@@ -87,7 +90,27 @@ def chart_note(chart: Chart) -> str:
                 parts.append("No value above 0, so the axis is linear.")
             elif zeros:
                 parts.append(f"{zeros} value{'s' * (zeros > 1)} at 0 or below, which a log axis cannot show.")
+    if isinstance(chart, Scatter):
+        parts += _scatter_notes(chart)
     return " ".join(parts)
+
+
+def _scatter_notes(chart: Scatter) -> list[str]:
+    notes = []
+    if chart.log_y:
+        zeros = sum(y <= 0 for points in chart.points for y in finite(points.y))
+        if not log_scale(chart):
+            notes.append("No value above 0, so the axis is linear.")
+        elif zeros:
+            notes.append(f"{zeros:,} point{'s' * (zeros > 1)} at 0, which a log axis cannot show.")
+    missing = sum(math.isnan(x) or math.isnan(y) for points in chart.points
+                  for x, y in zip(finite(points.x), finite(points.y), strict=True))  # fmt: skip
+    if missing:
+        notes.append(f"{missing:,} point{'s' * (missing > 1)} without a finite value left out.")
+    each = max((math.ceil(len(points.x) / MAX_DOTS) for points in chart.points), default=1)
+    if each > 1:
+        notes.append(f"One point in {each} of the largest class is drawn.")
+    return notes
 
 
 def _save(chart: Chart, form: str) -> bytes:

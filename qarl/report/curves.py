@@ -31,10 +31,24 @@ REWARD = (
 MISMATCH = (
     Curves("Log-prob difference", "|delta| of a token (nats)",
            (("mismatch/delta_abs_mean", "mean"), ("mismatch/delta_abs_max", "largest")), log_y=True),
+    Curves("Quantiles of the log-prob difference", "|delta| of a token (nats)",
+           (("mismatch/delta_abs_p50", "half of the tokens"), ("mismatch/delta_abs_p90", "90 %"),
+            ("mismatch/delta_abs_p99", "99 %"), ("mismatch/delta_abs_p999", "99.9 %")), log_y=True,
+           note="So many of the tokens stay within it."),
     Curves("Divergence estimates", "nats a token", (("mismatch/k1", "k1"), ("mismatch/k3", "k3"))),
+    Curves("Perplexity of the responses", "exp of minus the mean log-prob",
+           (("mismatch/ppl_learner", "learner"), ("mismatch/ppl_sampler", "sampler"))),
     Curves("Perplexity ratio", "learner over sampler", (("mismatch/ppl_ratio", "ratio"),)),
     Curves("Chi-squared of the ratio", "no unit",
            (("mismatch/chi2_token", "token"), ("mismatch/chi2_seq", "sequence")), log_y=True),
+    Curves("Tokens' effective sample size", "fraction of the tokens", (("mismatch/ess_frac", "ess"),)),
+    Curves("Tokens the batch is worth", "tokens", (("mismatch/ess", "ess"),)),
+    Curves("Probability difference", "learner's less sampler's, absolute",
+           (("mismatch/rollout_probs_diff_mean", "mean"), ("mismatch/rollout_probs_diff_std", "standard deviation"),
+            ("mismatch/rollout_probs_diff_max", "largest")), log_y=True),
+    Curves("Tokens outside a truncated distribution", "fraction",
+           (("mismatch/outside_frac", "sampler's or learner's at the rollout"),
+            ("policy/outside_frac", "learner's, now or at the rollout"))),
     Curves("Responses with a clamped exponent", "fraction", (("mismatch/clamped_frac", "clamped"),)),
 )  # fmt: skip
 POLICY = (
@@ -48,20 +62,66 @@ POLICY = (
             ("policy/tbpo_dropped_neg_low_frac", "negative, ratio too low: dropped"),
             ("policy/tbpo_dropped_neg_high_frac", "negative, ratio too high: dropped"))),
     Curves("KL from the rollout's policy", "k3, nats a token", (("policy/kl_k3", "k3"),)),
+    Curves("KL from the reference policy", "nats a token", (("policy/kl_ref", "KL"),)),
+    Curves("Contribution against the rollout's learner", "mean of -(r - 1) A",
+           (("policy/contribution_train_pos", "A > 0"), ("policy/contribution_train_neg", "A < 0"))),
+    Curves("Contribution against the sampler", "mean of -(r - 1) A",
+           (("policy/contribution_rollout_pos", "A > 0"), ("policy/contribution_rollout_neg", "A < 0"))),
     Curves("Mean ratio", "policy now over policy of the rollout", (("policy/ratio_mean", "ratio"),)),
     Curves("Responses without advantage", "fraction", (("policy/zero_advantage_frac", "advantage 0"),)),
     Curves("Optimizer steps skipped", "gradient not finite, a step", (("policy/skipped_steps", "skipped"),)),
     Curves("Learning rate", "no unit", (("optim/lr", "lr"),)),
 )  # fmt: skip
 CORRECTION = (
-    Curves("Importance weight", "mean weight", (("correction/weight_mean", "weight"),)),
+    Curves("Importance weight", "mean weight",
+           (("correction/weight_mean", "weight"), ("correction/raw_ratio_mean", "ratio before truncation"))),
     Curves("Effective sample size", "fraction", (("correction/ess", "ess"),)),
     Curves("Rejected or clamped", "fraction",
            (("correction/rejected_frac", "rejected"), ("correction/clamped_frac", "exponent clamped"))),
+    Curves("Responses dropped, by rule", "fraction of responses",
+           (("correction/veto_frac", "veto"), (r"correction/reject_(.+)_frac", r"\1"))),
 )  # fmt: skip
 QUANTIZATION = (
-    Curves("Low-bit codes that a step changed", "fraction", (("quant/codes_changed_frac", "changed"),)),
+    Curves("Published values that a step changed", "fraction", (("quant/codes_changed_frac", "changed"),)),
+    Curves("How many published values a step changed", "values", (("quant/codes_changed_count", "changed"),)),
 )
+PRECISION = (
+    Curves("Policy's change and precision gap", "mean of a token, absolute (nats)",
+           (("precision/alpha_abs_mean", "alpha: policy"), ("precision/beta_abs_mean", "beta: precision")), log_y=True),
+    Curves("Change over gap", "mean |alpha| over mean |beta|", (("precision/snr", "ratio"),),
+           note="Below 1 the ratio is mostly precision."),
+    Curves("Clipped by movement and by precision", "fraction of tokens",
+           (("precision/clipped_frac", "the policy moved"), ("precision/phantom_frac", "phantom: precision alone"))),
+    Curves("Ratios that precision moves", "fraction of tokens",
+           (("precision/ratio_off_10_frac", "by more than 10 %"), ("precision/ratio_off_50_frac", "more than 50 %"))),
+    Curves("Largest precision gap", "|beta| of a token (nats)", (("precision/beta_abs_max", "largest"),), log_y=True),
+    Curves("Precision gap, mean and spread", "beta of a token (nats)",
+           (("precision/beta_mean", "mean"), ("precision/beta_std", "standard deviation"))),
+    Curves("Precision gap and advantage", "correlation", (("precision/beta_advantage_corr", "beta with A"),)),
+    Curves("Tokens outside a truncated distribution, shadow too", "fraction",
+           (("precision/outside_frac", "learner's, shadow's or sampler's"),
+            ("deployed/outside_frac", "shadow's, before or after the step"))),
+    Curves("Improvement of what is served", "nats a token, along the sign of A",
+           (("deployed/improvement", "improvement"),)),
+    Curves("Movement of what is served", "nats a token, absolute", (("deployed/delta_abs_mean", "mean"),)),
+    Curves("Efficiency of a step", "improvement over movement", (("deployed/efficiency", "efficiency"),)),
+    Curves("Errors of the gradient", "norm over the clean gradient's",
+           (("gradients/ratio_rel", "through the ratio"), ("gradients/score_rel", "through the score"),
+            ("gradients/interaction_rel", "of both together"), ("gradients/total_rel", "whole"))),
+    Curves("Directions of the gradient and its errors", "cosine",
+           (("gradients/cos_total", "gradient and clean gradient"),
+            ("gradients/cos_ratio_clean", "ratio error and clean"),
+            ("gradients/cos_score_clean", "score error and clean"),
+            ("gradients/cos_ratio_score", "ratio error and score error"))),
+)  # fmt: skip
+ERROR_TOKENS = (
+    Curves("Tokens in repetitive or garbled stretches", "fraction of tokens",
+           (("error_tokens/frac", "either"), ("error_tokens/repetitive_frac", "repetitive"),
+            ("error_tokens/garbled_frac", "garbled"))),
+    Curves("Such tokens by the sign of the advantage", "fraction of the sign's tokens",
+           (("error_tokens/positive_frac", "A > 0"), ("error_tokens/negative_frac", "A < 0"))),
+    Curves("Responses with such a stretch", "fraction", (("error_tokens/responses_frac", "responses"),)),
+)  # fmt: skip
 COST = (
     Curves("Time of a step by phase", "seconds", (("time/step_s", "whole step"), (r"time/(.+)_s", r"\1"))),
     Curves("Throughput", "tokens a second",
@@ -70,7 +130,7 @@ COST = (
 )  # fmt: skip
 # Shown elsewhere: in the reward's own chart, in the evaluation section, and among the facts.
 ELSEWHERE = ("step", "reward/mean", "reward/std", "policy/version")
-GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, QUANTIZATION, COST)
+GROUPS = (REWARD, MISMATCH, POLICY, CORRECTION, QUANTIZATION, PRECISION, ERROR_TOKENS, COST)
 
 
 def names_of(records: list[dict[str, Any]]) -> list[str]:
@@ -90,17 +150,20 @@ def charts_of(
     """The charts of a group that the run has metrics for, and (metric, value) of those that never change.
 
     A chart of which every curve is one number over three steps or more is left to a table: a flat line tells no more.
+    Steps that have none of a chart's metrics, which are measured now and then, are no gaps in it.
     """
-    steps, names = [record["step"] for record in records], names_of(records)
+    names = names_of(records)
     charts: list[LineChart] = []
     constant: list[tuple[str, float]] = []
     for curves in group:
         found = _found(curves, names)
-        values = {name: values_of(records, name) for name in found}
+        rows = [record for record in records if any(name in record for name in found)]
+        values = {name: values_of(rows, name) for name in found}
         single = {name: set(column) for name, column in values.items()}
-        if len(records) > 2 and all(len(s) == 1 and None not in s for s in single.values()):
+        if len(rows) > 2 and all(len(s) == 1 and None not in s for s in single.values()):
             constant += [(name, s.pop()) for name, s in single.items()]
         elif found:
+            steps = [record["step"] for record in rows]
             series = [Series(label, steps, values[name]) for name, label in found.items()]
             charts.append(LineChart(curves.title, "step", curves.unit, series, curves.log_y, curves.note))
     return charts, constant

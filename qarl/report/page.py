@@ -13,9 +13,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from qarl.report.blocks import Block, Chart, LineChart, Section
+from qarl.report.axes import curve_style
+from qarl.report.blocks import Block, Chart, Scatter, Section
 from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg
-from qarl.report.figures import curve_style, has_data
+from qarl.report.figures import has_data, legend_names
 from qarl.report.formatting import number
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.text import visible
@@ -69,9 +70,11 @@ def _groups(blocks: list[Block], numbers: Any) -> list[_Group]:
 
 def _chart(chart: Chart, prefix: str) -> dict[str, Any]:
     legend = []
-    for index, series in enumerate(chart.series if isinstance(chart, LineChart) else []):
+    names = legend_names(chart)
+    dots = len(chart.points) if isinstance(chart, Scatter) else 0
+    for index, name in enumerate(names):
         colour, dash = curve_style(index, len(LIGHT_CURVES))
-        legend.append({"name": series.name, "colour": colour, "dash": dash})
+        legend.append({"name": name, "colour": colour, "dash": dash, "dot": index < dots})
     # Safe as markup: `svg` builds an XML tree, so what is text in it is escaped text.
     drawing = Markup(svg(chart, prefix)) if has_data(chart) else ""
     return {"title": chart.title, "legend": legend, "svg": drawing, "note": chart_note(chart)}

@@ -28,8 +28,10 @@ from qarl.report.charts import write_png
 from qarl.report.curves import (
     CORRECTION,
     COST,
+    ERROR_TOKENS,
     MISMATCH,
     POLICY,
+    PRECISION,
     QUANTIZATION,
     REWARD,
     Curves,
@@ -38,6 +40,7 @@ from qarl.report.curves import (
     other_charts,
     values_of,
 )
+from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
 from qarl.report.figures import has_data
 from qarl.report.formatting import gib, number, percent, seconds
@@ -57,13 +60,18 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     path = run / "report.html" if out is None else out
     check_replaceable(path)
     sections = report_sections(record)
-    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
-    for chart in charts:
-        if has_data(chart):
-            write_png(path.parent / "plots" / f"{_slug(chart.title)}.png", chart)
+    write_charts(path.parent / "plots", sections)
     config = record.config
     subtitle = f"{config.model.path} · {config.quant.scheme}, {config.quant.learner} learner · {config.objective.name}"
     return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections)
+
+
+def write_charts(directory: Path, sections: list[Section]) -> None:
+    """The charts of a page as PNG, named after their titles. Raises UserError if the disk refuses."""
+    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
+    for chart in charts:
+        if has_data(chart):
+            write_png(directory / f"{_slug(chart.title)}.png", chart)
 
 
 def check_replaceable(path: Path) -> None:
@@ -84,10 +92,12 @@ def report_sections(record: RunRecord) -> list[Section]:
     if metrics:
         for title, group in (
             ("Reward and responses", REWARD), ("Mismatch between sampler and learner", MISMATCH), ("Policy", POLICY),
-            ("Correction", CORRECTION), ("Quantization", QUANTIZATION), ("Cost", COST),
+            ("Correction", CORRECTION), ("Quantization", QUANTIZATION),
+            ("Precision of learner and sampler", PRECISION), ("Error tokens", ERROR_TOKENS), ("Cost", COST),
         ):  # fmt: skip
             sections.append(_curves(title, group, metrics, constant))
     sections.insert(2, evaluation_section(record.evaluations))
+    sections.insert(-1 if metrics else len(sections), diagnostics_section(record.path))  # before the cost
     known = {name for name in names_of(metrics) if record.evaluations and name.startswith("eval/")}
     sections.append(Section("Other metrics", [*other_charts(metrics, known)]))
     if constant:

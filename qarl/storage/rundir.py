@@ -4,7 +4,8 @@
     config.yaml           resolved configuration, with every default
     environment.json      package versions, devices, threads, git revision, seed of the latest start
     rewards.log           what the reward functions print, and each of their failures
-    metrics.jsonl, rollouts/, checkpoints/, tensorboard/    written by the recorder and the checkpoint store
+    metrics.jsonl, rollouts/, diagnostics/, tensorboard/    written by the recorder
+    checkpoints/                                            written by the checkpoint store
     evaluations.jsonl, evaluations/                         written by the evaluations during training
 
 Users' scripts read these: names and places are an interface.
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 # counted random streams, so that it leaves nothing behind in the sampler. Everything else, thread count, batch limits
 # and paths included, can change bits of the result and is refused.
 RESUMABLE_KEYS = (
-    "train.steps", "train.run_dir", "checkpoint.", "logging.", "evaluation.", "rollout.vllm.device",
+    "train.steps", "train.run_dir", "checkpoint.", "logging.", "diagnostics.", "evaluation.", "rollout.vllm.device",
     "rollout.vllm.memory_frac", "rollout.vllm.timeout_s", "rollout.vllm.max_restarts",
 )  # fmt: skip
 

@@ -21,6 +21,8 @@ class Batch:
     position of its prompt in the step.
     advantages: (R,) float32. logp_sampler: R tensors (T_r,) float32, as the sampler reported (behaviour policy).
     logp_old: R tensors (T_r,) float32 or None until the learner has recomputed them at the rollout's snapshot.
+    logp: the same of the learner's last training forward over each response. logp_ref: of the reference policy, None
+    where nobody asked.
     """
 
     prompts: list[list[int]]
@@ -29,6 +31,8 @@ class Batch:
     advantages: Tensor
     logp_sampler: list[Tensor]
     logp_old: list[Tensor | None]
+    logp: list[Tensor | None]
+    logp_ref: list[Tensor | None]
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -43,6 +47,14 @@ class Batch:
 
     def segments(self, indices: list[int], device: torch.device) -> Segments:
         return Segments.from_lengths([len(self.responses[i]) for i in indices], device)
+
+    def texts(self, indices: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and responses of `indices`, as `Policy.logprobs` takes them."""
+        return [self.prompts[i] for i in indices], [self.responses[i] for i in indices]
+
+    def split(self, values: Tensor, indices: list[int]) -> tuple[Tensor, ...]:
+        """What `packed` put together: one tensor (T_r,) on the CPU for each of `indices`, without gradient."""
+        return values.detach().cpu().split([len(self.responses[i]) for i in indices])
 
     def packed(self, values: list[Tensor | None], indices: list[int], device: torch.device) -> Tensor:
         """The per-response tensors of `indices`, one after the other: (T,)."""
@@ -67,6 +79,8 @@ def build_batch(
         advantages=compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage),
         logp_sampler=[torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts],
         logp_old=[None] * len(rollouts),
+        logp=[None] * len(rollouts),
+        logp_ref=[None] * len(rollouts),
     )
 
 

@@ -10,28 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config import Config
-from qarl.diagnostics.mismatch import mismatch_metrics
+from qarl.diagnostics.crossings import crossing_metrics, crossings
 from qarl.errors import UserError
-from qarl.objectives import Segments
 from qarl.rewards import RewardResult
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.rundir import RunDirectory
 from qarl.storage.runs import read_metrics
-from qarl.training.batch import Batch, build_batch
+from qarl.training.batch import build_batch
 from qarl.training.console import RunConsole
 from qarl.training.interrupt import Interrupted, InterruptGuard
 from qarl.training.metrics import (
     Clock,
-    changed_codes,
     peak_memory_gib,
     response_metrics,
     reward_metrics,
-    rollout_rows,
+    token_metrics,
 )
 from qarl.training.noise import quiet_libraries, rewards_logged
+from qarl.training.probe import Probe
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run, build_run
 from qarl.training.state import capture, restore
+from qarl.training.trace import Trace, trace_of
 from qarl.types import Prompt, Rollout
 
 
@@ -93,7 +93,8 @@ class Loop:
                     if step >= config.train.steps:
                         break
                     prompts, rollouts, scores = self.draw(step)
-                    metrics, rows = self.learn(step, prompts, rollouts, scores)
+                    due = recorder.rollouts_due(step + 1)
+                    metrics, trace = self.learn(step, prompts, rollouts, scores, due)
                 except Interrupted as stop:
                     self._save(step, position)
                     self.console.message(f"stopped after step {step}, saved; {self._how_to_go_on()} goes on from there")
@@ -102,9 +103,9 @@ class Loop:
                 position = run.stream.state()
                 refused = self.publish(metrics, rollouts)
                 recorder.log(step, metrics)
-                if recorder.rollouts_due(step):
-                    recorder.rollouts(step, rows)
-                    self.console.samples(step, rows[:: config.rollout.n])  # one of each prompt
+                trace.write(step, metrics, config, recorder)
+                if trace.rows is not None:
+                    self.console.samples(step, trace.rows[:: config.rollout.n])  # one of each prompt
                 self.console.step(step, metrics)
                 if refused is not None or step % config.checkpoint.every == 0:
                     self._save(step, position)
@@ -150,15 +151,17 @@ class Loop:
         return prompts, rollouts, scores
 
     def learn(
-        self, step: int, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Learn: the second half. Returns the step's metrics and a record of each response.
+        self, step: int, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, rollouts_due: bool
+    ) -> tuple[dict[str, float], Trace]:
+        """Learn: the second half. Returns the step's metrics and what else there is to record.
 
         Until the first optimizer step the policy is what it was, and a signal may end the step (`Interrupted`).
         """
         config, run, clock = self.config, self.run, self.clock
         batch = build_batch(prompts, rollouts, scores.total, config.objective.advantage)
         published, skipped = run.policy.current, run.learner.skipped_in_a_row
+        due, truncation = config.diagnostics.due(step + 1), run.sampling.truncation
+        probe = Probe(run.policy, run.learner.objective, config, truncation, due, bool(due) or rollouts_due)
         run.engine.sleep()
         with self.console.phase("learner", run.learner.forwards(len(batch))) as advance:
 
@@ -167,14 +170,18 @@ class Loop:
                 if run.policy.version == published.version and run.learner.skipped_in_a_row == skipped:
                     self.guard.check()
 
-            learned = run.learner.learn(batch, step, progress)
+            learned = run.learner.learn(batch, step, progress, probe)
         run.engine.wake()
         clock.lap("learner")
+        clock.move(probe.seconds, "learner", "diagnostics")
 
+        crossed = crossings(published, run.policy.current)
         metrics = reward_metrics(scores) | response_metrics(rollouts) | learned
-        metrics |= mismatch_of(batch) | changed_codes(published, run.policy.current)
+        metrics |= token_metrics(batch) | crossing_metrics(crossed) | probe.metrics
         metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
-        return metrics, rollout_rows(prompts, rollouts, scores, batch)
+        trace = trace_of(batch, prompts, rollouts, scores, rollouts_due, probe, crossed, run.tokenizer.decode)
+        clock.lap("diagnostics")
+        return metrics, trace
 
     def publish(self, metrics: dict[str, float], rollouts: list[Rollout]) -> UserError | None:
         """Hand the new version to the sampler, and complete the step's metrics. Returns what refused it, if anything:
@@ -241,16 +248,6 @@ class Loop:
         with self.console.phase("checkpoint"):
             self.store.save(step, *capture(self.run, position))
         self.saved_step = step
-
-
-def mismatch_of(batch: Batch) -> dict[str, float]:
-    """`mismatch/*` of a step: the learner at the rollout's snapshot against what the sampler reported."""
-    everything = list(range(len(batch)))
-    segments = Segments.from_lengths([len(r) for r in batch.responses])
-    device = segments.index.device
-    return mismatch_metrics(
-        batch.packed(batch.logp_old, everything, device), batch.packed(batch.logp_sampler, everything, device), segments
-    )
 
 
 def next_commands(config: Config) -> list[tuple[str, str]]:

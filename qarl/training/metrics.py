@@ -6,13 +6,15 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from qarl_formats.quantize import codes_changed
+from torch import Tensor
 
-from qarl.publish.snapshot import Snapshot
+from qarl.diagnostics.error_tokens import error_token_metrics
+from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.rewards import RewardResult
 from qarl.training.batch import Batch
 from qarl.types import Prompt, Rollout
@@ -30,6 +32,11 @@ class Clock:
         now = time.perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Of what was counted as `source`, so much belongs to `target`."""
+        self.laps[source] -= seconds
+        self.laps[target] = self.laps.get(target, 0.0) + seconds
 
     def metrics(self, rollout_tokens: int, learner_tokens: float) -> dict[str, float]:
         """rollout_tokens: sampled in this step. learner_tokens: run by the learner, see `Batch.forward_tokens`."""
@@ -60,12 +67,14 @@ def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     }
 
 
-def changed_codes(before: Snapshot, after: Snapshot) -> dict[str, float]:
-    """The share of low-bit codes that one step changed; nothing for unquantized policies."""
-    if not after.weights:
-        return {}
-    counts = [codes_changed(before.weights[name], weight) for name, weight in after.weights.items()]
-    return {"quant/codes_changed_frac": sum(changed for changed, _ in counts) / sum(total for _, total in counts)}
+def token_metrics(batch: Batch) -> dict[str, float]:
+    """What the sampled tokens show: `mismatch/*`, the learner at the rollout's snapshot against what the sampler
+    reported, and `error_tokens/*`."""
+    everything = list(range(len(batch)))
+    segments = batch.segments(everything, torch.device("cpu"))
+    old, sampler = (batch.packed(x, everything, segments.index.device) for x in (batch.logp_old, batch.logp_sampler))
+    ids = torch.tensor([token for response in batch.responses for token in response])
+    return mismatch_metrics(old, sampler, segments) | error_token_metrics(ids, sampler, batch.advantages, segments)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -107,3 +116,30 @@ def rollout_rows(
             }
         )
     return rows
+
+
+def rollout_tensors(batch: Batch, rewards: list[float], version: int) -> dict[str, Tensor]:
+    """The responses of a step for rollouts/NNNNNN.safetensors, R responses with T tokens together, in order.
+
+    int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
+    prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
+    learner's last training forward. version: int64 (1), of the policy that sampled.
+    """
+    everything, cpu = list(range(len(batch))), torch.device("cpu")
+
+    def integers(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    return {
+        "prompt_lengths": integers(len(prompt) for prompt in batch.prompts),
+        "response_lengths": integers(len(response) for response in batch.responses),
+        "prompt_tokens": integers(token for prompt in batch.prompts for token in prompt),
+        "response_tokens": integers(token for response in batch.responses for token in response),
+        "groups": integers(batch.groups),
+        "logp_sampler": batch.packed(batch.logp_sampler, everything, cpu),
+        "logp_old": batch.packed(batch.logp_old, everything, cpu),
+        "logp": batch.packed(batch.logp, everything, cpu),
+        "advantages": batch.advantages.float(),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "version": torch.tensor([version]),
+    }

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from qarl.policy.device import DTYPES
+
 
 class OptimOptions(Protocol):
     """The `optim` section of the configuration."""
@@ -33,21 +35,27 @@ class OptimOptions(Protocol):
     schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: int
     min_lr_ratio: float
+    master_dtype: Literal["float32", "bfloat16", "float16"]
 
 
 class Optimizer:
     """One or two torch optimizers that step together, with their state addressed by parameter name.
 
-    parts: name -> (torch optimizer, names of its parameters in the order of its groups).
+    parts: name -> (torch optimizer, names of its parameters in the order of its groups). master_dtype: what the
+    parameters are rounded to after every step, float32 for not at all; they stay stored in float32.
     """
 
-    def __init__(self, kind: str, parts: dict[str, tuple[torch.optim.Optimizer, list[str]]]) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: str, parts: dict[str, tuple[torch.optim.Optimizer, list[str]]],
+        master_dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        self.kind, self.master_dtype = kind, master_dtype
         self._parts = parts
 
     def step(self) -> None:
         for part, _ in self._parts.values():
             part.step()
+            round_masters(_parameters(part), self.master_dtype)
 
     def zero_grad(self) -> None:
         for part, _ in self._parts.values():
@@ -117,9 +125,10 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg
     AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
     is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None.
     """
+    rounded = DTYPES[optim_cfg.master_dtype]
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if optim_cfg.name == "adamw":
-        return Optimizer("adamw", {"adamw": _adamw(trained, optim_cfg.lr, optim_cfg)})
+        return Optimizer("adamw", {"adamw": _adamw(trained, optim_cfg.lr, optim_cfg)}, rounded)
     assert optim_cfg.name == "muon", f"unknown optimizer {optim_cfg.name!r}"
     hidden = [(name, parameter) for name, parameter in trained if is_hidden_matrix(name, parameter)]
     rest = [(name, parameter) for name, parameter in trained if not is_hidden_matrix(name, parameter)]
@@ -128,7 +137,19 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg
         parts["muon"] = _muon(hidden, optim_cfg)
     if rest:
         parts["adamw"] = _adamw(rest, optim_cfg.lr if optim_cfg.adamw_lr is None else optim_cfg.adamw_lr, optim_cfg)
-    return Optimizer("muon", parts)
+    return Optimizer("muon", parts, rounded)
+
+
+@torch.no_grad()
+def round_masters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Round float32 parameters in place to the values that `dtype` has: weights that live in 16 bits.
+
+    An update below half a step of the grid is lost (TRL study, section 2.3), which is what this is there to show.
+    """
+    if dtype == torch.float32:
+        return
+    for parameter in parameters:
+        parameter.copy_(parameter.to(dtype))
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:

@@ -1,6 +1,11 @@
-"""What a run leaves to read: metrics.jsonl, rollouts/NNNNNN.jsonl, and the configured trackers.
+"""What a run leaves to read: metrics.jsonl, rollouts/, diagnostics/, and the configured trackers.
 
-Both kinds of file are strict JSON, one object a line: NaN and infinities, which JSON cannot say, become null.
+    metrics.jsonl                 one object a step
+    rollouts/NNNNNN.jsonl         sampled completions, one object each
+    rollouts/NNNNNN.safetensors   tokens and log-probs of all responses of the same step
+    diagnostics/NNNNNN.json       one object (`qarl.diagnostics.record`)
+
+JSON is strict: NaN and infinities, which it cannot say, become null.
 """
 
 from __future__ import annotations
@@ -14,13 +19,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
 from qarl.storage.runs import parse_record
+from qarl.storage.tensorfile import safetensors_chunks, write_file
 from qarl.training.trackers import Tracker, build_trackers
 
 
 class Recorder:
-    """Writes one run's metrics and sampled rollouts.
+    """Writes one run's metrics, sampled rollouts and diagnostics.
 
     logging: the `logging` section. config: the resolved configuration, for trackers that show it. warn: called with
     one line when a tracker fails after the start; the tracker is dropped and the run goes on.
@@ -37,7 +45,9 @@ class Recorder:
     ) -> None:
         self.metrics_path = Path(run_dir) / "metrics.jsonl"
         self.rollouts_directory = Path(run_dir) / "rollouts"
+        self.diagnostics_directory = Path(run_dir) / "diagnostics"  # made with its first file
         self._samples = logging.samples
+        self._tensors = logging.rollout_tensors
         self._rollouts_every = logging.rollouts_every
         self._warn = warn
         with disk_errors(self.metrics_path):
@@ -75,14 +85,40 @@ class Recorder:
         """Whether `logging.rollouts_every` asks for sampled completions at `step`."""
         return step % self._rollouts_every == 0
 
-    def rollouts(self, step: int, rows: list[dict[str, Any]]) -> Path:
-        """Write rollouts/NNNNNN.jsonl atomically: the first `logging.samples` rows (0: all) of JSON values."""
+    def rollouts(self, step: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None = None) -> Path:
+        """Write rollouts/NNNNNN.jsonl atomically: the first `logging.samples` rows (0: all) of JSON values.
+
+        tensors: go to NNNNNN.safetensors beside it, unless `logging.rollout_tensors` is off.
+        """
         path = self.rollouts_directory / f"{step:06d}.jsonl"
         kept = rows[: self._samples] if self._samples else rows
         text = "".join(json.dumps(_json_value({"step": step, **row}), allow_nan=False) + "\n" for row in kept)
         with disk_errors(path, len(text)):
             atomic_write_text(path, text)
+        if tensors is not None and self._tensors:
+            self._write_tensors(path.with_suffix(".safetensors"), tensors)
         return path
+
+    def diagnostics(self, step: int, record: dict[str, Any]) -> Path:
+        """Write diagnostics/NNNNNN.json atomically: one record of JSON values."""
+        path = self.diagnostics_directory / f"{step:06d}.json"
+        text = json.dumps(_json_value(record), allow_nan=False) + "\n"
+        with disk_errors(path, len(text)):
+            path.parent.mkdir(exist_ok=True)
+            atomic_write_text(path, text)
+        return path
+
+    def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        with disk_errors(path, sum(tensor.nbytes for tensor in tensors.values())):
+            temporary.unlink(missing_ok=True)  # of a write that was cut off
+            try:
+                write_file(temporary, safetensors_chunks(tensors))
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            fsync_directory(path.parent)
 
     def truncate(self, step: int) -> int:
         """Forget everything after `step`, from which the run goes on; returns how many metrics lines were dropped.
@@ -99,10 +135,13 @@ class Recorder:
                 self._file.close()
                 atomic_write_text(self.metrics_path, b"".join(kept).decode() + "\n" * torn)
                 self._file = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115 - closed by close
-            for path in self.rollouts_directory.glob("*.jsonl"):
+            rollouts, diagnostics = self.rollouts_directory, self.diagnostics_directory
+            written = (*rollouts.glob("*.jsonl"), *rollouts.glob("*.safetensors"), *diagnostics.glob("*.json"))
+            for path in written:
                 if path.stem.isdigit() and int(path.stem) > step:
                     path.unlink()
-            fsync_directory(self.rollouts_directory)
+            for directory in {path.parent for path in written}:
+                fsync_directory(directory)
         self._track(lambda tracker: tracker.truncate(step))
         return dropped
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from qarl_kernels.logprob import Truncation
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.config.quant import scheme_of
@@ -29,7 +29,7 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
 from qarl.training.learner import Learner
-from qarl.training.optim import Optimizer, build_optimizer
+from qarl.training.optim import Optimizer, build_optimizer, round_masters
 from qarl.training.trackers import require_trackers
 from qarl.types import Prompt
 
@@ -39,6 +39,7 @@ class Run:
     """The moving parts of a training run."""
 
     policy: Policy
+    tokenizer: PreTrainedTokenizerBase
     optimizer: Optimizer
     learner: Learner
     engine: RolloutEngine
@@ -98,10 +99,8 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
     try:
         with console.phase("model"):
             model = load_model(config.model)
-        quant = config.quant
-        scheme = scheme_of(quant)
         with console.phase("quantize"):
-            policy = Policy(model, scheme, quant, DTYPES[config.model.dtype], device, context)
+            policy = build_policy(config, model, device, context)
         policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
         sampling = build_sampling(config, policy, tokenizer)
         optimizer = build_optimizer(policy.named_parameters(), config.optim)
@@ -112,8 +111,20 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
         raise
     stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
     learner = Learner(policy, optimizer, config, sampling.truncation)
+    if learner.objective.needs.reference:
+        policy.keep_reference()  # the model itself, before a checkpoint is put back
     evaluation = TrainingEvaluation(config, tasks, task_rewards, sampling)
-    return Run(policy, optimizer, learner, engine, stream, rewards, sampling, evaluation)
+    return Run(policy, tokenizer, optimizer, learner, engine, stream, rewards, sampling, evaluation)
+
+
+def build_policy(config: Config, model: PreTrainedModel, device: torch.device, max_length: int | None = None) -> Policy:
+    """The policy that a run of `config` starts from. model: with float32 weights, which become the masters.
+
+    Raises UserError for what does not fit the model.
+    """
+    round_masters(model.parameters(), DTYPES[config.optim.master_dtype])
+    return Policy(model, scheme_of(config.quant), config.quant, DTYPES[config.model.dtype], device, max_length,
+                  learner_dtype=DTYPES[config.learner_dtype])  # fmt: skip
 
 
 def build_engine(
@@ -143,7 +154,7 @@ def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenize
         n=rollout.n,
         seed=config.train.seed << 32,
         max_response_length=rollout.max_response_length,
-        truncation=Truncation(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
+        truncation=Truncation(rollout.temperature, rollout.top_k, rollout.top_p, config.min_p),
         stop=tuple(rollout.stop),
         stop_token_ids=own | set(rollout.stop_token_ids),
     )

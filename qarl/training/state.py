@@ -54,4 +54,3 @@ def restore(run: Run, checkpoint: Checkpoint) -> None:
         raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
                         "resume with that run's quant section and the package versions in its environment.json, "
                         "or choose another train.run_dir")  # fmt: skip
-

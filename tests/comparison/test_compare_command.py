@@ -44,7 +44,8 @@ class Forked:
         os.kill(self.pid, signum)
 
 qarl.comparison.launch.POLL_SECONDS = 0.02
-qarl.comparison.command.compare_config.__defaults__ = (Forked,)
+qarl.comparison.command.compare_config.__defaults__ = (1, Forked)
+qarl.comparison.command.compare_study.__defaults__ = (None, None, None, 1, Forked)
 """
 
 # Raises after the first step of w4a16-aligned, as long as there is a file `fail`.
@@ -155,6 +156,30 @@ def test_finished_runs_are_compared_and_named_apart(compared, folder, qarl):
     assert list(members(out)) == ["w8a8-aligned-seed0", "w8a8-full_precision-seed0"]
     assert list(comparison["configuration_differences"]) == ["quant.learner"]
     assert "quant.learner" in (out / "comparison.html").read_text()
+
+
+def test_a_study_trains_its_variants_side_by_side_and_shows_its_columns(qarl, tiny_model, tmp_path):
+    study = {
+        "title": "Two rates",
+        "config": settings(tiny_model("llama"), train={"steps": 2}),
+        "profiles": {"short": {"train": {"steps": 1}}},
+        "variants": {"slow": {"optim": {"lr": 1e-6}}, "fast": {"optim": {"lr": 1e-2}}},
+        "columns": [{"head": "learns", "metric": "optim/lr", "over": "max", "at_least": 1e-3}],
+        "curves": [{"metric": "policy/grad_norm", "title": "Norms", "unit": "before clipping"}],
+    }
+    path = write_config(tmp_path / "study.yaml", study)
+    done = compare(qarl, tmp_path, path, "--profile", "short", "--jobs", "2")
+    assert done.code == 0, done.err
+    starts = [line for line in done.out.splitlines() if line.endswith(" starts")]
+    assert done.out.splitlines()[:2] == starts  # both before either ended
+    found = members(tmp_path / "runs/compare-study")
+    assert {name: (m["state"], m["steps"]) for name, m in found.items()} == {
+        "slow": ("finished", 1), "fast": ("finished", 1),
+    }  # fmt: skip
+    assert (found["slow"]["column:learns"], found["fast"]["column:learns"]) == (1e-6, 1e-2)
+    page = (tmp_path / "runs/compare-study/comparison.html").read_text()
+    assert "Two rates" in page and "Norms" in page and (tmp_path / "runs/compare-study/plots/norms.png").exists()
+    assert any("fast" in line and "yes" in line for line in done.out.splitlines())
 
 
 def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):

@@ -103,6 +103,8 @@ def test_an_empty_section_means_its_defaults(minimal):
         ["quant.ignore=[lm_head, 're:.*o_proj']", "logging.wandb={project: 'no'}", "rollout.stop=['1e-6', \"\\n\"]"],
         ["reward.functions=[{name: math, options: {a: [1, {b: null}]}}, {name: 'x.py:f', weight: 0}]"],
         ["rollout.engine=vllm", "rollout.vllm={device: 1, publish: delta, args: {a: [null, {y: 1.5}]}}"],
+        ["objective={name: dapo, loss: no_clip, kl_coef: 0.1}", "correction={preset: geo_rs_token_tis, veto: 1e-4}"],
+        ["objective={name: gspo, dvp_rho: 2.26e-6}", "correction.preset=bypass_k3_rs"],
         ["evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
          "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"],
     ],
@@ -117,7 +119,8 @@ def test_to_yaml_loads_back_to_an_equal_config_from_any_file_name(load, tmp_path
 
 def test_to_yaml_shows_every_section_and_default(load):
     text = yaml.safe_load(load().to_yaml())
-    sections = "model quant rollout data reward objective correction optim train checkpoint evaluation logging"
-    assert " ".join(text) == sections
+    assert " ".join(text) == (
+        "model quant rollout data reward objective correction optim train checkpoint evaluation diagnostics logging"
+    )
     assert text["quant"]["group_size"] == 128
     assert text["rollout"]["max_batched_tokens"] == 512

@@ -143,3 +143,33 @@ def test_a_micro_batch_holds_at_least_one_sequence():
 def test_peak_takes_the_larger_of_update_and_publish():
     items = [memory.Item("a", 5, "always"), memory.Item("b", 3, "update"), memory.Item("c", 2, "publish")]
     assert memory.peak_bytes(items) == 8
+
+
+LINEARS = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_precision"}}
+OTHERS = PARAMETERS - MATRICES  # norms and the embedding, which is the output layer too
+
+
+def test_a_learner_in_its_own_dtype_adds_its_parameters_and_wider_activations():
+    plain, own = (sizes("cuda", **LINEARS, model={"path": "x", **m}) for m in ({}, {"learner_dtype": "float32"}))
+    assert own["learner's own parameters"] == 4 * OTHERS and "learner's own parameters" not in plain
+    assert own["GEMM operands"] - plain["GEMM operands"] == 2 * MATRICES
+    assert own["activations"] > plain["activations"] and own["KV cache"] == plain["KV cache"]
+    assert sizes(**LINEARS, model={"path": "x", "learner_dtype": "bfloat16"}) == sizes(**LINEARS)
+
+
+def test_the_reference_is_one_more_version_of_the_learner():
+    objective = {"objective": {"name": "grpo", "kl_coef": 0.1}}
+    assert sizes(**objective)["reference policy"] == sum(
+        sizes()[name] for name in ("codes and scales", "unquantized parameters", "GEMM operands")
+    )
+    assert sizes("cuda", **LINEARS, **objective)["reference policy"] == 2 * MATRICES + 2 * OTHERS
+    assert "reference policy" not in sizes()
+
+
+def test_an_aligned_learner_needs_nothing_for_its_shadow():
+    diagnostics = {"diagnostics": {"shadow_every": 1, "gradients_every": 1}}
+    assert sizes(**diagnostics) == sizes()
+    found = sizes(**LINEARS, **diagnostics)
+    assert found["shadow: the sampler's operands of the version in training"] == 4 * MATRICES
+    assert found["gradients of the decomposition"] == 3 * 4 * PARAMETERS
+    assert "gradients of the decomposition" not in sizes("cuda", **LINEARS, **diagnostics)

@@ -1,9 +1,10 @@
 import math
+import statistics
 
 import pytest
 import torch
 
-from qarl.diagnostics.mismatch import mismatch_metrics
+from qarl.diagnostics.mismatch import mismatch_metrics, probability_deciles
 from qarl.objectives.segments import Segments
 
 LENGTHS = [3, 0, 1, 5]
@@ -15,7 +16,24 @@ def transcription(old: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
     n = len(deltas)
     ppl_learner = math.exp(-math.fsum(old.double().tolist()) / n)
     ppl_sampler = math.exp(-math.fsum(sampler.double().tolist()) / n)
+    ordered = sorted(map(abs, deltas))
+    weights = [math.exp(d) for d in deltas]
+    apart = [
+        abs(math.exp(o) - math.exp(b)) for o, b in zip(old.double().tolist(), sampler.double().tolist(), strict=True)
+    ]
     return {
+        "mismatch/delta_abs_p50": ordered[math.ceil(0.5 * n) - 1],
+        "mismatch/delta_abs_p90": ordered[math.ceil(0.9 * n) - 1],
+        "mismatch/delta_abs_p99": ordered[-1],
+        "mismatch/delta_abs_p999": ordered[-1],
+        "mismatch/ppl_learner": ppl_learner,
+        "mismatch/ppl_sampler": ppl_sampler,
+        "mismatch/ess": math.fsum(weights) ** 2 / math.fsum(w * w for w in weights),
+        "mismatch/ess_frac": math.fsum(weights) ** 2 / math.fsum(w * w for w in weights) / n,
+        "mismatch/rollout_probs_diff_mean": statistics.fmean(apart),
+        "mismatch/rollout_probs_diff_max": max(apart),
+        "mismatch/rollout_probs_diff_std": statistics.stdev(apart),
+        "mismatch/outside_frac": 0.0,
         "mismatch/delta_abs_mean": math.fsum(map(abs, deltas)) / n,
         "mismatch/delta_abs_max": max(map(abs, deltas)),
         "mismatch/k1": -math.fsum(deltas) / n,
@@ -33,14 +51,23 @@ def test_matches_the_formulas(spread):
     sampler = -torch.rand(9, generator=generator) * 3
     old = sampler + spread * torch.randn(9, generator=generator)
     got = mismatch_metrics(old, sampler, Segments.from_lengths(LENGTHS))
-    # the transcription's "- 1" costs float64 rounding of 1
-    assert got == pytest.approx(transcription(old, sampler), rel=1e-12, abs=1e-14)
+    # the transcription's "- 1" costs float64 rounding of 1; quantiles are of the differences in float32
+    assert got == pytest.approx(transcription(old, sampler), rel=1e-7, abs=1e-14)
+    exact = {name for name in got if not name.startswith("mismatch/delta_abs_p")}
+    assert {n: got[n] for n in exact} == pytest.approx(
+        {n: v for n, v in transcription(old, sampler).items() if n in exact}, rel=1e-12, abs=1e-14
+    )
 
 
 def test_equal_log_probs_are_exactly_no_mismatch():
     logp = torch.tensor([-0.1, -7.3, -math.inf, -0.2])
     metrics = mismatch_metrics(logp, logp.clone(), Segments.from_lengths([2, 0, 2]))
     assert metrics.pop("mismatch/ppl_ratio") == 1.0
+    assert metrics.pop("mismatch/ess_frac") == 1.0 and metrics.pop("mismatch/ess") == 4.0
+    assert metrics.pop("mismatch/outside_frac") == 0.25
+    finite = math.exp(sum(logp[[0, 1, 3]].double().neg().tolist()) / 3)
+    for side in ("learner", "sampler"):
+        assert metrics.pop(f"mismatch/ppl_{side}") == pytest.approx(finite, rel=1e-12)
     assert set(metrics.values()) == {0.0}
     assert all(math.copysign(1.0, value) == 1.0 for value in metrics.values())  # no -0.0 in the log
 
@@ -60,6 +87,7 @@ def test_an_infinite_log_prob_enters_as_20_and_is_counted(old, sampler, sign):
     assert metrics["mismatch/delta_abs_max"] == 20.0
     assert metrics["mismatch/k1"] == pytest.approx(-sign * 20.0 / 3)
     assert metrics["mismatch/clamped_frac"] == 0.5
+    assert metrics["mismatch/outside_frac"] == pytest.approx(1 / 3)
 
 
 def test_a_long_response_whose_sum_leaves_the_range_is_clamped_and_counted():
@@ -78,5 +106,48 @@ def test_small_mismatches_keep_their_digits():
 
 def test_a_batch_without_tokens_has_no_mismatch():
     metrics = mismatch_metrics(torch.zeros(0), torch.zeros(0), Segments.from_lengths([0]))
-    assert metrics.pop("mismatch/ppl_ratio") == 1.0
+    assert {metrics.pop(f"mismatch/ppl_{which}") for which in ("ratio", "learner", "sampler")} == {1.0}
     assert set(metrics.values()) == {0.0}
+
+
+def test_one_token_is_not_a_sample_of_a_spread():
+    metrics = mismatch_metrics(torch.tensor([-1.0]), torch.tensor([-2.0]), Segments.from_lengths([1]))
+    assert metrics["mismatch/rollout_probs_diff_std"] == 0.0
+    assert metrics["mismatch/delta_abs_p50"] == metrics["mismatch/delta_abs_p999"] == 1.0
+
+
+def test_quantiles_are_the_smallest_gap_that_enough_tokens_stay_within():
+    gaps = torch.arange(1, 1001) / 1024  # exact in float32
+    metrics = mismatch_metrics(gaps.flip(0), torch.zeros(1000), Segments.from_lengths([1000]))
+    for name, rank in (("p50", 500), ("p90", 900), ("p99", 990), ("p999", 999)):
+        assert metrics[f"mismatch/delta_abs_{name}"] == rank / 1024
+
+
+def test_one_outlier_costs_most_of_the_effective_sample_size():
+    metrics = mismatch_metrics(torch.tensor([0.0] * 99 + [5.0]), torch.zeros(100), Segments.from_lengths([100]))
+    heavy = math.exp(5.0)
+    assert metrics["mismatch/ess"] == pytest.approx((99 + heavy) ** 2 / (99 + heavy**2))
+    assert metrics["mismatch/ess_frac"] < 0.03
+
+
+def test_deciles_split_by_the_samplers_probability_and_keep_every_token():
+    generator = torch.Generator().manual_seed(5)
+    sampler = (torch.rand(500, generator=generator) ** 3).log()
+    old = sampler + 0.1 * torch.randn(500, generator=generator)
+    rows = probability_deciles(old, sampler)
+    assert sum(row["count"] for row in rows) == 500
+    for i, row in enumerate(rows):
+        chosen = [
+            abs(o - b)
+            for o, b in zip(old.double().tolist(), sampler.double().tolist(), strict=True)
+            if i / 10 <= math.exp(b) < (i + 1) / 10
+        ]
+        assert (row["low"], row["high"], row["count"]) == (i / 10, (i + 1) / 10, len(chosen))
+        assert row["delta_abs_mean"] == pytest.approx(statistics.fmean(chosen), rel=1e-12)
+
+
+def test_probabilities_of_0_and_1_are_in_the_outer_tenths_and_an_empty_one_has_no_mean():
+    rows = probability_deciles(torch.tensor([-1.0, -0.5]), torch.tensor([-math.inf, 0.0]))
+    assert [row["count"] for row in rows] == [1, *[0] * 8, 1]
+    assert rows[0]["delta_abs_mean"] == 20.0 and rows[9]["delta_abs_mean"] == 0.5
+    assert rows[5]["delta_abs_mean"] is None

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
 from qarl.policy.kernel_operand import KernelOperand
-from qarl.policy.linear import QuantLinear, Role, operand_of
+from qarl.policy.linear import QuantLinear, operand_of
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
+from qarl.policy.view import Role, View
 from qarl.publish.snapshot import published
 
 pytestmark = [
@@ -79,11 +80,11 @@ def test_a_master_that_is_not_finite_is_named(scheme: str, changes: dict) -> Non
 
 def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: int = 256) -> QuantLinear:
     torch.manual_seed(0)
-    linear = QuantLinear(nn.Linear(k, n), Role(), False).cuda()
+    linear = QuantLinear(nn.Linear(k, n), "linear", Role(), False).cuda()
     master = linear.weight.detach()
     weight = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
-    linear.learner = linear.sampler = operand_of(weight, dtype, kernels)
-    linear.bias_value = linear.bias.detach().to(dtype)
+    bias = {"linear.bias": linear.bias.detach().to(dtype)}
+    linear.role.settle(View({"linear": operand_of(weight, dtype, kernels)}, bias, weight))
     return linear
 
 
@@ -173,7 +174,7 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
 def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: str, changes: dict) -> None:
     policy = _policy(tiny_model("qwen3"), scheme, "auto", **changes)
-    assert all(isinstance(linear.learner, KernelOperand) for linear in policy.linears.values())
+    assert all(isinstance(operand, KernelOperand) for operand in policy.learner_view.operands.values())
     with torch.no_grad():
         learner = _logprobs(policy)
         with policy.sampling():
@@ -183,8 +184,8 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 @pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(linear.learner.product == "plain" for linear in policy.linears.values())
-    assert all(isinstance(linear.sampler, KernelOperand) for linear in policy.linears.values())
+    assert all(operand.product == "plain" for operand in policy.learner_view.operands.values())
+    assert all(isinstance(operand, KernelOperand) for operand in policy.sampler_view.operands.values())
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 

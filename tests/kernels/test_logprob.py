@@ -55,8 +55,10 @@ def _logprobs64(hidden: Tensor, weight: Tensor, targets: Tensor, t: Truncation) 
 def test_logprob_and_entropy_are_those_of_the_truncated_distribution(truncation: Truncation) -> None:
     hidden, weight, targets = _case()
     logp, entropy = token_logprobs(hidden, None, weight, targets, truncation, 7)
-    expected, expected_entropy, _ = _logprobs64(hidden.double(), weight.double(), targets, truncation)
-    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
+    expected, expected_entropy, kept = _logprobs64(hidden.double(), weight.double(), targets, truncation)
+    drawn = kept.gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logp[drawn].double(), expected[drawn], rtol=1e-5, atol=1e-5)
+    assert torch.isneginf(logp[~drawn]).all() and truncation.active == bool((~drawn).any())
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
 
 
@@ -93,6 +95,58 @@ def test_gradient_is_that_of_finite_differences() -> None:
         assert ours.grad[row, column].item() == pytest.approx(slope, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_the_entropys_gradient_is_that_of_float64_over_the_kept_tokens(truncation: Truncation) -> None:
+    hidden, weight, targets = _case()
+    grad = torch.randn(R, generator=torch.Generator().manual_seed(9))
+    master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
+    token_logprobs(ours, master, weight, targets, truncation, 7)[1].backward(grad)
+
+    hidden64, weight64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    _, entropy, _ = _logprobs64(hidden64, weight64, targets, truncation)
+    (entropy * grad.double()).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), hidden64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(master.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), Truncation(temperature=0.7, top_k=30)], ids=str)
+def test_the_entropys_gradient_is_that_of_finite_differences(truncation: Truncation) -> None:
+    hidden, weight, targets = _case()
+    ours = hidden.clone().requires_grad_()
+    token_logprobs(ours, None, weight, targets, truncation, 7)[1].sum().backward()
+    step = 1e-6
+    for row, column in [(0, 0), (3, 5), (20, 15)]:
+        moved = hidden.double().clone()
+        values = []
+        for sign in (1, -1):
+            moved[row, column] = hidden[row, column].double() + sign * step
+            values.append(_logprobs64(moved, weight.double(), targets, truncation)[1].sum())
+        slope = float(values[0] - values[1]) / (2 * step)
+        assert ours.grad[row, column].item() == pytest.approx(slope, rel=1e-3, abs=1e-4)
+
+
+def test_gradients_of_log_prob_and_entropy_add_up() -> None:
+    hidden, weight, targets = _case()
+    grads = []
+    for use_logp, use_entropy in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
+        logp, entropy = token_logprobs(ours, master, weight, targets, Truncation(temperature=0.7), 7)
+        torch.autograd.backward([x for x, used in ((logp, use_logp), (entropy, use_entropy)) if used],
+                                [torch.linspace(-1, 1, R)] * int(use_logp + use_entropy))  # fmt: skip
+        grads.append((ours.grad, master.grad))
+    for first, second, both in zip(*grads, strict=True):
+        torch.testing.assert_close(first + second, both, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cut_target_hides_no_nan_of_the_others() -> None:
+    hidden, weight, targets = _case()
+    ours, truncation = hidden.clone().requires_grad_(), Truncation(top_k=5)
+    logp, _ = token_logprobs(ours, None, weight, targets, truncation, 7)
+    cut = torch.isneginf(logp)
+    logp.backward(torch.full((R,), torch.nan))
+    assert torch.equal(ours.grad[cut], torch.zeros_like(ours.grad[cut])) and ours.grad[~cut].isnan().all()
+
+
 @pytest.mark.parametrize("truncation", [TRUNCATIONS[0], TRUNCATIONS[-1]], ids=str)
 def test_bits_do_not_depend_on_the_chunk(truncation: Truncation) -> None:
     hidden, weight, targets = _case()
@@ -112,7 +166,10 @@ def test_the_samplers_log_probs_have_the_learners_bits(vocabulary: int) -> None:
     learner, _ = token_logprobs(hidden, None, weight, targets, truncation, 64)
     for batch in (1, 2, 3, 5, 7, 8, 31, 33, 64):
         sampler = log_probs_of(logits_of(hidden[37 : 37 + batch], weight), truncation)
-        assert torch.equal(sampler.gather(-1, targets[37 : 37 + batch, None])[:, 0], learner[37 : 37 + batch])
+        found = sampler.gather(-1, targets[37 : 37 + batch, None])[:, 0]
+        drawn = found > -CUT_LOGIT_GAP / 2  # the sampler draws none of the others
+        assert torch.equal(found[drawn], learner[37 : 37 + batch][drawn])
+        assert torch.isneginf(learner[37 : 37 + batch][~drawn]).all()
 
 
 def test_half_precision_hidden_states_keep_float32_logits() -> None:

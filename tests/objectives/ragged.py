@@ -1,4 +1,4 @@
-"""Random ragged log-probs, and float64 loops over them, for the tests of the objectives."""
+"""Random ragged log-probs, for the tests of the objectives."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ import torch
 from torch import Tensor
 
 from qarl.objectives.segments import Segments
+from qarl.objectives.tokens import TokenLogProbs
 
 
 @dataclass
 class Batch:
+    """The log-probs that `TokenLogProbs` names, and what goes with them."""
+
     logp: Tensor
     logp_old: Tensor
     logp_sampler: Tensor
     advantages: Tensor
     segments: Segments
+    logp_shadow: Tensor | None = None
+    logp_ref: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def logps(self) -> TokenLogProbs:
+        return TokenLogProbs(
+            self.logp, self.logp_old, self.logp_sampler, self.logp_shadow, self.logp_ref, self.entropy
+        )  # fmt: skip
 
     def responses(self) -> list[tuple[list[float], list[float], list[float], float]]:
         """(l, o, b, A) of each response, as Python floats."""
@@ -25,22 +37,42 @@ class Batch:
         columns = [x.detach().double().split(lengths) for x in (self.logp, self.logp_old, self.logp_sampler)]
         return [(*(column[i].tolist() for column in columns), float(self.advantages[i])) for i in range(len(lengths))]
 
+    def part(self, first: int, last: int) -> Batch:
+        """The responses from `first` up to `last`, which share storage (and gradient) with this batch."""
+        lengths = self.segments.lengths.tolist()
+        start, stop = sum(lengths[:first]), sum(lengths[:last])
+        cut = [
+            None if x is None else x[start:stop]
+            for x in (self.logp, self.logp_old, self.logp_sampler, self.logp_shadow, self.logp_ref, self.entropy)
+        ]
+        segments = Segments.from_lengths(lengths[first:last])
+        return Batch(*cut[:3], self.advantages[first:last], segments, *cut[3:])
+
 
 def random_batch(
     lengths: list[int], advantages: list[float], spread: float, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """Log-probs in which l - o and o - b are normal with standard deviation `spread`."""
+    """Log-probs in which l - o, o - b, q - l and ref - l are normal with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
+
+    def noise() -> Tensor:
+        return spread * torch.randn(tokens, generator=generator, dtype=torch.float64)
+
     sampler = -torch.rand(tokens, generator=generator, dtype=torch.float64) * 3 - 0.1
-    old = sampler + spread * torch.randn(tokens, generator=generator, dtype=torch.float64)
-    now = old + spread * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    old = sampler + noise()
+    now = old + noise()
+    shadow, reference = now + noise(), now + noise()
+    entropy = torch.rand(tokens, generator=generator, dtype=torch.float64)
     return Batch(
         now.to(dtype).requires_grad_(),
         old.to(dtype),
         sampler.to(dtype),
         torch.tensor(advantages, dtype=dtype),
         Segments.from_lengths(lengths),
+        shadow.to(dtype),
+        reference.to(dtype),
+        entropy.to(dtype).requires_grad_(),
     )
 
 

@@ -1,78 +1,219 @@
+"""The built objective: independent of the cut into micro-batches, finite at every edge, clear about what it needs."""
+
+from __future__ import annotations
+
 import math
 
 import pytest
 import torch
-from ragged import random_batch
+from ragged import Batch, random_batch
 
 from qarl.config import CorrectionConfig, ObjectiveConfig
-from qarl.objectives import Segments, Totals, add_stats, build_objective, finish_stats
+from qarl.config.correction import RejectRule
+from qarl.objectives import (
+    Band,
+    Constants,
+    Needs,
+    Segments,
+    TokenLogProbs,
+    Totals,
+    add_stats,
+    build_objective,
+    finish_stats,
+)  # fmt: skip
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]
 TOTALS = Totals(total_responses=8, total_tokens=54, max_tokens=32)
 CUTS = [(0, 3), (3, 4), (4, 8)]  # micro-batches, as responses
+AGGREGATIONS = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+NONE = CorrectionConfig()
+RULES = [
+    RejectRule(estimator="k3", aggregate="sum", upper=0.05, signal="rollout"),
+    RejectRule(estimator="ratio", aggregate="mean", lower=0.98, upper=1.03),
+]
+TOKEN = CorrectionConfig(level="token", mode="mask", lower=0.8, upper=1.1, normalize=True, reject=RULES, veto=0.5)
+GEOMETRIC = CorrectionConfig(level="geometric", lower=0.9, upper=1.05, normalize=True)
+RULES_ONLY = CorrectionConfig(reject=RULES, veto=0.5)
+PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.05}
 
+SETUPS = [
+    ({"name": "tbpo"}, RULES_ONLY),
+    ({"name": "grpo"}, TOKEN),
+    ({"name": "gspo"}, GEOMETRIC),
+    ({"name": "grpo", "loss": "detach_center", **PENALTIES}, TOKEN),
+    ({"name": "dapo", "loss": "detach", "ratio": "shadow"}, RULES_ONLY),
+    ({"name": "dual_clip_grpo", "ratio": "rollout"}, NONE),
+    ({"name": "mis_gspo"}, NONE),
+    ({"name": "sapo", **PENALTIES}, TOKEN),
+    ({"name": "positive_only", "loss": "detach_center"}, NONE),
+    ({"name": "on_policy"}, GEOMETRIC),
+    ({"name": "reinforce"}, NONE),
+    ({"name": "rloo", **PENALTIES}, TOKEN),
+]
 CASES = [
-    pytest.param(ObjectiveConfig(name=name, aggregation=aggregation), correction, id=f"{name}-{aggregation}")
-    for name, correction in [
-        ("tbpo", CorrectionConfig()),
-        ("grpo", CorrectionConfig(level="token", mode="mask", lower=0.8, upper=1.1)),
-        ("gspo", CorrectionConfig(level="geometric", lower=0.9, upper=1.05)),
-    ]
-    for aggregation in ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+    pytest.param(build_objective(ObjectiveConfig(**options), correction), id=f"{options['name']}{i}")
+    for i, (options, correction) in enumerate(SETUPS)
 ]
 
 
-def whole_and_parts(objective, batch):
+def built(aggregation: str, options: dict, correction: CorrectionConfig):
+    return build_objective(ObjectiveConfig(**options, aggregation=aggregation), correction)
+
+
+CUT_CASES = [
+    pytest.param(built(aggregation, *setup), id=f"{setup[0]['name']}{i}-{aggregation}")
+    for i, setup in enumerate(SETUPS)
+    for aggregation in (AGGREGATIONS if i < 3 else AGGREGATIONS[:1])
+]
+
+
+def whole_and_parts(objective, batch: Batch):
     """(loss, gradient, metrics) of the minibatch at once, and of its micro-batches added up."""
-
-    def loss_of(first: int, last: int):
-        start, stop = sum(LENGTHS[:first]), sum(LENGTHS[:last])
-        return objective(
-            batch.logp[start:stop], batch.logp_old[start:stop], batch.logp_sampler[start:stop],
-            batch.advantages[first:last], Segments.from_lengths(LENGTHS[first:last]), TOTALS,
-        )  # fmt: skip
-
+    constants = objective.constants(batch.logps, batch.advantages, batch.segments)
     results = []
     for cuts in [[(0, len(LENGTHS))], CUTS]:
         batch.logp.grad = None
         total, stats = 0.0, {}
         for first, last in cuts:
-            loss, part = loss_of(first, last)
+            part = batch.part(first, last)
+            loss, added = objective(part.logps, part.advantages, part.segments, TOTALS, constants)
             loss.backward()
             total += loss.item()
-            stats = add_stats(stats, part)
+            stats = add_stats(stats, added)
         results.append((total, batch.logp.grad, finish_stats(stats)))
     return results
 
 
-@pytest.mark.parametrize(("objective_cfg", "correction_cfg"), CASES)
-def test_micro_batches_give_the_bit_equal_gradient_of_the_minibatch_in_float32(objective_cfg, correction_cfg):
+@pytest.mark.parametrize("objective", CUT_CASES)
+def test_micro_batches_give_the_bit_equal_gradient_of_the_minibatch_in_float32(objective):
     batch = random_batch(LENGTHS, ADVANTAGES, 1e-3, dtype=torch.float32)
-    (_, whole, _), (_, parts, _) = whole_and_parts(build_objective(objective_cfg, correction_cfg), batch)
+    (_, whole, _), (_, parts, _) = whole_and_parts(objective, batch)
     assert torch.equal(whole, parts)
     assert whole.any()
 
 
-@pytest.mark.parametrize(("objective_cfg", "correction_cfg"), CASES)
-def test_micro_batch_losses_and_metrics_add_up_to_the_minibatch(objective_cfg, correction_cfg):
+@pytest.mark.parametrize("objective", CUT_CASES)
+def test_micro_batch_losses_and_metrics_add_up_to_the_minibatch(objective):
     batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
-    (loss, _, metrics), (loss_parts, _, metrics_parts) = whole_and_parts(
-        build_objective(objective_cfg, correction_cfg), batch
-    )
-    assert loss_parts == pytest.approx(loss, rel=1e-13)  # float64, another order of at most 54 additions
-    assert metrics_parts == pytest.approx(metrics, rel=1e-13)
+    (loss, _, metrics), (loss_parts, _, metrics_parts) = whole_and_parts(objective, batch)
+    assert loss_parts == pytest.approx(loss, rel=1e-12)  # float64, another order of at most 54 additions
+    assert metrics_parts == pytest.approx(metrics, rel=1e-12)
 
 
-@pytest.mark.parametrize(("objective_cfg", "correction_cfg"), CASES)
-def test_a_micro_batch_of_empty_responses_has_zero_loss_and_zero_metrics(objective_cfg, correction_cfg):
-    empty = torch.zeros(0)
-    loss, stats = build_objective(objective_cfg, correction_cfg)(
-        empty.requires_grad_(), torch.zeros(0), torch.zeros(0), torch.ones(2), Segments.from_lengths([0, 0]), TOTALS
-    )
+def evaluate(objective, batch: Batch):
+    """(loss, gradient, metrics) of a batch on its own."""
+    lengths = batch.segments.lengths
+    totals = Totals(len(lengths), max(int(lengths.sum()), 1), 32)
+    constants = objective.constants(batch.logps, batch.advantages, batch.segments)
+    loss, stats = objective(batch.logps, batch.advantages, batch.segments, totals, constants)
     loss.backward()
-    assert loss.item() == 0.0
-    assert set(finish_stats(stats).values()) == {0.0}
+    return loss.item(), batch.logp.grad, finish_stats(stats)
+
+
+@pytest.mark.parametrize("objective", CASES)
+def test_empty_responses_alone_have_zero_loss_and_zero_metrics(objective):
+    loss, gradient, metrics = evaluate(objective, random_batch([0, 0], [1.0, -1.0], 0.1))
+    assert loss == 0.0
+    assert gradient.shape == (0,)
+    assert set(metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize("objective", CASES)
+@pytest.mark.parametrize("lengths", [[1, 1], [1, 0, 1]], ids=["one token each", "and an empty one"])
+def test_responses_of_one_token_are_finite(objective, lengths):
+    loss, gradient, metrics = evaluate(objective, random_batch(lengths, [0.7, -0.7, 0.7][: len(lengths)], 0.1))
+    assert math.isfinite(loss)
+    assert gradient.isfinite().all()
+    assert all(math.isfinite(x) for x in metrics.values())
+
+
+@pytest.mark.parametrize("objective", CASES)
+@pytest.mark.parametrize("column", ["logp", "logp_old", "logp_sampler", "logp_shadow", "logp_ref", "logp logp_old"])
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+def test_infinite_log_probs_are_finite_in_loss_gradient_and_metrics(objective, column, value):
+    batch = random_batch([3, 2, 1], [0.7, -0.9, 0.2], 0.01)
+    for name in column.split():
+        x = getattr(batch, name).detach().clone()
+        x[1] = x[4] = value
+        setattr(batch, name, x)
+    batch.logp.requires_grad_()
+    loss, gradient, metrics = evaluate(objective, batch)
+    assert math.isfinite(loss)
+    assert gradient.isfinite().all()
+    assert all(math.isfinite(x) for x in metrics.values())
+    if "logp" in column.split():
+        assert gradient[[1, 4]].tolist() == [0.0, 0.0]
+    outside = value == -math.inf and column in ("logp", "logp_old", "logp logp_old")
+    assert metrics["policy/outside_frac"] == (pytest.approx(2 / 6) if outside else 0.0)
+
+
+@pytest.mark.parametrize("objective", CASES)
+def test_a_nan_reaches_the_loss(objective):
+    batch = random_batch([3, 2, 1], [0.7, -0.9, 0.2], 0.001)
+    x = batch.logp.detach().clone()
+    x[1] = math.nan
+    batch.logp = x.requires_grad_()
+    assert math.isnan(evaluate(objective, batch)[0])
+
+
+@pytest.mark.parametrize("objective", CASES)
+def test_equal_rewards_give_no_gradient_exactly_where_the_objective_says_so(objective):
+    batch = random_batch(LENGTHS, [0.0] * 8, 0.02)
+    _, gradient, _ = evaluate(objective, batch)
+    if objective.zero_advantage_is_idle:
+        assert not gradient.any()
+    elif objective.needs.reference:
+        assert gradient.any()
+
+
+def test_a_response_of_advantage_zero_moves_under_a_centre():
+    objective = build_objective(ObjectiveConfig(name="grpo", loss="detach_center"), NONE)
+    assert not objective.zero_advantage_is_idle
+    _, gradient, _ = evaluate(objective, random_batch([2, 2], [0.0, 1.0], 0.001))
+    assert gradient[:2].all()
+
+
+REJECT_ALL = [
+    CorrectionConfig(veto=0.999999, reject=[RejectRule(estimator="ratio", aggregate="mean", lower=1e6)]),
+    CorrectionConfig(level="token", mode="mask", lower=1e6, upper=2e6, normalize=True),
+    CorrectionConfig(level="sequence", mode="mask", lower=1e6, upper=2e6, normalize=True),
+]
+
+
+@pytest.mark.parametrize("correction", REJECT_ALL, ids=["rules", "token mask", "sequence mask"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "on_policy", "rloo"])
+def test_with_every_token_rejected_the_loss_and_gradient_are_zero_and_counted(name, correction):
+    objective = build_objective(ObjectiveConfig(name=name), correction)
+    loss, gradient, metrics = evaluate(objective, random_batch(LENGTHS, ADVANTAGES, 0.1))
+    assert loss == 0.0
+    assert not gradient.any()
+    assert metrics["correction/rejected_frac"] == 1.0
+    assert metrics["correction/weight_mean"] == metrics["correction/ess"] == 0.0
+
+
+def test_the_kl_is_not_weighted_by_the_correction():
+    options = {"name": "grpo", "kl_coef": 0.5, "kl_estimator": "k1", "aggregation": "token-mean"}
+    objective = build_objective(ObjectiveConfig(**options), REJECT_ALL[0])
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.1)
+    loss, gradient, metrics = evaluate(objective, batch)
+    expected = (batch.logp.detach() - batch.logp_ref).mean().item()
+    assert metrics["policy/kl_ref"] == pytest.approx(expected)
+    assert loss == pytest.approx(0.5 * expected)
+    assert gradient.tolist() == pytest.approx([0.5 / 54] * 54)
+
+
+def test_rejected_responses_keep_their_place_in_the_denominators():
+    rule = CorrectionConfig(reject=[RejectRule(estimator="ratio", aggregate="mean", upper=1.5)])
+    logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    sampler = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64)  # the second response has ratio e
+    logps = TokenLogProbs(logp, logp.detach(), sampler)
+    advantages, segments = torch.ones(2, dtype=torch.float64), Segments.from_lengths([2, 1])
+    for aggregation, expected in [("token-mean", 1 / 3), ("seq-mean-token-mean", 1 / 4)]:
+        logp.grad = None
+        objective = build_objective(ObjectiveConfig(name="grpo", aggregation=aggregation), rule)
+        objective(logps, advantages, segments, Totals(2, 3, 2))[0].backward()
+        assert (-logp.grad).tolist() == pytest.approx([expected, expected, 0.0])
 
 
 def test_the_correction_multiplies_the_surrogate():
@@ -82,21 +223,139 @@ def test_the_correction_multiplies_the_surrogate():
     logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     sampler = torch.tensor([-1.0 - math.log(2.0), -1.0 + math.log(4.0), -1.0 - math.log(8.0)], dtype=torch.float64)
     loss, _ = objective(
-        logp, logp.detach(), sampler, torch.tensor([1.0]).double(), Segments.from_lengths([3]), Totals(1, 3, 3)
-    )
+        TokenLogProbs(logp, logp.detach(), sampler), torch.tensor([1.0]).double(), Segments.from_lengths([3]),
+        Totals(1, 3, 3),
+    )  # fmt: skip
     loss.backward()
     assert (-3 * logp.grad).tolist() == pytest.approx([2.0, 0.5, 3.0])
 
 
-def test_the_loss_falls_when_a_rewarded_token_becomes_likelier():
-    objective = build_objective(ObjectiveConfig(), CorrectionConfig())
+@pytest.mark.parametrize("name", ["tbpo", "grpo", "sapo", "on_policy", "reinforce", "positive_only"])
+def test_the_loss_falls_when_a_rewarded_token_becomes_likelier(name):
     logp = torch.tensor([-1.0], requires_grad=True)
+    one = torch.tensor([-1.0])
+    objective = build_objective(ObjectiveConfig(name=name), NONE)
     objective(
-        logp,
-        torch.tensor([-1.0]),
-        torch.tensor([-1.0]),
-        torch.tensor([1.0]),
-        Segments.from_lengths([1]),
-        Totals(1, 1, 1),
-    )[0].backward()
+        TokenLogProbs(logp, one, one), torch.tensor([1.0]), Segments.from_lengths([1]), Totals(1, 1, 1)
+    )[0].backward()  # fmt: skip
     assert logp.grad.item() == -1.0
+
+
+@pytest.mark.parametrize("loss", ["clip", "detach", "detach_center", "no_clip"])
+def test_positive_only_gives_punished_responses_no_gradient(loss):
+    objective = build_objective(ObjectiveConfig(name="positive_only", loss=loss), NONE)
+    _, gradient, _ = evaluate(objective, random_batch([2, 3, 1], [0.7, -0.9, -0.1], 0.001))
+    assert gradient[:2].all()
+    assert not gradient[2:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "correction", "needs"),
+    [
+        ({}, NONE, Needs()),
+        ({"name": "grpo", "ratio": "shadow"}, NONE, Needs(shadow=True)),
+        ({"kl_coef": 0.1}, NONE, Needs(reference=True)),
+        ({"entropy_coef": 0.1}, NONE, Needs(entropy=True)),
+        ({"name": "grpo", "loss": "detach_center"}, NONE, Needs(minibatch=True)),
+        ({"name": "grpo"}, GEOMETRIC, Needs(minibatch=True)),
+        ({"name": "grpo", "loss": "detach"}, RULES_ONLY, Needs()),
+    ],
+)
+def test_needs_are_what_the_options_ask_for_and_no_more(options, correction, needs):
+    assert build_objective(ObjectiveConfig(**options), correction).needs == needs
+
+
+INFINITE = math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "band"),
+    [
+        ({"name": "tbpo"}, Band("sequence", 1 + 4e-4, 1 - 3e-4, 1 + 7e-4)),
+        ({"name": "gspo"}, Band("sequence", 1 + 4e-4, 1 - 3e-4)),
+        ({"name": "mis_gspo", "clip_ratio_high": 0.1}, Band("sequence", 1.1, 1 - 3e-4)),
+        ({"name": "grpo"}, Band("token", 1.2, 0.8, INFINITE)),
+        ({"name": "dapo"}, Band("token", 1.28, 0.8)),
+        ({"name": "dual_clip_grpo"}, Band("token", 1.2, 0.8, 3.0)),
+        ({"name": "positive_only"}, Band("token", 1.2, 0.0)),
+        ({"name": "grpo", "loss": "no_clip"}, Band("token", 11.0, 0.0)),
+        ({"name": "grpo", "loss": "detach"}, None),
+        ({"name": "grpo", "loss": "detach_center"}, None),
+        ({"name": "sapo"}, None),
+        ({"name": "on_policy"}, None),
+        ({"name": "reinforce"}, None),
+        ({"name": "rloo"}, None),
+    ],
+    ids=lambda x: "-".join(x.values()) if isinstance(x, dict) and all(isinstance(v, str) for v in x.values()) else "",
+)
+def test_the_band_is_that_of_the_options(options, band):
+    assert build_objective(ObjectiveConfig(**options), NONE).band == band
+
+
+BOUNDS = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("options", "spread"),
+    [
+        ({"name": "tbpo"}, 0.002),
+        ({"name": "gspo", **BOUNDS}, 0.15),
+        ({"name": "gspo", **BOUNDS, "ratio": "shadow"}, 0.15),
+        ({"name": "grpo", **BOUNDS}, 0.05),
+        ({"name": "dapo", **BOUNDS, "ratio": "rollout"}, 0.05),
+        ({"name": "grpo", **BOUNDS, "ratio": "shadow"}, 0.05),
+        ({"name": "dual_clip_grpo", **BOUNDS, "clip_ratio_c": 1.05}, 0.1),
+        ({"name": "positive_only", **BOUNDS}, 0.05),
+        ({"name": "grpo", "loss": "no_clip"}, 3.0),
+    ],
+    ids=lambda x: x["name"] if isinstance(x, dict) else "",
+)
+def test_a_token_is_outside_the_band_exactly_if_it_has_no_gradient(options, spread):
+    objective = build_objective(ObjectiveConfig(**options), NONE)
+    batch = random_batch(LENGTHS, ADVANTAGES, spread)
+    _, gradient, _ = evaluate(objective, batch)
+    advantage = batch.segments.expand(batch.advantages)
+    worth = advantage > 0 if options["name"] == "positive_only" else advantage != 0
+    outside = objective.band.outside(
+        objective.log_ratio(batch.logps, batch.segments), batch.advantages, batch.segments
+    )  # fmt: skip
+    assert torch.equal(gradient == 0, outside | ~worth)
+    assert 0 < int(outside.sum()) < int(worth.sum())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("grpo", "l - o"), ("on_policy", "0"), ("rloo", "0"), ("tbpo", "l - o")])
+def test_the_log_ratio_is_the_one_the_surrogate_works_with(name, kind):
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
+    got = build_objective(ObjectiveConfig(name=name), NONE).log_ratio(batch.logps, batch.segments)
+    expected = batch.logp.detach() - batch.logp_old if kind == "l - o" else torch.zeros(54, dtype=torch.float64)
+    assert not got.requires_grad
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_without_correction_there_are_no_weights_and_constants_are_neutral():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
+    objective = build_objective(ObjectiveConfig(name="grpo"), NONE)
+    assert objective.weights(batch.logps, batch.segments) is None
+    assert objective.constants(batch.logps, batch.advantages, batch.segments) == Constants()
+
+
+def test_contributions_are_means_by_the_sign_of_the_advantage():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.1)
+    _, _, metrics = evaluate(build_objective(ObjectiveConfig(name="grpo"), NONE), batch)
+    sums = {}
+    for l, o, b, a in batch.responses():  # noqa: E741
+        for x, y, z in zip(l, o, b, strict=True):
+            sign = "pos" if a > 0 else "neg" if a < 0 else "zero"
+            sums.setdefault(f"train_{sign}", []).append(-(math.exp(x - y) - 1) * a)
+            sums.setdefault(f"rollout_{sign}", []).append(-(math.exp(x - z) - 1) * a)
+    for name in ("train_pos", "train_neg", "rollout_pos", "rollout_neg"):
+        assert metrics[f"policy/contribution_{name}"] == pytest.approx(sum(sums[name]) / len(sums[name]), rel=1e-11)
+
+
+def test_kl_k3_is_of_the_learner_now_and_at_the_snapshot_for_every_ratio():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.2)
+    x = [u - v for l, o, _, _ in batch.responses() for u, v in zip(l, o, strict=True)]  # noqa: E741
+    expected = sum(math.exp(d) - 1 - d for d in x) / len(x)
+    for options in ({"name": "grpo", "ratio": "rollout"}, {"name": "rloo"}, {"name": "gspo"}):
+        _, _, metrics = evaluate(build_objective(ObjectiveConfig(**options), NONE), batch)
+        assert metrics["policy/kl_k3"] == pytest.approx(expected, rel=1e-12)

@@ -4,13 +4,14 @@ import pytest
 import torch
 from ragged import clip, geometric_mean, random_batch
 
-from qarl.config import ObjectiveConfig
-from qarl.objectives.gspo import gspo
+from qarl.objectives.band import Band
+from qarl.objectives.gspo import sequence_clipped
+from qarl.objectives.ratios import log_ratio
 from qarl.objectives.surrogate import finish_stats
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, 0.4]
-OPTIONS = ObjectiveConfig(name="gspo", clip_ratio_low=0.03, clip_ratio_high=0.05)
+BAND = Band("sequence", high=1.05, low=0.97)
 
 
 def surrogate(l: list[float], o: list[float], a: float) -> float:  # noqa: E741
@@ -19,7 +20,8 @@ def surrogate(l: list[float], o: list[float], a: float) -> float:  # noqa: E741
 
 
 def run(batch):
-    return gspo(batch.logp, batch.logp_old, batch.logp_sampler, batch.advantages, batch.segments, OPTIONS)
+    exponent = log_ratio(batch.logp, batch.logp_old)
+    return sequence_clipped(exponent, batch.logp, batch.advantages, batch.segments, BAND)
 
 
 def test_value_matches_the_formula():

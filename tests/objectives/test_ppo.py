@@ -4,14 +4,16 @@ import pytest
 import torch
 from ragged import clip, random_batch
 
-from qarl.config import ObjectiveConfig
-from qarl.objectives.ppo import grpo
+from qarl.objectives.band import Band
+from qarl.objectives.ppo import clipped, detached
+from qarl.objectives.ratios import log_ratio
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import finish_stats
 
 LENGTHS = [4, 1, 0, 9, 6]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0]
-OPTIONS = ObjectiveConfig(name="grpo", clip_ratio_low=0.1, clip_ratio_high=0.3)
+BAND = Band("token", high=1.3, low=0.9)
+DUAL = Band("token", high=1.3, low=0.9, neg_high=1.5)
 
 
 def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
@@ -19,8 +21,8 @@ def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
     return min(r * a, clip(r, 0.9, 1.3) * a)
 
 
-def run(logp, logp_old, advantages, segments, options=OPTIONS):
-    return grpo(logp, logp_old, logp_old, advantages, segments, options)
+def run(logp, logp_old, advantages, segments, band=BAND):
+    return clipped(log_ratio(logp, logp_old), advantages, segments, band)
 
 
 @pytest.mark.parametrize("spread", [0.2, 30.0])
@@ -45,7 +47,7 @@ def test_gradient_matches_finite_differences_of_the_formula():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "clipped"),
+    ("ratio", "advantage", "is_clipped"),
     [
         (1.4, 1.0, True),
         (1.2, 1.0, False),
@@ -55,19 +57,18 @@ def test_gradient_matches_finite_differences_of_the_formula():
         (9.0, -1.0, False),
     ],
 )
-def test_only_the_side_that_the_advantage_pushes_to_is_clipped(ratio, advantage, clipped):
+def test_only_the_side_that_the_advantage_pushes_to_is_clipped(ratio, advantage, is_clipped):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     result = run(logp, torch.zeros(1).double(), torch.tensor([advantage]).double(), Segments.from_lengths([1]))
     result.value.sum().backward()
-    assert logp.grad.item() == pytest.approx(0.0 if clipped else ratio * advantage)
-    assert finish_stats(result.stats)["policy/clip_frac"] == float(clipped)
+    assert logp.grad.item() == pytest.approx(0.0 if is_clipped else ratio * advantage)
+    assert finish_stats(result.stats)["policy/clip_frac"] == float(is_clipped)
 
 
 def test_a_ratio_on_the_edge_keeps_its_whole_gradient():
     logp = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    options = ObjectiveConfig(name="grpo", clip_ratio_low=0.0, clip_ratio_high=0.0)
     run(
-        logp, torch.zeros(1).double(), torch.tensor([2.0]).double(), Segments.from_lengths([1]), options
+        logp, torch.zeros(1).double(), torch.tensor([2.0]).double(), Segments.from_lengths([1]), Band("token", 1.0, 1.0)
     ).value.sum().backward()
     assert logp.grad.item() == 2.0
 
@@ -83,8 +84,38 @@ def test_infinite_log_probs_give_finite_values_and_no_gradient(l, o, advantage):
     assert finish_stats(result.stats)["policy/ratio_clamped_frac"] == (0.0 if l == o else 0.5)
 
 
-def test_kl_k3_matches_its_formula():
-    batch = random_batch(LENGTHS, ADVANTAGES, 0.2)
-    stats = finish_stats(run(batch.logp, batch.logp_old, batch.advantages, batch.segments).stats)
-    x = [l - o for ls, os, _, _ in batch.responses() for l, o in zip(ls, os, strict=True)]  # noqa: E741
-    assert stats["policy/kl_k3"] == pytest.approx(sum(math.exp(d) - 1 - d for d in x) / len(x), rel=1e-12)
+@pytest.mark.parametrize(("ratio", "gradient"), [(1.4, -1.4), (1.6, 0.0), (0.85, 0.0), (0.95, -0.95)])
+def test_dual_clip_bounds_the_ratio_of_a_punished_token_from_above(ratio, gradient):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    result = run(logp, torch.zeros(1).double(), torch.tensor([-1.0]).double(), Segments.from_lengths([1]), DUAL)
+    result.value.sum().backward()
+    assert logp.grad.item() == pytest.approx(gradient)
+    assert finish_stats(result.stats)["policy/clip_frac"] == float(gradient == 0.0)
+
+
+def test_detached_weighs_every_score_with_the_clipped_value_so_that_clipped_tokens_keep_a_gradient():
+    ratios, advantages = [1.0, 1.6, 0.5, 1.2], [1.0, 1.0, -1.0, -1.0]
+    logp = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    segments = Segments.from_lengths([1] * 4)
+    result = detached(logp - 0.0, logp, torch.tensor(advantages).double(), segments, BAND)
+    result.value.sum().backward()
+    assert logp.grad.tolist() == pytest.approx([1.0, 1.3, -0.9, -1.2])
+    assert result.value.tolist() == pytest.approx([w * math.log(r) for w, r in zip([1, 1.3, -0.9, -1.2], ratios)])  # noqa: B905
+    assert finish_stats(result.stats)["policy/clip_frac"] == 0.5
+
+
+def test_detached_subtracts_the_center_from_every_weight():
+    logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    segments = Segments.from_lengths([1, 1])
+    detached(
+        torch.zeros(2).double(), logp, torch.tensor([1.0, 0.0]).double(), segments, BAND, 0.25
+    ).value.sum().backward()
+    assert logp.grad.tolist() == [0.75, -0.25]
+
+
+def test_detached_gives_an_infinite_log_prob_no_value_and_no_gradient():
+    logp = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    result = detached(torch.zeros(2), logp, torch.tensor([1.0]), Segments.from_lengths([2]), BAND, 0.5)
+    result.value.sum().backward()
+    assert result.value.tolist() == [0.0, -0.5]
+    assert logp.grad.tolist() == [0.0, 0.5]

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qarl.objectives.ratios import clamped_exp, log_ratio, sequence_ratio, through_tokens
+from qarl.objectives.ratios import clamped_exp, log_ratio, score, sequence_ratio, through_tokens
 from qarl.objectives.segments import Segments
 
 INF = math.inf
@@ -15,13 +15,14 @@ def test_two_equal_infinities_have_log_ratio_zero():
 
 def test_an_infinite_log_ratio_is_finite_and_clamps_the_mean_of_its_response():
     logp, reference = torch.tensor([-INF] + [-1.0] * 4095), torch.full((4096,), -1.0)
-    ratio, clamped = sequence_ratio(logp, reference, Segments.from_lengths([4096]))
+    ratio, clamped = sequence_ratio(log_ratio(logp, reference), Segments.from_lengths([4096]))
     assert ratio.item() == pytest.approx(math.exp(-20), rel=1e-6)
     assert clamped.item()
 
 
 def test_opposite_infinities_in_one_response_cancel():
-    ratio, _ = sequence_ratio(torch.tensor([-INF, -1.0]), torch.tensor([-1.0, -INF]), Segments.from_lengths([2]))
+    exponent = log_ratio(torch.tensor([-INF, -1.0]), torch.tensor([-1.0, -INF]))
+    ratio, _ = sequence_ratio(exponent, Segments.from_lengths([2]))
     assert ratio.item() == 1.0
 
 
@@ -44,6 +45,19 @@ def test_nan_runs_through_to_value_and_gradient():
     ratio.sum().backward()
     assert ratio.isnan().tolist() == [True, False]
     assert logp.grad.isnan().tolist() == [True, False]
+
+
+def test_the_score_is_zero_with_gradient_one_where_the_log_prob_is_finite():
+    logp = torch.tensor([-1.0, -INF, INF, -0.25], requires_grad=True)
+    value = score(logp)
+    value.sum().backward()
+    assert value.tolist() == [0.0] * 4
+    assert logp.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_sequence_ratio_has_no_gradient():
+    ratio, _ = sequence_ratio(torch.zeros(2, requires_grad=True), Segments.from_lengths([2]))
+    assert not ratio.requires_grad
 
 
 def test_through_tokens_keeps_the_value_and_gives_each_token_the_ratio_as_gradient():

@@ -1,36 +1,32 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from ragged import Batch, clip, geometric_mean, random_batch
 
-from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import finish_stats
-from qarl.objectives.tbpo import tbpo
+from qarl.config import CorrectionConfig, ObjectiveConfig
+from qarl.objectives import Segments, Totals, build_objective, finish_stats
 
-PAPER = SimpleNamespace(
-    seq_clip_ratio_high=4e-4,
-    seq_clip_ratio_low=3e-4,
-    neg_seq_clip_ratio_high=7e-4,
-    neg_seq_clip_ratio_low=3e-4,
-    seq_tis_imp_ratio_cap=2.0,
-)
+PAPER = ObjectiveConfig(name="tbpo", aggregation="seq-mean-token-sum")
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5, 12, 7]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0, -1.5, 0.3]
 
 
-def wide(**changes: float) -> SimpleNamespace:
+def wide(**changes: float) -> ObjectiveConfig:
     """Bands that random ratios fall on both sides of."""
-    options = dict(vars(PAPER), seq_clip_ratio_high=0.04, neg_seq_clip_ratio_high=0.07, neg_seq_clip_ratio_low=0.03)
-    return SimpleNamespace(**{**options, **changes})
+    bands = {"seq_clip_ratio_high": 0.04, "neg_seq_clip_ratio_high": 0.07, "neg_seq_clip_ratio_low": 0.03}
+    return ObjectiveConfig(name="tbpo", aggregation="seq-mean-token-sum", **{**bands, **changes})
 
 
-def run(batch: Batch, options: SimpleNamespace):
-    return tbpo(batch.logp, batch.logp_old, batch.logp_sampler, batch.advantages, batch.segments, options)
+def run(batch: Batch, options: ObjectiveConfig):
+    """(the sum of w' times the surrogate over all tokens, stats)."""
+    loss, stats = build_objective(options, CorrectionConfig())(
+        batch.logps, batch.advantages, batch.segments, Totals(1, 1, 1)
+    )
+    return -loss, stats
 
 
-def surrogate(l: list[float], o: list[float], b: list[float], a: float, options: SimpleNamespace) -> float:  # noqa: E741
+def surrogate(l: list[float], o: list[float], b: list[float], a: float, options: ObjectiveConfig) -> float:  # noqa: E741
     """J of one response by the formula, with w' constant. For a dropped A < 0: s held at the bound it left through."""
     s, w = geometric_mean(l, o), geometric_mean(o, b)
     weight = clip(w, 1 / options.seq_tis_imp_ratio_cap, options.seq_tis_imp_ratio_cap)
@@ -42,17 +38,15 @@ def surrogate(l: list[float], o: list[float], b: list[float], a: float, options:
 @pytest.mark.parametrize("spread", [0.02, 0.2, 3.0])
 def test_value_matches_the_formula(spread):
     batch = random_batch(LENGTHS, ADVANTAGES, spread)
-    expected = [surrogate(*response, wide()) for response in batch.responses() for _ in response[0]]
+    expected = math.fsum(surrogate(*response, wide()) for response in batch.responses() for _ in response[0])
     # float64 rounding of exp and a mean of at most 30 terms
-    torch.testing.assert_close(
-        run(batch, wide()).value, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13
-    )
+    assert run(batch, wide())[0].item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_gradient_matches_finite_differences_of_the_formula(spread):
     batch = random_batch(LENGTHS, ADVANTAGES, spread)
-    run(batch, wide()).value.sum().backward()
+    run(batch, wide())[0].backward()
 
     step, t, expected = 1e-6, 0, []
     for l, o, b, a in batch.responses():  # noqa: E741
@@ -73,10 +67,10 @@ def test_float32_inputs_give_float32_values_near_float64():
     single = random_batch(LENGTHS, ADVANTAGES, 0.02, dtype=torch.float32)
     double = Batch(*(x.detach().double() for x in (single.logp, single.logp_old, single.logp_sampler)),
                    single.advantages.double(), single.segments)  # fmt: skip
-    value = run(single, wide()).value
+    value = run(single, wide())[0]
     assert value.dtype == torch.float32
-    # log-probs of order 4 carry 2^-22 of absolute rounding into the exponent
-    torch.testing.assert_close(value.double(), run(double, wide()).value, rtol=1e-6, atol=0)
+    # log-probs of order 4 carry 2^-22 of absolute rounding into the exponent of each of 73 values of order 1
+    torch.testing.assert_close(value.double(), run(double, wide())[0], rtol=0, atol=73 * 2**-21)
 
 
 def one_response(s: float, advantage: float) -> Batch:
@@ -90,8 +84,8 @@ def one_response(s: float, advantage: float) -> Batch:
     )
 
 
-def gradient(batch: Batch, options: SimpleNamespace) -> float:
-    run(batch, options).value.sum().backward()
+def gradient(batch: Batch, options: ObjectiveConfig) -> float:
+    run(batch, options)[0].backward()
     return batch.logp.grad.item()
 
 
@@ -133,7 +127,7 @@ def test_drops_are_counted_on_each_of_the_three_sides():
         torch.tensor([*advantages, 1.0], dtype=torch.float64),
         Segments.from_lengths([1] * 8 + [0]),  # the last response is empty and is not counted
     )
-    metrics = finish_stats(run(batch, PAPER).stats)
+    metrics = finish_stats(run(batch, PAPER)[1])
     assert metrics["policy/tbpo_clipped_high_frac"] == 1 / 8
     assert metrics["policy/tbpo_dropped_neg_low_frac"] == 1 / 8
     assert metrics["policy/tbpo_dropped_neg_high_frac"] == 2 / 8
@@ -149,16 +143,19 @@ def test_an_infinite_log_prob_gives_finite_values_and_gradients_and_is_counted(c
     x[1] = -math.inf
     setattr(batch, column, x)
     batch.logp.requires_grad_()
-    result = run(batch, PAPER)
-    result.value.sum().backward()
-    assert result.value.isfinite().all()
+    value, stats = run(batch, PAPER)
+    value.backward()
+    assert value.isfinite()
     assert batch.logp.grad.isfinite().all()
-    assert finish_stats(result.stats)["policy/ratio_clamped_frac"] == 0.5
+    metrics = finish_stats(stats)
+    assert metrics["policy/ratio_clamped_frac"] == (0.0 if column == "logp_sampler" else 0.5)
+    assert metrics["correction/clamped_frac"] == (0.0 if column == "logp" else 0.5)
+    assert metrics["policy/outside_frac"] == (0.0 if column == "logp_sampler" else 1 / 5)
 
 
 def test_zero_advantage_contributes_nothing_however_far_the_ratio():
     batch = random_batch([3, 4], [0.0, 0.0], 50.0)
-    result = run(batch, PAPER)
-    result.value.sum().backward()
-    assert not result.value.any()
+    value, _ = run(batch, PAPER)
+    value.backward()
+    assert not value.any()
     assert not batch.logp.grad.any()

@@ -9,12 +9,14 @@ import torch
 from qarl_formats.quantize import dequantize_weight
 from qarl_formats.scheme import make_scheme
 from qarl_kernels.logprob import Truncation
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl.config import ModelConfig, QuantConfig
+from qarl.policy.linear import Operand, QuantLinear
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
+from qarl.policy.view import Role, View
 
 CPU = torch.device("cpu")
 
@@ -27,6 +29,16 @@ def make_policy(
     config = QuantConfig(scheme=scheme, group_size=group_size, **quant)
     made = make_scheme(scheme, config.group_size, config.symmetric, config.grid, config.scale_dtype)
     return Policy(loaded, made, config, dtype, CPU)
+
+
+def standalone(linear: nn.Linear, dequantize_input: bool = False) -> QuantLinear:
+    """A QuantLinear of its own, whose role has no view yet."""
+    return QuantLinear(linear, "linear", Role(), dequantize_input)
+
+
+def view_of(linear: QuantLinear, operand: Operand, dtype: torch.dtype) -> View:
+    """A view for `linear` alone, its bias rounded to `dtype`."""
+    return View({"linear": operand}, {"linear.bias": linear.bias.detach().to(dtype)}, torch.empty(0))
 
 
 def load(directory: Path) -> PreTrainedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_models import make_policy
+from policy_models import make_policy, standalone, view_of
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
 from qarl_formats.scheme import Scheme, make_scheme
 from qarl_kernels.launch import INTERPRETED
@@ -14,7 +14,7 @@ from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.kernel_operand import KernelOperand
 from qarl.policy.kernels import use_kernels
-from qarl.policy.linear import Operand, QuantLinear, Role, operand_of
+from qarl.policy.linear import Operand, QuantLinear, operand_of
 from qarl.publish.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -124,13 +124,14 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
     ignored = "model.layers.0.mlp.down_proj"
     policy = make_policy(tiny_model("llama", num_hidden_layers=1), "w4a16", torch.bfloat16, GROUP, learner=learner,
                          ignore=["lm_head", ignored])  # fmt: skip
-    for name, linear in policy.linears.items():
-        assert isinstance(linear.sampler, KernelOperand)
-        assert linear.sampler.product == ("dense" if name == ignored else "w4a16")
+    for name in policy.linears:
+        own, sampler = policy.learner_view.operands[name], policy.sampler_view.operands[name]
+        assert isinstance(sampler, KernelOperand)
+        assert sampler.product == ("dense" if name == ignored else "w4a16")
         if learner == "aligned":
-            assert linear.learner is linear.sampler
+            assert own is sampler
         else:
-            assert linear.learner.product == ("dense" if learner == "fake_quant" and name == ignored else "plain")
+            assert own.product == ("dense" if learner == "fake_quant" and name == ignored else "plain")
 
 
 # --- numbers, against the reference
@@ -138,9 +139,9 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
 
 def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> QuantLinear:
     torch.manual_seed(0)
-    linear = QuantLinear(nn.Linear(K, N), Role(), dequantize_input)
-    linear.learner = linear.sampler = operand_of(_published(scheme, **changes), torch.bfloat16, kernels)
-    linear.bias_value = linear.bias.detach().bfloat16()
+    linear = standalone(nn.Linear(K, N), dequantize_input)
+    operand = operand_of(_published(scheme, **changes), torch.bfloat16, kernels)
+    linear.role.settle(view_of(linear, operand, torch.bfloat16))
     return linear
 
 

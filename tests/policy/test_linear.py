@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policy_models import standalone, view_of
 from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
 
 from qarl.policy.linear import (
     QuantLinear,
-    Role,
     dequantized_input,
     fake_quant_operand,
     full_precision_operand,
@@ -23,25 +23,28 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequantize_input: bool = False):
-    """(QuantLinear with a snapshot installed, W_deq (N, K) in dtype)."""
+    """(QuantLinear that reads the learner's operand, W_deq (N, K) in dtype)."""
     torch.manual_seed(0)
-    linear = QuantLinear(nn.Linear(K, N), Role(), dequantize_input)
+    linear = standalone(nn.Linear(K, N), dequantize_input)
     scheme = make_scheme(scheme_name, GROUP if scheme_name[:2] == "w4" else None)
     master = linear.weight.detach()
     published = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
-    linear.sampler = operand_of(published, dtype)
-    linear.learner = {
-        "aligned": lambda: linear.sampler,
+    operand = {
+        "aligned": lambda: operand_of(published, dtype),
         "fake_quant": lambda: fake_quant_operand(published, dtype),
         "full_precision": lambda: full_precision_operand(linear.weight, dtype),
     }[learner]()
-    linear.bias_value = linear.bias.detach().to(dtype)
+    linear.role.settle(view_of(linear, operand, dtype))
     values = dequantize_weight(published, dtype) if scheme.quantized else published
     return linear, values
 
 
 def _x(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*(shape or (9, K)), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _bias(linear: QuantLinear) -> Tensor:
+    return linear.role.view.values["linear.bias"].double()
 
 
 def _backward(linear: QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,7 @@ def test_backward_is_straight_through_with_dequantized_weights(scheme: str, lear
 def test_full_precision_learner_runs_on_the_rounded_master(scheme: str, dtype: torch.dtype) -> None:
     linear, _ = _linear(scheme, dtype, "full_precision")
     x, weight = _x(dtype), linear.weight.detach().to(dtype).double()
-    expected = x.double() @ weight.t() + linear.bias_value.double()
+    expected = x.double() @ weight.t() + _bias(linear)
     torch.testing.assert_close(linear(x).double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
     dx, dy = _backward(linear, x)
     torch.testing.assert_close(dx.double(), dy.double() @ weight, rtol=torch.finfo(dtype).eps, atol=1e-5)
@@ -81,9 +84,9 @@ def test_full_precision_learner_runs_on_the_rounded_master(scheme: str, dtype: t
 def test_fake_quant_learner_multiplies_dequantized_operands(scheme: str) -> None:
     linear, values = _linear(scheme, torch.float32, "fake_quant")
     x = _x(torch.float32)
-    rounded = dequantized_input(x, linear.learner.activation)
+    rounded = dequantized_input(x, linear.role.view.operands["linear"].activation)
     assert not torch.equal(rounded, x)
-    expected = rounded.double() @ values.double().t() + linear.bias_value.double()
+    expected = rounded.double() @ values.double().t() + _bias(linear)
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -109,19 +112,22 @@ def test_ste_input_dequantized_gives_the_weight_gradient_of_the_rounded_input(sc
 def test_sampler_and_aligned_learner_give_the_same_bits(scheme: str) -> None:
     linear, _ = _linear(scheme, torch.bfloat16)
     x = _x(torch.bfloat16)
-    learner = linear(x).detach()
-    linear.role.sampling = True
-    assert torch.equal(linear(x), learner)
+    learner = linear(x)
+    assert learner.requires_grad
+    with torch.no_grad():
+        assert torch.equal(linear(x), learner)
 
 
-def test_sampling_takes_the_samplers_operand() -> None:
-    linear, _ = _linear("w4a16", torch.float32, "full_precision")
-    x = _x(torch.float32)
-    expected = linear.sampler(x, linear.bias_value)
-    linear.role.sampling = True
-    assert torch.equal(linear(x), expected)
-    linear.role.sampling = False
-    assert not torch.equal(linear(x), expected)
+def test_inside_another_view_a_linear_reads_that_ones_operand_and_bias() -> None:
+    linear, values = _linear("w4a16", torch.float32, "full_precision")
+    x, before = _x(torch.float32), linear.role.view
+    other = view_of(linear, operand_of(values, torch.float32), torch.float32)
+    other.values["linear.bias"].add_(1.0)
+    own = linear(x)
+    with linear.role.as_(other):
+        assert torch.equal(linear(x), other.operands["linear"](x, other.values["linear.bias"]))
+        assert not torch.equal(linear(x), own)
+    assert linear.role.view is before and torch.equal(linear(x), own)
 
 
 def test_leading_dimensions_are_kept() -> None:
@@ -139,4 +145,4 @@ def test_no_rows_give_no_rows_and_a_zero_gradient(scheme: str) -> None:
 
 def test_a_linear_without_a_snapshot_refuses_to_run() -> None:
     with pytest.raises(AssertionError, match="before a snapshot"):
-        QuantLinear(nn.Linear(K, N), Role(), False)(_x(torch.float32))
+        standalone(nn.Linear(K, N))(_x(torch.float32))

@@ -104,7 +104,8 @@ def test_refresh_moves_the_learner_and_publish_the_sampler(tiny_model) -> None:
     assert not torch.equal(logprobs(policy).detach(), before)
     with policy.sampling():
         assert torch.equal(logprobs(policy), before)
-        policy.install_sampler(policy.current)
+    policy.install_sampler(policy.current)
+    with policy.sampling():
         assert not torch.equal(logprobs(policy), before)
 
 
@@ -155,7 +156,7 @@ def test_ignore_list_without_lm_head_is_refused(tiny_model) -> None:
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_aligned_learner_shares_the_samplers_operands(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
-    assert all(linear.learner is linear.sampler for linear in policy.linears.values())
+    assert policy.aligned and policy.learner_view is policy.sampler_view
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
@@ -181,7 +182,7 @@ def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
-    assert all(linear.learner.product == "plain" for linear in policy.linears.values())
+    assert all(operand.product == "plain" for operand in policy.learner_view.operands.values())
     with torch.no_grad():
         learner = logprobs(policy)
         with policy.sampling():

@@ -44,6 +44,33 @@ def make_run(path: Path, metrics: list[dict[str, Any]], steps: int = 4, completi
     return path
 
 
+def diagnostics(number: int, count: int = 4, **changes: Any) -> dict[str, Any]:
+    """A record as diagnostics/NNNNNN.json has it, of `count` tokens that get further from each other with the step."""
+    sampler = [-0.1 - 0.5 * i for i in range(count)]
+    ratio = [0.3 * (-1) ** i for i in range(count)]
+    tokens = {
+        "logp_sampler": sampler, "logp_old": [b + 0.01 * number for b in sampler], "logp": [b + 0.3 for b in sampler],
+        "logp_shadow": [b + 0.1 for b in sampler], "log_ratio": ratio, "weight": [1.0 + 0.01 * i for i in range(count)],
+        "advantage": [1.0, -1.0, 0.0, -0.5] * (count // 4), "outside": [True, True, False, False] * (count // 4),
+        "phantom": [True, False, False, False] * (count // 4),
+    }  # fmt: skip
+    deciles = [{"low": i / 10, "high": (i + 1) / 10, "count": 1, "delta_abs_mean": 0.01 * number} for i in range(10)]
+    layers = {f"model.layers.{i}.mlp.{kind}_proj": [i + 1, 10] for i in range(3) for kind in ("up", "down")}
+    example = {"text": "so so so", "before": "It is ", "after": " good", "kind": "repetitive", "start": 2, "stop": 26,
+               "response": 1, "advantage": -1.0}  # fmt: skip
+    return {
+        "format_version": 1, "step": number, "metrics": {}, "token_count": count, "deciles": deciles, "layers": layers,
+        "band": {"level": "token", "high": 1.2, "low": 0.8, "neg_high": None}, "tokens": tokens,
+        "error_examples": [example],
+    } | changes  # fmt: skip
+
+
+def add_diagnostics(run: Path, *records: dict[str, Any]) -> None:
+    (run / "diagnostics").mkdir(exist_ok=True)
+    for record in records:
+        (run / "diagnostics" / f"{record['step']:06d}.json").write_text(json.dumps(record, allow_nan=False))
+
+
 def step(number: int, **changes: Any) -> dict[str, Any]:
     """Metrics of one step as the loop logs them, all of them changing from step to step."""
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browsing import Opened, assert_fits, assert_silent, opened_page
-from hand_made_runs import HOSTILE, HOSTILE_SHOWN, make_run, step
+from hand_made_runs import HOSTILE, HOSTILE_SHOWN, add_diagnostics, diagnostics, make_run, step
 
 from qarl.report.run_report import write_report
 
@@ -32,7 +32,11 @@ CONTRAST = """element => {
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [step(i, **{f"reward/{HOSTILE}_mean": 0.1 * i, "reward/b_mean": 0.2, HOSTILE: i}) for i in range(1, 5)]
     completion = HOSTILE + "W" * 3000
-    return write_report(make_run(tmp_path_factory.mktemp("run") / "a", rows, completion=completion))
+    run = make_run(tmp_path_factory.mktemp("run") / "a", rows, completion=completion)
+    example = {"text": HOSTILE, "before": HOSTILE, "after": "W" * 300, "kind": "garbled", "advantage": -1.0}
+    layers = {f"model.layers.0.mlp.{HOSTILE}": [1, 10]}
+    add_diagnostics(run, diagnostics(1, 40), diagnostics(4, 40, error_examples=[example], layers=layers))
+    return write_report(run)
 
 
 WINDOWS = [(1280, "light"), (1280, "dark"), (360, "light")]
@@ -51,16 +55,18 @@ def test_it_loads_silently_and_fetches_nothing_but_itself(opened, report):
 def test_hostile_text_stands_there_and_does_nothing(opened):
     page = opened.page
     assert page.title() == "Run a"
-    assert page.locator(".completion pre").nth(1).inner_text().startswith(HOSTILE_SHOWN)
+    assert page.locator(".completion:not(.excerpt) pre").nth(1).inner_text().startswith(HOSTILE_SHOWN)
+    assert page.locator(".excerpt pre mark").inner_text() == HOSTILE_SHOWN
     assert HOSTILE_SHOWN in page.locator(".legend li").all_inner_texts()
 
 
 def test_nothing_is_cut_off_or_scrolls_sideways(opened):
-    assert_fits(opened, charts=8)
+    assert_fits(opened, charts=15)
 
 
 def test_text_and_chart_labels_have_contrast(opened):
-    for selector in ("body", "p", "dt", "dd", "figcaption", "figure svg text", ".completion pre", "nav a", "summary"):
+    for selector in ("body", "p", "dt", "dd", "figcaption", "figure svg text", ".completion pre", "mark", "nav a",
+                     "summary"):  # fmt: skip
         elements = opened.page.locator(selector)
         assert elements.count(), selector
         for ratio in elements.evaluate_all(f"all => all.map({CONTRAST})"):

@@ -9,9 +9,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from hand_made_runs import HOSTILE
 
-from qarl.report.blocks import Bar, BarChart, Histogram, LineChart, Series
+from qarl.report.axes import TickText
+from qarl.report.blocks import Bar, BarChart, Histogram, LineChart, Points, Scatter, Series
 from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg, write_png
-from qarl.report.figures import MAX_POINTS, TickText, thin
+from qarl.report.figures import MAX_POINTS, has_data, thin
+from qarl.report.scatter import MAX_DOTS
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHARTS = [
@@ -19,6 +21,15 @@ CHARTS = [
     LineChart("Delta", "step", "nats", [Series("a", range(50), [10.0**-i for i in range(50)])], log_y=True),
     BarChart("Accuracy", "fraction", [Bar("w4a16", 0.4, 0.3, 0.5), Bar("bf16", None)]),
     Histogram("Lengths", "tokens", "responses", [1.0, 2.0, 2.0, 7.0]),
+    Scatter(
+        "Gap",
+        "p",
+        "nats",
+        [Points("a", [0.1, 0.9], [0.2, 0.1]), Points("b", [0.5], [0.4])],
+        diagonal=True,
+        band=(0.1, None),
+        line=Series("mean", [0.1, 0.9], [0.2, 0.1]),
+    ),
 ]
 
 
@@ -76,7 +87,7 @@ def test_a_missing_point_is_a_gap(missing):
 @pytest.mark.parametrize("chart", [
     LineChart("t", "x", "y", []), LineChart("t", "x", "y", [Series("a", [], [])], log_y=True),
     LineChart("t", "x", "y", [Series("a", [1], [None])]), BarChart("t", "y", []), BarChart("t", "y", [Bar("a", None)]),
-    Histogram("t", "x", "y", []),
+    Histogram("t", "x", "y", []), Scatter("t", "x", "y", []), Scatter("t", "x", "y", [Points("a", [1.0], [None])]),
 ])  # fmt: skip
 def test_a_chart_without_data_says_so(chart, tmp_path):
     assert ">no data<" in svg(chart)
@@ -127,3 +138,46 @@ def test_every_curve_stands_out_from_its_background(colours, background):
     for colour in colours:  # 3:1, what WCAG 2 asks of graphics
         light, dark = sorted((luminance(colour), luminance(background)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
+def dots(chart: Scatter) -> int:
+    """Strokes of the first class of points: each is a move and a line."""
+    paths = ET.fromstring(svg(chart)).iter(f"{SVG}path")
+    return sum(
+        path.get("d", "").count("M")
+        for path in paths
+        if "stroke: var(--curve-0)" in path.get("style", "") and "stroke-linecap: round" in path.get("style", "")
+    )
+
+
+def test_every_point_that_can_be_drawn_is_a_dot_and_the_others_are_counted():
+    points = Points("a", [1.0, 2.0, math.nan, 4.0, 5.0], [0.1, None, 0.3, 0.0, 0.5])
+    linear = Scatter("t", "x", "y", [points])
+    assert dots(linear) == 3
+    assert chart_note(linear) == "2 points without a finite value left out."
+    log = Scatter("t", "x", "y", [points], log_y=True)
+    assert dots(log) == 2
+    assert "1 point at 0, which a log axis cannot show." in chart_note(log)
+
+
+def test_a_log_scatter_of_zeros_has_a_linear_axis_and_is_still_drawn():
+    chart = Scatter("t", "x", "y", [Points("a", [1.0, 2.0], [0.0, 0.0])], log_y=True)
+    assert has_data(chart) and dots(chart) == 2
+    assert "the axis is linear" in chart_note(chart)
+
+
+def test_a_cloud_is_thinned_and_says_so():
+    count = 3 * MAX_DOTS
+    chart = Scatter("t", "x", "y", [Points("a", range(count), [float(i % 7) for i in range(count)])])
+    assert dots(chart) == MAX_DOTS
+    assert chart_note(chart) == "One point in 3 of the largest class is drawn."
+
+
+def test_dots_are_in_the_picture_too(tmp_path):
+    # Agg leaves out strokes without length, so these have some.
+    from matplotlib.image import imread
+
+    chart = Scatter("t", "x", "y", [Points("a", [0.0, 1.0], [0.0, 1.0])])
+    write_png(tmp_path / "a.png", chart)
+    red, green, blue = (imread(tmp_path / "a.png")[..., i] for i in range(3))
+    assert ((blue > red + 0.3) & (blue > green + 0.1)).sum() > 20

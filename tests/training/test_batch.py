@@ -25,7 +25,7 @@ def ragged(seed: int, groups: int = 5, n: int = 4) -> Batch:
     index = [g for g in range(groups) for _ in range(n)]
     prompts = [[g] * (3 + 4 * g) for g in index]
     empty = [torch.zeros(len(r)) for r in responses]
-    return Batch(prompts, responses, index, torch.zeros(groups * n), empty, list(empty))
+    return Batch(prompts, responses, index, torch.zeros(groups * n), empty, list(empty), list(empty), list(empty))
 
 
 def test_advantages_compare_responses_of_one_prompt():

@@ -12,7 +12,7 @@ from tiny_runs import Parts, parts
 
 from qarl.errors import UserError
 from qarl.training.batch import Batch
-from qarl.training.loop import mismatch_of
+from qarl.training.metrics import token_metrics
 
 
 def live(run: Parts, seed: int = 1) -> Batch:
@@ -50,16 +50,24 @@ def gradients(run: Parts, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], 
     return seen, metrics
 
 
+class Wrapped:
+    """An objective whose calls go through `change(loss, stats, *arguments)`."""
+
+    def __init__(self, objective, change):
+        self._objective, self._change = objective, change
+
+    def __getattr__(self, name):
+        return getattr(self._objective, name)
+
+    def __call__(self, *arguments):
+        return self._change(*self._objective(*arguments), *arguments)
+
+
 @contextmanager
 def broken_gradients(run: Parts) -> Iterator[None]:
     """Every gradient is NaN inside."""
     objective = run.learner.objective
-
-    def broken(*arguments):
-        loss, stats = objective(*arguments)
-        return loss * math.nan, stats
-
-    run.learner.objective = broken
+    run.learner.objective = Wrapped(objective, lambda loss, stats, *_: (loss * math.nan, stats))
     yield
     run.learner.objective = objective
 
@@ -86,10 +94,12 @@ def test_logp_old_is_that_of_the_snapshot_bit_for_bit_whatever_was_learned_since
 def test_the_second_epoch_is_off_policy(llama):
     run = parts(llama, train={"minibatch_size": 16, "epochs": 2}, optim={"lr": 1e-2})
     ratios = []
-    objective = run.learner.objective
-    run.learner.objective = lambda logp, old, *rest: (
-        ratios.append(float((logp.detach() - old).abs().max())) or objective(logp, old, *rest)
-    )
+
+    def watched(loss, stats, logps, *_):
+        ratios.append(float((logps.logp.detach() - logps.logp_old).abs().max()))
+        return loss, stats
+
+    run.learner.objective = Wrapped(run.learner.objective, watched)
     run.learn(live(run))
     assert ratios[0] == 0.0 and ratios[1] > 0.0
 
@@ -218,14 +228,14 @@ def test_an_aligned_learner_has_no_mismatch_at_all(llama, scheme, group):
     for step in range(2):
         batch = live(run, seed=step)
         run.learn(batch, step)
-        assert mismatch_of(batch)["mismatch/delta_abs_max"] == 0.0
+        assert token_metrics(batch)["mismatch/delta_abs_max"] == 0.0
 
 
 def test_quantized_rollout_training_has_the_mismatch_of_the_codes(llama):
     run = parts(llama, quant={"learner": "full_precision"})
     batch = live(run)
     run.learn(batch)
-    assert 1e-2 < mismatch_of(batch)["mismatch/delta_abs_max"] < 10.0
+    assert 1e-2 < token_metrics(batch)["mismatch/delta_abs_max"] < 10.0
 
 
 def test_fake_quantization_is_closer_to_the_sampler_than_full_precision(llama):
@@ -234,7 +244,7 @@ def test_fake_quantization_is_closer_to_the_sampler_than_full_precision(llama):
         run = parts(llama, quant={"learner": learner})
         batch = live(run)
         run.learn(batch)
-        gaps[learner] = mismatch_of(batch)["mismatch/delta_abs_mean"]
+        gaps[learner] = token_metrics(batch)["mismatch/delta_abs_mean"]
     assert gaps["fake_quant"] < 0.2 * gaps["full_precision"]
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tiny_runs import ROOT, Finished, Qarl, settings, write_config
 
 pytestmark = pytest.mark.slow
@@ -61,7 +62,7 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
     assert (done.code, done.err) == (0, "")
     assert {p.name for p in runs.run.iterdir()} == {
         ".lock", "config.yaml", "environment.json", "metrics.jsonl", "rewards.log", "rollouts", "checkpoints",
-        "tensorboard",
+        "tensorboard", "diagnostics",
     }  # fmt: skip
     lines = [line for line in done.out.splitlines() if not line.startswith(("model: ", "quantize: ", "tokenizer and"))]
     lines = [line for line in lines if not line.startswith(("reward workers: ", "rollout: ", "learner: "))]
@@ -96,6 +97,59 @@ def test_every_metric_of_the_interface_is_logged(runs):
     }  # fmt: skip
     assert interface <= record.keys(), interface - record.keys()
     assert record["mismatch/delta_abs_max"] == 0.0 and 0.0 < record["quant/codes_changed_frac"] < 1.0
+
+
+COSTLY = [f"diagnostics.{name}_every=1" for name in ("shadow", "deployed", "crossings", "gradients")]
+LEARNER = ["quant.learner=full_precision", "model.learner_dtype=float32", "objective.kl_coef=0.1"]
+
+
+def test_diagnostics_and_rollout_tensors_say_what_metrics_say_and_change_nothing(runs):
+    done = runs.train(*LEARNER, "diagnostics.tokens=50")
+    assert done.code == 0, done.err
+    plain = [json.loads(line) for line in (runs.run / "metrics.jsonl").read_text().splitlines()]
+    other = runs.folder / "watched"
+    done = runs.train(*LEARNER, *COSTLY, "diagnostics.tokens=50", f"train.run_dir={other}")
+    assert done.code == 0, done.err
+    watched = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(plain, watched, strict=True):
+        repeatable = [name for name in one if not name.startswith(("time/", "throughput/", "memory/"))]
+        assert {name: one[name] for name in repeatable} == {name: two[name] for name in repeatable}
+    new = watched[1].keys() - plain[1].keys()
+    assert {"precision/phantom_frac", "deployed/efficiency", "gradients/cos_total"} <= new
+    assert all(name.startswith(("precision/", "deployed/", "gradients/")) for name in new)
+    assert {"error_tokens/frac", "mismatch/ess", "policy/contribution_train_pos", "time/diagnostics_s"} <= plain[
+        0
+    ].keys()
+
+    for run, records in ((runs.run, plain), (other, watched)):
+        tensors = load_file(run / "rollouts" / "000002.safetensors")
+        tokens = int(tensors["response_lengths"].sum())
+        assert tensors["version"].tolist() == [records[0]["policy/version"]]
+        assert all(len(tensors[name]) == tokens for name in ("response_tokens", "logp_sampler", "logp_old", "logp"))
+        assert len(tensors["prompt_tokens"]) == int(tensors["prompt_lengths"].sum())
+        delta = (tensors["logp_old"] - tensors["logp_sampler"]).abs()
+        assert float(delta.max()) == pytest.approx(records[1]["mismatch/delta_abs_max"], rel=1e-6)
+        rows = [json.loads(line) for line in (run / "rollouts" / "000002.jsonl").read_text().splitlines()]
+        assert tensors["rewards"].tolist() == pytest.approx([row["reward"] for row in rows])
+        assert tensors["advantages"].tolist() == pytest.approx([row["advantage"] for row in rows])
+        assert tensors["groups"].tolist() == [i // 4 for i in range(16)]
+        record = json.loads((run / "diagnostics" / "000002.json").read_text())
+        assert record["step"] == 2 and record["token_count"] == tokens and len(record["tokens"]["logp"]) == 50
+        assert record["metrics"] == {name: value for name, value in records[1].items() if name != "step"}
+        assert (record["layers"] is None) == (run == runs.run) == (record["tokens"]["logp_shadow"] is None)
+    assert sum(changed for changed, _ in record["layers"].values()) == watched[1]["quant/codes_changed_count"]
+
+
+def test_the_reference_of_a_resumed_run_is_still_the_model_it_started_from(runs):
+    runs.train(*LEARNER)
+    other = f"train.run_dir={runs.folder}/other"
+    runs.train(*LEARNER, other, "train.steps=1")
+    assert runs.train(*LEARNER, other).code == 0
+    whole, resumed = (
+        [json.loads(line)["policy/kl_ref"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (runs.run, runs.folder / "other")
+    )
+    assert whole == resumed and whole[1] > 0.0
 
 
 def test_a_finished_run_is_left_as_it_is(runs):
@@ -202,10 +256,9 @@ def test_a_reward_that_breaks_down_loses_no_finished_step(runs):
 
 def test_nan_gradients_stop_the_run_with_one_line(runs):
     broken = (
-        "import qarl.training.learner as learner\nbuild = learner.build_objective\n"
-        "def nan(*sections):\n    objective = build(*sections)\n"
-        "    def f(*a):\n        loss, stats = objective(*a)\n        return loss * float('nan'), stats\n    return f\n"
-        "learner.build_objective = nan"
+        "from qarl.objectives import Objective\ncall = Objective.__call__\n"
+        "def nan(*a):\n    loss, stats = call(*a)\n    return loss * float('nan'), stats\n"
+        "Objective.__call__ = nan"
     )
     done = runs.train("train.max_skipped_steps=2", before=broken)
     assert done.code == 2 and "the gradient was not finite in 3 optimizer steps in a row" in done.err

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qarl.config.logging import LoggingConfig
 from qarl.errors import UserError
@@ -94,6 +95,68 @@ def test_the_real_error_of_a_full_device_is_a_user_error(tmp_path):
     recorder = Recorder(tmp_path, settings())
     with open("/dev/full", "ab", buffering=0) as recorder._file, pytest.raises(UserError, match="No space left"):
         recorder.log(1, {"x": 1})
+
+
+TENSORS = {"logp": torch.tensor([0.5, -torch.inf]), "groups": torch.tensor([3], dtype=torch.int32)}
+
+
+def test_tensors_of_a_step_lie_beside_its_rows(tmp_path):
+    Recorder(tmp_path, settings()).rollouts(7, [{"completion": "a"}], TENSORS)
+    Recorder(tmp_path, settings(rollout_tensors=False)).rollouts(8, [{"completion": "a"}], TENSORS)
+    found = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert found == ["000007.jsonl", "000007.safetensors", "000008.jsonl"]
+    read = load_file(tmp_path / "rollouts" / "000007.safetensors")
+    assert read.keys() == TENSORS.keys() and all(torch.equal(read[name], TENSORS[name]) for name in read)
+    assert read["groups"].dtype == torch.int32
+
+
+def test_a_write_that_was_cut_off_does_not_stop_the_next(tmp_path):
+    recorder = Recorder(tmp_path, settings())
+    (tmp_path / "rollouts" / ".000007.safetensors.tmp").write_bytes(b"half")
+    recorder.rollouts(7, [], TENSORS)
+    recorder.rollouts(7, [], {"other": torch.zeros(1)})
+    assert set(load_file(tmp_path / "rollouts" / "000007.safetensors")) == {"other"}
+    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["000007.jsonl", "000007.safetensors"]
+
+
+def test_tensors_that_do_not_fit_on_the_disk_leave_no_part_of_them(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, settings())
+
+    def full(path, chunks):
+        path.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "write_file", full)
+    with pytest.raises(
+        UserError, match=r"000007\.safetensors: cannot be written: No space .*12 bytes needed"
+    ) as caught:
+        recorder.rollouts(7, [], TENSORS)
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["000007.jsonl"]
+
+
+def test_diagnostics_are_one_strict_json_object_a_step(tmp_path):
+    recorder = Recorder(tmp_path, settings())
+    assert not recorder.diagnostics_directory.exists()
+    path = recorder.diagnostics(12, {"step": 12, "metrics": {"x": float("inf")}, "tokens": {"logp": [-0.5, None]}})
+    assert path == tmp_path / "diagnostics" / "000012.json"
+    assert strict(path.read_text()) == {"step": 12, "metrics": {"x": None}, "tokens": {"logp": [-0.5, None]}}
+
+
+def test_going_back_removes_later_tensors_and_diagnostics_and_nothing_else(tmp_path):
+    with Recorder(tmp_path, settings()) as recorder:
+        for step in (1, 2, 3):
+            recorder.rollouts(step, [], TENSORS)
+            recorder.diagnostics(step, {"step": step})
+    for folder in ("rollouts", "diagnostics"):
+        (tmp_path / folder / "000009.txt").write_text("mine")
+    with Recorder(tmp_path, settings()) as recorder:
+        recorder.truncate(2)
+    assert sorted(p.name for p in (tmp_path / "diagnostics").iterdir()) == ["000001.json", "000002.json", "000009.txt"]
+    assert sorted(p.name for p in (tmp_path / "rollouts").glob("*.safetensors")) == [
+        "000001.safetensors", "000002.safetensors",
+    ]  # fmt: skip
+    assert (tmp_path / "rollouts" / "000009.txt").exists()
 
 
 @pytest.mark.parametrize("samples, kept", [(2, 2), (0, 5), (9, 5)])

@@ -15,8 +15,6 @@ import torch
 import yaml
 
 from qarl.config import Config
-from qarl.config.quant import scheme_of
-from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -24,7 +22,8 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer
-from qarl.training.setup import build_sampling
+from qarl.training.probe import Probe
+from qarl.training.setup import build_policy, build_sampling
 from qarl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +68,11 @@ class Parts:
         rewards = [reward(rollout.token_ids) for rollout in rollouts]
         return build_batch(prompts, rollouts, rewards, self.config.objective.advantage)
 
-    def learn(self, batch: Batch, step: int = 0) -> dict[str, float]:
-        return self.learner.learn(batch, step, lambda responses: None)
+    def learn(self, batch: Batch, step: int = 0, probe: Probe | None = None) -> dict[str, float]:
+        return self.learner.learn(batch, step, lambda responses: None, probe)
+
+    def probe(self, *due: str) -> Probe:
+        return Probe(self.policy, self.learner.objective, self.config, self.sampling.truncation, due, True)
 
     def masters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}
@@ -78,13 +80,13 @@ class Parts:
 
 def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     config = Config.model_validate(settings(path, **sections))
-    quant = config.quant
-    scheme = scheme_of(quant)
-    policy = Policy(load_model(config.model), scheme, quant, DTYPES[config.model.dtype], torch.device("cpu"), None)
+    policy = build_policy(config, load_model(config.model), torch.device("cpu"))
     tokenizer = load_tokenizer(config.model)
     sampling = build_sampling(config, policy, tokenizer)
     optimizer = build_optimizer(policy.named_parameters(), config.optim)
     learner = Learner(policy, optimizer, config, sampling.truncation)
+    if learner.objective.needs.reference:
+        policy.keep_reference()
     return Parts(config, policy, optimizer, learner, NativeEngine(policy, tokenizer, config.rollout), sampling)
 
 

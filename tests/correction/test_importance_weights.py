@@ -3,12 +3,19 @@ import math
 import pytest
 import torch
 
-from qarl.config import CorrectionConfig
-from qarl.correction import importance_weights
+from qarl.correction import Weighting, importance_weights
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import finish_stats
 
 LENGTHS = [3, 1, 0, 5]
+
+
+def run(old: torch.Tensor, sampler: torch.Tensor, lengths: list[int], level="token", mode="truncate", lower=None,
+        upper=2.0):  # fmt: skip
+    return importance_weights(old, sampler, Segments.from_lengths(lengths), Weighting(level, mode, lower, upper))
+
+
+def per_token(weights: torch.Tensor, level: str, lengths: list[int]) -> torch.Tensor:
+    return weights if level == "token" else Segments.from_lengths(lengths).expand(weights)
 
 
 def random_logps() -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,15 +47,13 @@ def transcription(old: torch.Tensor, sampler: torch.Tensor, level: str, mode: st
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_matches_the_formula(level, mode, lower, upper):
     old, sampler = random_logps()
-    options = CorrectionConfig(level=level, mode=mode, lower=lower, upper=upper)
-    got = importance_weights(old, sampler, Segments.from_lengths(LENGTHS), options).weights
+    got = per_token(run(old, sampler, LENGTHS, level, mode, lower, upper).weights, level, LENGTHS)
     torch.testing.assert_close(got, transcription(old, sampler, level, mode, lower, upper), rtol=1e-14, atol=0)
 
 
 def weights_of(ratios: list[float], **options) -> list[float]:
     old = torch.tensor(ratios, dtype=torch.float64).log()
-    segments = Segments.from_lengths([1] * len(ratios))
-    return importance_weights(old, torch.zeros_like(old), segments, CorrectionConfig(**options)).weights.tolist()
+    return run(old, torch.zeros_like(old), [1] * len(ratios), **options).weights.tolist()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -66,54 +71,36 @@ def test_a_mask_keeps_a_ratio_on_its_bound():
 
 def test_no_gradient_reaches_the_log_probs():
     old = torch.zeros(2, requires_grad=True)
-    weights = importance_weights(
-        old, torch.ones(2), Segments.from_lengths([2]), CorrectionConfig(level="geometric")
-    ).weights
+    weights = run(old, torch.ones(2), [2], level="geometric").weights
     assert not weights.requires_grad
 
 
-@pytest.mark.parametrize(("level", "rejected"), [("token", 3 / 4), ("sequence", 1.0), ("geometric", 1 / 2)])
-def test_rejections_are_counted_per_unit_of_the_level_and_empty_responses_are_not(level, rejected):
+@pytest.mark.parametrize(
+    ("level", "rejected"),
+    [("token", [False, True, True, True]), ("sequence", [False, True, True]), ("geometric", [False, True, False])],
+)
+def test_rejections_are_marked_per_unit_of_the_level(level, rejected):
     old = torch.tensor([0.0, 2.0, -0.6, 0.8])  # responses: (), (0, 2) and (-0.6, 0.8)
-    correction = importance_weights(
-        old, torch.zeros(4), Segments.from_lengths([0, 2, 2]),
-        CorrectionConfig(level=level, mode="mask", lower=0.6, upper=1.2),
-    )  # fmt: skip
-    metrics = finish_stats(correction.stats)
-    assert metrics["correction/rejected_frac"] == rejected
+    got = run(old, torch.zeros(4), [0, 2, 2], level, "mask", 0.6, 1.2)
+    assert got.rejected.tolist() == rejected
+    assert torch.equal(got.weights == 0, got.rejected)
 
 
-def test_truncation_rejects_nothing():
+def test_truncation_rejects_nothing_and_tells_the_ratio_before_it():
     old = torch.tensor([5.0, -5.0])
-    correction = importance_weights(
-        old, torch.zeros(2), Segments.from_lengths([1, 1]), CorrectionConfig(level="token", lower=0.5, upper=2.0)
-    )
-    assert finish_stats(correction.stats)["correction/rejected_frac"] == 0.0
-
-
-def test_metrics_are_of_the_bounded_weights():
-    old = torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64).log()
-    correction = importance_weights(
-        old, torch.zeros_like(old), Segments.from_lengths([1, 2]), CorrectionConfig(level="token", lower=0.5, upper=2.0)
-    )
-    metrics = finish_stats(correction.stats)
-    assert metrics["correction/weight_mean"] == pytest.approx(3.5 / 3)
-    assert metrics["correction/ess"] == pytest.approx(3.5**2 / (3 * 5.25))
+    got = run(old, torch.zeros(2), [1, 1], lower=0.5)
+    assert not got.rejected.any()
+    assert got.ratio.tolist() == pytest.approx([math.exp(5.0), math.exp(-5.0)])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize(("old", "sampler"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
-def test_infinite_log_probs_give_finite_weights_and_are_counted(level, old, sampler):
-    correction = importance_weights(
-        torch.tensor([old]), torch.tensor([sampler]), Segments.from_lengths([1]), CorrectionConfig(level=level)
-    )
-    assert correction.weights.isfinite().all()
-    assert finish_stats(correction.stats)["correction/clamped_frac"] == float(old != sampler)
+def test_infinite_log_probs_give_finite_weights_and_are_marked(level, old, sampler):
+    got = run(torch.tensor([old]), torch.tensor([sampler]), [1], level)
+    assert got.weights.isfinite().all()
+    assert got.clamped.item() is (old != sampler)
 
 
 def test_nan_is_not_masked_away():
-    correction = importance_weights(
-        torch.tensor([math.nan]), torch.zeros(1), Segments.from_lengths([1]),
-        CorrectionConfig(level="token", mode="mask", lower=0.5),
-    )  # fmt: skip
-    assert correction.weights.isnan().all()
+    got = run(torch.tensor([math.nan]), torch.zeros(1), [1], "token", "mask", 0.5)
+    assert got.weights.isnan().all()

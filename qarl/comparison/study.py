@@ -1,0 +1,190 @@
+"""A study: one configuration, named variants of it, and the numbers that tell them apart. Imports no torch.
+
+title: ...
+config: {...}                    the configuration they share
+profiles: {gpu: {...}}           other sizes of it, chosen with --profile
+variants: {NAME: {...}, ...}     what each member changes
+columns: [...], curves: [...]    of the table and the page, beside what every comparison has
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from qarl.comparison.plan import Member, check_overrides
+from qarl.config import check_inputs
+from qarl.config.base import Field, Section
+from qarl.config.load import key_place, read_yaml, validate
+from qarl.config.messages import fault_lines
+from qarl.config.overrides import apply_overrides, override_keys
+from qarl.errors import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+class StudyColumn(Section):
+    """One number of each member, from one metric over its steps; with a bound, whether it was reached."""
+
+    head: str = Field(min_length=1, description="The column's head.")
+    metric: str = Field(min_length=1, description="A metric's name in metrics.jsonl.")
+    over: Literal["mean", "first", "last", "max", "min", "first_quarter", "last_quarter"] = Field(
+        "mean", description="Which steps, and how they become one number; the quarters are means."
+    )
+    at_least: float | None = Field(None, description="Show yes where the number is at least this, else no.")
+    at_most: float | None = Field(None, description="Show yes where the number is at most this, else no.")
+    help: str = Field("", description="What it means, in a few words.")
+
+    def value(self, records: Sequence[dict[str, Any]]) -> float | None:
+        """The number over a run's metrics; None where no step has the metric. Steps without it are left out: costly
+        diagnostics are measured every few steps."""
+        found = [value for record in records if (value := record.get(self.metric)) is not None]
+        if not found:
+            return None
+        quarter = max(1, len(found) // 4)
+        part = {"first_quarter": found[:quarter], "last_quarter": found[-quarter:]}.get(self.over, found)
+        fold = {"first": lambda v: v[0], "last": lambda v: v[-1], "max": max, "min": min}.get(
+            self.over, statistics.fmean
+        )
+        return fold(part)
+
+    def passes(self, value: float) -> bool | None:
+        """Whether a bound is kept; None without a bound."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+
+class StudyCurve(Section):
+    """One chart of a metric over the steps, a curve for each member."""
+
+    metric: str = Field(min_length=1, description="A metric's name in metrics.jsonl.")
+    title: str = Field(min_length=1, description="The chart's title.")
+    unit: str = Field("as logged", description="What the y axis is, with its unit.")
+    log_y: bool = Field(False, description="A logarithmic y axis.")
+
+
+class Study(Section):
+    """A study file."""
+
+    title: str = Field(min_length=1, description="Of the page.")
+    config: dict[str, Any] = Field(description="The configuration that the variants change.")
+    profiles: dict[str, dict[str, Any]] = Field({}, description="Changes of size or device, chosen with --profile.")
+    variants: dict[str, dict[str, Any] | None] = Field(min_length=1, description="Name -> changes of the member.")
+    columns: list[StudyColumn] = Field([], description="Numbers of the table.")
+    curves: list[StudyCurve] = Field([], description="Charts of the page.")
+
+
+def is_study(file: str) -> bool:
+    """Whether a YAML file is a study rather than one configuration."""
+    data = read_yaml(file)
+    return isinstance(data, dict) and "variants" in data
+
+
+def load_study(file: str) -> Study:
+    """Raises UserError, one line a fault."""
+    data = read_yaml(file)
+    try:
+        study = Study.model_validate(data)
+    except ValidationError as error:
+        raise UserError("\n".join(fault_lines(error, Study, data, lambda loc: file))) from None
+    for name in (*study.variants, *study.profiles):
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{file}: '{name}' names a directory; use letters, digits, . _ + and -")
+    return study
+
+
+def plan_study(
+    study: Study, file: str, overrides: list[str], out: Path, profile: str | None = None,
+    only: list[str] | None = None, seeds: list[int] | None = None,
+) -> list[Member]:  # fmt: skip
+    """The members, in the file's order, each variant with each seed; nothing is written.
+
+    A member's configuration is the study's, changed by the profile, by the variant, and by the overrides, which have
+    the last word. Members run in out/runs/NAME. Raises UserError: an unknown profile or variant, an override of what a
+    variant or an option sets, a configuration that is refused (each line of it, with the variant's name).
+    """
+    profile_changes = _chosen_profile(study, file, profile)
+    names = _chosen(study, file, only)
+    members, faults = [], []
+    check_overrides(overrides, {"train.run_dir": "--out"} | ({"train.seed": "--seeds"} if seeds else {}))
+    given = override_keys(overrides)
+    for name in names:
+        taken = [key for key in given if _sets(study.variants[name] or {}, key)]
+        if taken:
+            key = ".".join(map(str, taken[0]))
+            raise UserError(f"command line: {key}: variant '{name}' sets it; leave one of the two out")
+        for seed in seeds or [None]:
+            member_name = name if seed is None or len(seeds or ()) == 1 else f"{name}-seed{seed}"
+            member = Member(member_name, "", "", 0, out / "runs" / member_name, group=name)
+            changes = [
+                *overrides,
+                *([] if seed is None else [f"train.seed={seed}"]),
+                f"train.run_dir={json.dumps(str(member.run_dir))}",
+            ]
+            data = _merged(study.config, profile_changes, study.variants[name] or {})
+            apply_overrides(data, changes)
+            place = f"{file}: variant {name}"
+            try:
+                member.config = validate(data, lambda loc, place=place: key_place(loc, place, given))
+                check_inputs(member.config, place, overrides)
+            except UserError as error:
+                faults += [line for line in str(error).splitlines() if line not in faults]
+                continue
+            quant = member.config.quant
+            member.scheme, member.learner, member.seed = quant.scheme, quant.learner, member.config.train.seed
+            members.append(member)
+    if faults:
+        raise UserError("\n".join(faults))
+    return members
+
+
+def _chosen_profile(study: Study, file: str, profile: str | None) -> dict[str, Any]:
+    if profile is None:
+        return {}
+    if profile not in study.profiles:
+        known = ", ".join(study.profiles) or "none"
+        raise UserError(f"--profile: '{profile}' is not in {file}; it has {known}")
+    return study.profiles[profile]
+
+
+def _chosen(study: Study, file: str, only: list[str] | None) -> list[str]:
+    for name in only or ():
+        if name not in study.variants:
+            raise UserError(f"--only: '{name}' is no variant of {file}; choose from {', '.join(study.variants)}")
+    return [name for name in study.variants if only is None or name in only]
+
+
+def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Mappings laid over each other, the later ones on top; lists and values are replaced as a whole."""
+    result: dict[str, Any] = {}
+    for part in parts:
+        _lay_over(result, copy.deepcopy(part))
+    return result
+
+
+def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _lay_over(below[key], value)
+        else:
+            below[key] = value
+
+
+def _sets(changes: dict[str, Any], path: tuple[str | int, ...]) -> bool:
+    """Whether the nested `changes` give the key at `path` a value, or something above or below it."""
+    here: Any = changes
+    for step in path:
+        if not isinstance(here, dict):
+            return True
+        if step not in here:
+            return False
+        here = here[step]
+    return True

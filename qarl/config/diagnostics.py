@@ -1,0 +1,40 @@
+"""What is measured beside the training itself, where it costs forwards and backwards of its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from qarl.config.base import Field, Section
+
+Costly = Literal["shadow", "deployed", "crossings", "gradients"]
+COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients")
+
+
+class DiagnosticsConfig(Section):
+    """Costly diagnostics: due at every so many steps; 0 is off. None of them changes the run."""
+
+    shadow_every: int = Field(
+        0,
+        ge=0,
+        description="precision/*: what the learner's precision alone does to the ratios; a shadow forward (the "
+        "sampler's arithmetic at the learner's weights) for every training forward.",
+    )
+    deployed_every: int = Field(
+        0,
+        ge=0,
+        description="deployed/*: whether the step moved the served policy towards its advantages; a shadow forward "
+        "over the step's responses before and after it.",
+    )
+    crossings_every: int = Field(0, ge=0, description="Changed codes (or 16-bit values) of each layer.")
+    gradients_every: int = Field(
+        0,
+        ge=0,
+        description="gradients/*: four backwards over the step's first minibatch, with the ratio and the score of "
+        "learner and shadow; three more gradients in host memory.",
+    )
+    tokens: int = Field(2000, ge=1, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots.")
+
+    def due(self, step: int) -> frozenset[Costly]:
+        """The costly diagnostics of training step `step`, counted from 1 as in metrics.jsonl."""
+        every = {name: getattr(self, f"{name}_every") for name in COSTLY}
+        return frozenset(name for name, steps in every.items() if steps and step % steps == 0)

@@ -1,0 +1,70 @@
+"""Importance weights: the ratio learner over sampler, bounded, per token or per response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qarl.objectives.ratios import clamped_exp, log_ratio
+from qarl.objectives.segments import Segments
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How a correction ratio becomes a weight. `lower` None is no lower bound.
+
+    level: `token` exp(o_t - b_t); `sequence` exp(sum_t); `geometric` exp(mean_t), shared by the response's tokens.
+    mode: `truncate` the ratio to [lower, upper] (TIS); `mask` it to 0 outside, both bounds kept (MIS, IcePop).
+    """
+
+    level: Literal["token", "sequence", "geometric"]
+    mode: Literal["truncate", "mask"]
+    lower: float | None
+    upper: float
+
+    @property
+    def per_token(self) -> bool:
+        return self.level == "token"
+
+
+class ImportanceWeights(NamedTuple):
+    """Per token [T] at level token, else per response [R]; without gradient.
+
+    weights: the bounded ratio. ratio: before bounding. rejected: bool, masked to 0. clamped: bool, exponents clamped to
+    +-20.
+    """
+
+    weights: Tensor
+    ratio: Tensor
+    rejected: Tensor
+    clamped: Tensor
+
+
+@torch.no_grad()
+def importance_weights(
+    logp_old: Tensor,  # (T,) learner at the rollout's snapshot
+    logp_sampler: Tensor,  # (T,) as the sampler reported
+    segments: Segments,
+    options: Weighting,
+) -> ImportanceWeights:
+    """The bounded ratio learner over sampler."""
+    delta = log_ratio(logp_old, logp_sampler)
+    if options.level == "token":
+        exponent = delta
+    elif options.level == "sequence":
+        exponent = segments.sum(delta)
+    else:
+        assert options.level == "geometric", f"unknown correction level {options.level!r}"
+        exponent = segments.mean(delta)
+    ratio, clamped = clamped_exp(exponent)
+
+    if options.mode == "truncate":
+        rejected = torch.zeros_like(clamped)
+        return ImportanceWeights(ratio.clamp(options.lower, options.upper), ratio, rejected, clamped)
+    rejected = ratio > options.upper
+    if options.lower is not None:
+        rejected |= ratio < options.lower
+    return ImportanceWeights(ratio.masked_fill(rejected, 0.0), ratio, rejected, clamped)

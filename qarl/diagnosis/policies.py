@@ -1,0 +1,102 @@
+"""A run's policy at its checkpoints: the learner's forward and the sampler's, on the weights of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.diagnosis.saved import SavedStep
+from qarl.errors import UserError
+from qarl.inference.context import context_of
+from qarl.inference.target import Target
+from qarl.policy.device import pick_device
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.publish.snapshot import Snapshot
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.training.batch import Batch, micro_batches, minibatches
+from qarl.training.four_passes import four_pass_gram
+from qarl.training.setup import build_policy, build_sampling, set_determinism
+
+
+class RunPolicy:
+    """The policy of a run, with the learner it was trained with; `load` puts the weights of a checkpoint in.
+
+    Raises UserError for a model that cannot be read or has moved.
+    """
+
+    def __init__(self, target: Target, device: str) -> None:
+        assert target.run is not None and target.run_dir is not None, "the policy of a run"
+        self.config: Config = target.run
+        self._checkpoints = target.run_dir / "checkpoints"
+        set_determinism(self.config)
+        config = self.config
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
+        self.policy: Policy = build_policy(config, load_model(target.model), pick_device(device), context_of(target))
+        self.policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
+        self.truncation: Truncation = build_sampling(config, self.policy, self.tokenizer).truncation
+
+    @torch.no_grad()
+    def load(self, step: int) -> Snapshot:
+        """Put the masters after `step` in and quantize them; proved against the digest that the run recorded.
+
+        Raises UserError for a checkpoint that is damaged, of another model, or quantizes to other codes.
+        """
+        checkpoint = CheckpointStore.load(self._checkpoints / f"{step:06d}", groups=("masters",))
+        masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
+        for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
+            if name not in masters or name not in parameters or masters[name].shape != parameters[name].shape:
+                raise UserError(f"{checkpoint.path}: made for another model ('{name}' is not the same in both); give "
+                                "the model that the run started from with --model")  # fmt: skip
+        for name, parameter in parameters.items():
+            parameter.copy_(masters[name])
+        snapshot = self.policy.refresh(checkpoint.state["version"])
+        if snapshot.manifest().digest() != checkpoint.state["snapshot_sha256"]:
+            raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did in the run; use the "
+                            "package versions in the run's environment.json")  # fmt: skip
+        return snapshot
+
+    @torch.no_grad()
+    def logprobs(self, saved: SavedStep) -> Tensor:
+        """The learner's log-probs of all responses, (T,) float32 on the CPU."""
+        return self._packed(saved, lambda *arguments: self.policy.logprobs(*arguments)[0])
+
+    def shadow_logprobs(self, saved: SavedStep) -> Tensor:
+        """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
+        return self._packed(saved, self.policy.shadow_logprobs)
+
+    def gradient_gram(self, saved: SavedStep) -> Tensor:
+        """`four_pass_gram` over the first minibatch of the step: (4, 4) float64."""
+        config, batch = self.config, batch_of(saved)
+        indices = minibatches(batch.groups, config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
+        live = [i for i in indices if saved.advantages[i] != 0]
+        parts = micro_batches(batch, live, config.train.micro_batch_tokens)
+        tokens = sum(len(saved.responses[i]) for i in indices)
+        return four_pass_gram(self.policy, batch, parts, tokens, self.truncation, config.train.logprob_chunk,
+                              config.loss_scale)  # fmt: skip
+
+    def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
+        batch, found = batch_of(saved), {}
+        for part in micro_batches(batch, list(range(len(saved))), self.config.train.micro_batch_tokens):
+            logp = forward(*batch.texts(part), self.truncation, self.config.train.logprob_chunk)
+            found |= zip(part, batch.split(logp, part), strict=True)
+        return torch.cat([found[i] for i in range(len(saved))])
+
+
+def batch_of(saved: SavedStep) -> Batch:
+    """The step as the learner had it."""
+    lengths = [len(response) for response in saved.responses]
+    columns = {name: list(getattr(saved, name).split(lengths)) for name in ("logp_sampler", "logp_old", "logp")}
+    return Batch(
+        prompts=saved.prompts,
+        responses=saved.responses,
+        groups=saved.groups,
+        advantages=saved.advantages,
+        logp_ref=[None] * len(saved),
+        **columns,
+    )

@@ -1,0 +1,112 @@
+"""What a run saved of one step: RUN/rollouts/NNNNNN.safetensors, and which steps can be looked at again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.inference.target import checkpoint_steps
+from qarl.objectives.segments import Segments
+
+_INTEGERS = ("prompt_lengths", "response_lengths", "prompt_tokens", "response_tokens", "groups", "version")
+_FLOATS = ("logp_sampler", "logp_old", "logp", "advantages", "rewards")
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """All responses of a training step, on the CPU.
+
+    prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the position
+    of its prompt in the step. version: of the policy that sampled. logp_sampler, logp_old, logp: (T,) float32, packed;
+    logp is the learner's last training forward over the token. advantages, rewards: (R,) float32.
+    """
+
+    step: int
+    version: int
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    groups: list[int]
+    logp_sampler: Tensor
+    logp_old: Tensor
+    logp: Tensor
+    advantages: Tensor
+    rewards: Tensor
+
+    @property
+    def segments(self) -> Segments:
+        return Segments.from_lengths([len(response) for response in self.responses])
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+
+def pick_step(run: Path, step: int | None) -> int:
+    """The step to look at: `step`, or the last one with both rollouts and a checkpoint.
+
+    Raises UserError that names what is missing and the key that makes it.
+    """
+    drawn, saved = rollout_steps(run), checkpoint_steps(run)
+    if not drawn:
+        raise UserError(f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true, and "
+                        "logging.rollouts_every says how often")  # fmt: skip
+    if not saved:
+        raise UserError(f"{run}: holds no checkpoint; train until checkpoint.every steps are done, or to the end")
+    if step is None:
+        both = sorted(set(drawn) & set(saved))
+        if not both:
+            raise UserError(f"{run}: no step has both rollouts ({_listed(drawn)}) and a checkpoint ({_listed(saved)}); "
+                            "make logging.rollouts_every and checkpoint.every meet, and checkpoint.keep_last 0 keeps "
+                            "them all")  # fmt: skip
+        return both[-1]
+    if step not in drawn:
+        raise UserError(f"--step: {run} has no rollouts/{step:06d}.safetensors; it has {_listed(drawn)} "
+                        "(logging.rollouts_every)")  # fmt: skip
+    if step not in saved:
+        raise UserError(f"--step: {run} has no checkpoint of step {step}; it has {_listed(saved)} (checkpoint.every, "
+                        "checkpoint.keep_last)")  # fmt: skip
+    return step
+
+
+def rollout_steps(run: Path) -> list[int]:
+    """Steps with rollouts as tensors, ascending."""
+    return sorted(int(path.stem) for path in (run / "rollouts").glob("*.safetensors") if path.stem.isdigit())
+
+
+def read_rollouts(run: Path, step: int) -> SavedStep:
+    """Read the rollouts of one step. Raises UserError if the file is damaged."""
+    path = run / "rollouts" / f"{step:06d}.safetensors"
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}); give another --step") from error
+    missing = [name for name in (*_INTEGERS, *_FLOATS) if name not in tensors]
+    if missing:
+        raise UserError(f"{path}: holds no tensor {missing[0]!r}; give another --step")
+    lengths = {name: tensors[name].tolist() for name in ("prompt_lengths", "response_lengths")}
+    tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
+    expected = {"prompt_lengths": responses, "prompt_tokens": sum(lengths["prompt_lengths"]), "groups": responses,
+                "response_tokens": tokens, "logp_sampler": tokens, "logp_old": tokens, "logp": tokens,
+                "advantages": responses, "rewards": responses}  # fmt: skip
+    for name, size in expected.items():
+        if tensors[name].shape != (size,):
+            raise UserError(f"{path}: {name} has shape {list(tensors[name].shape)}, not [{size}]; give another --step")
+    if not responses or min(lengths["response_lengths"]) < 1 or min(lengths["prompt_lengths"]) < 1:
+        raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
+    parts = {
+        name: [part.tolist() for part in tensors[f"{name}_tokens"].split(lengths[f"{name}_lengths"])]
+        for name in ("prompt", "response")
+    }
+    columns = {name: tensors[name].to(torch.float32) for name in _FLOATS}
+    groups, version = tensors["groups"].tolist(), int(tensors["version"].reshape(-1)[0])
+    return SavedStep(step, version, parts["prompt"], parts["response"], groups, **columns)
+
+
+def _listed(steps: list[int]) -> str:
+    few = [str(step) for step in steps[-6:]]
+    return ("..., " if len(steps) > 6 else "") + ", ".join(few)

@@ -1,0 +1,114 @@
+"""Precision split: how much of a ratio is the policy's change, and how much is precision alone.
+
+TRL study (Dirhoussi et al. 2026), sections 6, 7.7 and 10.3. q_t is the log-prob of a forward in the sampler's precision
+at the learner's current weights, the shadow; with l_t the learner's and b_t the sampler's,
+
+    alpha_t = q_t - b_t    what the policy, as it is deployed, has changed since the rollout
+    beta_t  = l_t - q_t    what the learner's precision adds to that; l_t - b_t = alpha_t + beta_t
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qarl.objectives.ratios import log_ratio as finite_log_ratio
+from qarl.objectives.segments import Segments
+
+if TYPE_CHECKING:
+    from qarl.objectives.band import Band
+
+
+@torch.no_grad()
+def precision_metrics(
+    logp: Tensor,  # (T,) learner
+    logp_shadow: Tensor,  # (T,) the sampler's arithmetic at the same weights
+    logp_sampler: Tensor,  # (T,) as the sampler reported
+    log_ratio: Tensor,  # (T,) what the objective clips, `Objective.log_ratio`
+    advantages: Tensor,  # (R,)
+    segments: Segments,
+    band: Band | None,
+) -> dict[str, float]:
+    """precision/* of a batch:
+
+        alpha_abs_mean, beta_abs_mean, beta_abs_max, beta_mean, beta_std  nats
+        snr                 mean|alpha| / mean|beta|; below 1 the ratio is mostly precision. Left out where beta is 0
+        beta_advantage_corr Pearson correlation of beta with the token's advantage. Left out where one is constant
+        ratio_off_10_frac, ratio_off_50_frac  |exp(beta) - 1| above 0.1, above 0.5
+        clipped_frac        outside the objective's band under exp(alpha): clipped because the policy moved
+        phantom_frac        outside under the objective's ratio and not under exp(alpha): clipped by precision alone.
+                            Both are left out without a band
+        outside_frac        one of the three log-probs is infinite: outside its truncated distribution
+
+    A token outside has no alpha and no beta, and is in the last three alone; they are over all tokens.
+    """
+    tokens = max(logp.numel(), 1)
+    learner, shadow, sampler = logp.double(), logp_shadow.double(), logp_sampler.double()
+    infinite = torch.isinf(learner) | torch.isinf(shadow) | torch.isinf(sampler)
+    alpha, beta = (shadow - sampler)[~infinite], (learner - shadow)[~infinite]
+    advantage = segments.expand(advantages.double())[~infinite]
+    count = beta.numel()
+    inside, zero, off = max(count, 1), beta.new_zeros(()), beta.expm1().abs()
+    centered, a_centered = beta - beta.sum() / inside, advantage - advantage.sum() / inside
+    values = {
+        "alpha_abs_mean": alpha.abs().sum() / inside,
+        "beta_abs_mean": beta.abs().sum() / inside,
+        "beta_abs_max": beta.abs().max() if count else zero,
+        "beta_mean": beta.sum() / inside,
+        "beta_std": beta.std() if count > 1 else zero,
+        "ratio_off_10_frac": (off > 0.1).double().sum() / inside,
+        "ratio_off_50_frac": (off > 0.5).double().sum() / inside,
+        "outside_frac": infinite.double().sum() / tokens,
+        "beta_advantage_corr": (centered * a_centered).sum() / (centered.norm() * a_centered.norm()),
+        "varies": ((beta != beta[:1]).any() & (advantage != advantage[:1]).any()).double(),
+    }
+    if band is not None:
+        clipped, phantom = clipped_tokens(log_ratio, logp_shadow, logp_sampler, advantages, segments, band)
+        values["clipped_frac"] = clipped.double().sum() / tokens
+        values["phantom_frac"] = phantom.double().sum() / tokens
+    found = dict(zip(values, torch.stack(list(values.values())).cpu().tolist(), strict=True))
+    if not found.pop("varies"):
+        del found["beta_advantage_corr"]
+    if found["beta_abs_mean"]:
+        found["snr"] = found["alpha_abs_mean"] / found["beta_abs_mean"]
+    return {f"precision/{name}": value for name, value in found.items()}
+
+
+def clipped_tokens(
+    log_ratio: Tensor, logp_shadow: Tensor, logp_sampler: Tensor, advantages: Tensor, segments: Segments, band: Band
+) -> tuple[Tensor, Tensor]:
+    """Tokens outside the band under exp(alpha), and those outside only under the objective's ratio: bool (T,) each."""
+    legitimate = band.outside(finite_log_ratio(logp_shadow, logp_sampler), advantages, segments)
+    return legitimate, band.outside(log_ratio, advantages, segments) & ~legitimate
+
+
+@torch.no_grad()
+def deployed_metrics(
+    shadow_before: Tensor,  # (T,) the sampler's arithmetic before the training step
+    shadow_after: Tensor,  # (T,) and after it
+    advantages: Tensor,  # (R,)
+    segments: Segments,
+) -> dict[str, float]:
+    """Did the step move the policy that is served towards its advantages? (TRL study, sections 6.5 and 7.7)
+
+        deployed/improvement     mean over the tokens of sign(A) (q_after - q_before), nats
+        deployed/delta_abs_mean  mean |q_after - q_before|, nats
+        deployed/efficiency      the first over the second, in [-1, 1]; left out where nothing moved
+        deployed/outside_frac    tokens outside the truncated distribution before or after, which are in no mean
+
+    Tokens with A = 0 move for others' sake: they are in both means and count as no improvement.
+    """
+    before, after = shadow_before.double(), shadow_after.double()
+    infinite = torch.isinf(before) | torch.isinf(after)
+    moved = (after - before)[~infinite]
+    tokens = max(moved.numel(), 1)
+    improvement = (segments.expand(advantages.double().sign())[~infinite] * moved).sum() / tokens
+    outside = infinite.double().sum() / max(infinite.numel(), 1)
+    found = torch.stack([improvement, moved.abs().sum() / tokens, outside]).cpu().tolist()
+    names = ("deployed/improvement", "deployed/delta_abs_mean", "deployed/outside_frac")
+    metrics = dict(zip(names, found, strict=True))
+    if found[1]:
+        metrics["deployed/efficiency"] = found[0] / found[1]
+    return metrics

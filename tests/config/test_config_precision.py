@@ -1,0 +1,64 @@
+"""The learner's dtype, the masters' dtype, the loss scale and the diagnostics section."""
+
+from __future__ import annotations
+
+import pytest
+
+from qarl.config import Config, load_config
+from qarl.config.diagnostics import COSTLY, DiagnosticsConfig
+from qarl.errors import UserError
+
+
+def test_an_aligned_learner_of_another_dtype_is_refused_with_the_way_out(load):
+    with pytest.raises(UserError) as caught:
+        load("model.learner_dtype=float32")
+    (line,) = str(caught.value).splitlines()
+    assert 'model.learner_dtype = "float32"' in line and "model.dtype = bfloat16; leave null" in line
+    assert "quant.learner: full_precision or fake_quant" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ([], "bfloat16"),
+        (["model.learner_dtype=bfloat16"], "bfloat16"),
+        (["model.dtype=float16", "quant.scale_dtype=float16"], "float16"),
+        (["model.learner_dtype=float32", "quant.learner=full_precision"], "float32"),
+        (["model.learner_dtype=float16", "quant.learner=fake_quant"], "float16"),
+    ],
+)
+def test_the_learner_computes_in_its_own_dtype_or_the_samplers(load, overrides, dtype):
+    assert load(*overrides).learner_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("override", "given"),
+    [
+        ("optim.loss_scale=0", "optim.loss_scale = 0"),
+        ("optim.master_dtype=float8", 'optim.master_dtype = "float8"'),
+        ("diagnostics.shadow_every=-1", "diagnostics.shadow_every = -1"),
+        ("diagnostics.tokens=0", "diagnostics.tokens = 0"),
+        ("diagnostics.every=1", "diagnostics.every"),
+    ],
+)
+def test_impossible_values_are_refused_on_one_line(load, override, given):
+    with pytest.raises(UserError) as caught:
+        load(override)
+    assert given in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_costly_diagnostics_are_off_and_due_at_every_nth_step_counted_from_1(load):
+    assert not any(load().diagnostics.due(step) for step in range(1, 30))
+    section = DiagnosticsConfig(shadow_every=1, deployed_every=3, gradients_every=4)
+    assert section.due(1) == {"shadow"} and section.due(3) == {"shadow", "deployed"}
+    assert section.due(12) == {"shadow", "deployed", "gradients"}
+    assert DiagnosticsConfig(**{f"{name}_every": 2 for name in COSTLY}).due(2) == set(COSTLY)
+
+
+def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, tmp_path):
+    config = load("quant.learner=full_precision", "model.learner_dtype=float16", "diagnostics.crossings_every=5",
+                  "optim.master_dtype=bfloat16", "logging.rollout_tensors=false")  # fmt: skip
+    path = tmp_path / "resolved.yaml"
+    path.write_text(config.to_yaml())
+    again = load_config(path)
+    assert isinstance(again, Config) and again == config and again.loss_scale == 1024.0

@@ -1,0 +1,102 @@
+"""`qarl diagnose` on real runs of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import settings, write_config
+
+from qarl.diagnosis.measure import weight_metrics
+from qarl.diagnosis.policies import RunPolicy
+from qarl.diagnosis.saved import read_rollouts
+from qarl.inference.target import resolve_target
+from qarl.storage.runs import read_metrics
+
+EVERY = {"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 1}
+
+
+def train(qarl, tiny_model, path: Path, **sections: dict[str, Any]) -> Path:
+    data = settings(
+        tiny_model(), checkpoint={"every": 1, "keep_last": 0}, logging={"tensorboard": False},
+        train={"steps": 2, "run_dir": str(path)}, **sections,
+    )  # fmt: skip
+    done = qarl.run("train", write_config(path.with_suffix(".yaml"), data))
+    assert done.code == 0, done.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def mismatched(qarl, tiny_model, tmp_path_factory) -> Path:
+    """A learner in full precision, whose ratio is to the sampler, with everything measured at every step."""
+    path = tmp_path_factory.mktemp("runs") / "mismatched"
+    return train(qarl, tiny_model, path, quant={"learner": "full_precision"}, correction={"preset": "bypass"},
+                 diagnostics=EVERY)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def diagnosis(qarl, mismatched) -> tuple[dict[str, Any], str]:
+    done = qarl.run("diagnose", mismatched)
+    assert done.code == 0, done.err
+    return json.loads((mismatched / "diagnose" / "000002" / "diagnosis.json").read_text()), done.out
+
+
+def test_it_writes_page_numbers_and_plots_and_says_what_they_mean(mismatched, diagnosis):
+    contents, out = diagnosis
+    directory = mismatched / "diagnose" / "000002"
+    assert f"page: {directory / 'index.html'}" in out.replace("\n", "")
+    assert {"log_probs_of_sampler_and_learner.png", "ratio_of_the_objective.png"} <= {
+        path.name for path in (directory / "plots").iterdir()
+    }
+    assert contents["step"] == 2 and contents["left_out"] == []
+    assert "precision/phantom_frac" in out and contents["findings"][0]["text"].split(".")[0] in out
+
+
+def test_what_it_recomputes_is_what_the_run_logged(mismatched, diagnosis):
+    logged = read_metrics(mismatched / "metrics.jsonl")[-1]
+    found = diagnosis[0]["record"]["metrics"]
+    same = [n for n in found if n.startswith(("mismatch/", "error_tokens/", "quant/", "deployed/")) and n in logged]
+    assert len(same) > 25 and {"deployed/efficiency", "quant/codes_changed_frac"} <= set(same)
+    assert {name: found[name] for name in same} == {name: logged[name] for name in same}
+    assert 0.0 < found["gradients/cos_total"] < 1.0 and found["precision/beta_abs_mean"] > 0.0
+    assert diagnosis[0]["record"]["layers"]["model.layers.0.mlp.up_proj"][1] == 64 * 128
+
+
+def test_the_learner_and_the_sampler_come_back_bit_for_bit(mismatched):
+    policy = RunPolicy(resolve_target(str(mismatched), step=2), "cpu")
+    saved = read_rollouts(mismatched, 2)
+    assert saved.version == read_metrics(mismatched / "metrics.jsonl")[0]["policy/version"]
+    policy.load(1)  # what step 2 sampled from
+    assert torch.equal(policy.shadow_logprobs(saved), saved.logp_sampler)
+    assert torch.equal(policy.logprobs(saved), saved.logp_old)
+
+
+def test_an_aligned_run_is_exact_and_what_is_missing_is_said(qarl, tiny_model, tmp_path):
+    run = train(qarl, tiny_model, tmp_path / "aligned")
+    shutil.rmtree(run / "checkpoints" / "000001")
+    done = qarl.run("diagnose", run, "--no-gradients", "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    contents = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    metrics = contents["record"]["metrics"]
+    assert metrics["precision/beta_abs_max"] == metrics["mismatch/delta_abs_max"] == 0.0
+    assert "deployed/improvement" not in metrics and "gradients/cos_total" not in metrics
+    assert "checkpoint.every: 1" in contents["left_out"][0] and "--no-gradients" in contents["left_out"][1]
+    assert "bit for bit" in done.out and not (run / "diagnose").exists()
+
+    for path in (run / "rollouts").glob("*.safetensors"):
+        path.unlink()
+    refused = qarl.run("diagnose", run)
+    (line,) = refused.err.splitlines()
+    assert refused.code == 2 and line.startswith("error: ") and "logging.rollout_tensors: true" in line
+
+
+def test_weights_of_all_tokens_rejected_are_worth_nothing():
+    assert weight_metrics(torch.zeros(4)) == {
+        "weights/mean": 0.0, "weights/max": 0.0, "weights/ess_frac": 0.0, "weights/zero_frac": 1.0
+    }  # fmt: skip
+    assert weight_metrics(torch.tensor([1.0, 1.0, 2.0, 0.0]))["weights/ess_frac"] == 16 / 24
+    assert weight_metrics(None) == weight_metrics(torch.zeros(0)) == {}

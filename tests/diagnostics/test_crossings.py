@@ -1,0 +1,58 @@
+import pytest
+import torch
+from qarl_formats.scheme import Scheme
+
+from qarl.config import QuantConfig
+from qarl.config.quant import scheme_of
+from qarl.diagnostics.crossings import crossing_metrics, crossings
+from qarl.publish.snapshot import Snapshot, build_snapshot, published
+
+NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight",
+         "model.layers.1.mlp.up_proj.weight", "lm_head.weight")  # fmt: skip
+
+
+def masters(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(8 if "norm" in n else (8, 32), generator=generator) for n in NAMES}
+
+
+def snapshot(values: dict[str, torch.Tensor], scheme: Scheme | None) -> Snapshot:
+    forms = []
+    for name, value in values.items():
+        low_bit = scheme if "up_proj" in name else None
+        forms.append((name, published(name, value, low_bit, torch.bfloat16, 0)))
+    return build_snapshot(0, forms)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a8", "fp8"])
+def test_codes_that_differ_are_counted_by_module(name):
+    scheme = scheme_of(QuantConfig(scheme=name, **({"group_size": 32} if name == "w4a16" else {})))
+    before = masters()
+    after = {n: v.clone() for n, v in before.items()}
+    weight = after["model.layers.1.mlp.up_proj.weight"]
+    row = weight[3]
+    sizes = row.abs()
+    largest, chosen = sizes.max(), sizes.argsort()[:3]
+    row[chosen] = 0.5 * largest  # three codes of one row, its scale unchanged
+    after["model.embed_tokens.weight"] += 1.0
+    found = crossings(snapshot(before, scheme), snapshot(after, scheme))
+    assert found == {"model.layers.0.mlp.up_proj": (0, 256), "model.layers.1.mlp.up_proj": (3, 256)}
+    assert crossing_metrics(found) == {"quant/codes_changed_frac": 3 / 512, "quant/codes_changed_count": 3.0}
+
+
+def test_unquantized_the_published_values_of_the_layers_are_counted():
+    before = masters()
+    after = {n: v.clone() for n, v in before.items()}
+    weight = after["model.layers.0.mlp.up_proj.weight"]
+    weight[0, :2] *= 2.0
+    weight[1, 0] *= 1.0 + 2.0**-12  # stays on its side of the boundary, or next to it
+    after["lm_head.weight"] += 1.0
+    after["model.layers.0.input_layernorm.weight"] += 1.0
+    changed = int((weight.bfloat16() != before["model.layers.0.mlp.up_proj.weight"].bfloat16()).sum())
+    found = crossings(snapshot(before, None), snapshot(after, None))
+    assert found == {"model.layers.0.mlp.up_proj": (changed, 256), "model.layers.1.mlp.up_proj": (0, 256)}
+    assert changed in (2, 3)
+
+
+def test_no_modules_have_no_metrics():
+    assert crossing_metrics({}) == {}

@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+
+from qarl.diagnostics.gradients import gradient_metrics
+
+
+def vectors(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def gram(gradients: list[torch.Tensor]) -> torch.Tensor:
+    stacked = torch.stack(gradients)
+    return stacked @ stacked.T
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+def test_matches_the_vectors_themselves():
+    a, b, c, d = vectors()
+    ratio, score = c - a, b - a
+    assert gradient_metrics(gram([a, b, c, d])) == pytest.approx(
+        {
+            "gradients/ratio_rel": float(ratio.norm() / a.norm()),
+            "gradients/score_rel": float(score.norm() / a.norm()),
+            "gradients/interaction_rel": float((d - c - b + a).norm() / a.norm()),
+            "gradients/total_rel": float((d - a).norm() / a.norm()),
+            "gradients/cos_total": cosine(d, a),
+            "gradients/cos_ratio_clean": cosine(ratio, a),
+            "gradients/cos_score_clean": cosine(score, a),
+            "gradients/cos_ratio_score": cosine(ratio, score),
+        },
+        rel=1e-12,
+    )
+
+
+def test_without_a_precision_gap_all_four_are_one_gradient():
+    a = vectors()[0]
+    metrics = gradient_metrics(gram([a, a, a, a]))
+    assert metrics.pop("gradients/cos_total") == pytest.approx(1.0, rel=1e-15)
+    assert metrics == {f"gradients/{name}_rel": 0.0 for name in ("ratio", "score", "interaction", "total")}
+
+
+def test_a_gap_of_the_ratio_alone_leaves_no_score_error_and_no_interaction():
+    a = vectors()[0]
+    scaled = 1.5 * a
+    metrics = gradient_metrics(gram([a, a, scaled, scaled]))
+    assert metrics["gradients/ratio_rel"] == pytest.approx(0.5) == metrics["gradients/total_rel"]
+    assert metrics["gradients/score_rel"] == metrics["gradients/interaction_rel"] == 0.0
+    assert metrics["gradients/cos_ratio_clean"] == pytest.approx(1.0) and "gradients/cos_ratio_score" not in metrics
+
+
+def test_small_errors_are_seen_down_to_a_millionth():
+    a, noise = vectors()[:2]
+    b = a + 1e-6 * noise
+    metrics = gradient_metrics(gram([a, b, a, b]))
+    assert metrics["gradients/score_rel"] == pytest.approx(1e-6 * float(noise.norm() / a.norm()), rel=1e-3)
+
+
+def test_a_zero_gradient_has_no_relative_errors_and_nan_stays_nan():
+    assert gradient_metrics(torch.zeros(4, 4, dtype=torch.float64)) == {}
+    broken = gram(vectors())
+    broken[3, :] = broken[:, 3] = math.nan
+    metrics = gradient_metrics(broken)
+    assert math.isnan(metrics["gradients/total_rel"]) and math.isnan(metrics["gradients/cos_total"])

@@ -1,0 +1,174 @@
+import math
+import statistics
+
+import pytest
+import torch
+
+from qarl.diagnostics.precision import deployed_metrics, precision_metrics
+from qarl.objectives.band import Band
+from qarl.objectives.segments import Segments
+
+LENGTHS = [4, 0, 1, 6, 5]
+ADVANTAGES = torch.tensor([1.0, 2.0, -0.5, -1.5, 0.0])
+BAND = Band("token", high=1.2, low=0.8)
+
+
+def sample(seed: int = 0, beta: float = 0.2):
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(LENGTHS)
+    sampler = -torch.rand(n, generator=generator) * 3
+    shadow = sampler + 0.15 * torch.randn(n, generator=generator)
+    return shadow + beta * torch.randn(n, generator=generator), shadow, sampler
+
+
+def correlation(x: list[float], y: list[float]) -> float:
+    mx, my = statistics.fmean(x), statistics.fmean(y)
+    top = math.fsum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
+    return top / math.sqrt(math.fsum((a - mx) ** 2 for a in x) * math.fsum((b - my) ** 2 for b in y))
+
+
+def test_matches_the_formulas():
+    logp, shadow, sampler = sample(beta=0.6)
+    segments = Segments.from_lengths(LENGTHS)
+    got = precision_metrics(logp, shadow, sampler, logp - sampler, ADVANTAGES, segments, BAND)
+    l, q, b = (x.double().tolist() for x in (logp, shadow, sampler))  # noqa: E741
+    advantage = [a for a, n in zip(ADVANTAGES.tolist(), LENGTHS, strict=True) for _ in range(n)]
+    alpha = [y - z for y, z in zip(q, b, strict=True)]
+    beta = [x - y for x, y in zip(l, q, strict=True)]
+    n = len(beta)
+
+    def outside(exponent: float, a: float) -> bool:
+        return (a > 0 and math.exp(exponent) > 1.2) or (a < 0 and math.exp(exponent) < 0.8)
+
+    legitimate = [outside(x, a) for x, a in zip(alpha, advantage, strict=True)]
+    clipped = [outside(x + y, a) for x, y, a in zip(alpha, beta, advantage, strict=True)]
+    assert got == pytest.approx(
+        {
+            "precision/alpha_abs_mean": math.fsum(map(abs, alpha)) / n,
+            "precision/beta_abs_mean": math.fsum(map(abs, beta)) / n,
+            "precision/beta_abs_max": max(map(abs, beta)),
+            "precision/beta_mean": statistics.fmean(beta),
+            "precision/beta_std": statistics.stdev(beta),
+            "precision/snr": math.fsum(map(abs, alpha)) / math.fsum(map(abs, beta)),
+            "precision/beta_advantage_corr": correlation(beta, advantage),
+            "precision/ratio_off_10_frac": sum(abs(math.exp(x) - 1) > 0.1 for x in beta) / n,
+            "precision/ratio_off_50_frac": sum(abs(math.exp(x) - 1) > 0.5 for x in beta) / n,
+            "precision/clipped_frac": sum(legitimate) / n,
+            "precision/phantom_frac": sum(c and not x for c, x in zip(clipped, legitimate, strict=True)) / n,
+            "precision/outside_frac": 0.0,
+        },
+        rel=1e-12,
+    )
+    assert got["precision/phantom_frac"] > 0  # the sample has some
+
+
+def test_an_aligned_learner_has_no_beta_no_phantom_clipping_and_no_ratio_of_the_two():
+    _, shadow, sampler = sample()
+    metrics = precision_metrics(
+        shadow, shadow, sampler, shadow - sampler, ADVANTAGES, Segments.from_lengths(LENGTHS), BAND
+    )
+    assert metrics["precision/beta_abs_max"] == metrics["precision/phantom_frac"] == 0.0
+    assert metrics["precision/clipped_frac"] > 0
+    assert "precision/snr" not in metrics and "precision/beta_advantage_corr" not in metrics
+
+
+def test_without_a_band_there_is_nothing_to_clip():
+    logp, shadow, sampler = sample(beta=3.0)
+    metrics = precision_metrics(logp, shadow, sampler, logp - sampler, ADVANTAGES, Segments.from_lengths(LENGTHS), None)
+    assert "precision/clipped_frac" not in metrics and "precision/phantom_frac" not in metrics
+    assert metrics["precision/ratio_off_50_frac"] > 0.5
+
+
+def test_a_sequence_band_clips_whole_responses_by_their_mean():
+    segments = Segments.from_lengths([2, 2])
+    zero = torch.zeros(4)
+    logp = torch.tensor([0.5, -0.4, 0.5, 0.4])  # means 0.05 and 0.45
+    band = Band("sequence", high=math.exp(0.1), low=0.5)
+    metrics = precision_metrics(logp, zero, zero, logp, torch.tensor([1.0, 1.0]), segments, band)
+    assert metrics["precision/phantom_frac"] == 0.5
+
+
+def test_the_objectives_own_ratio_decides_what_is_clipped_not_alpha_plus_beta():
+    logp, shadow, sampler = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0])
+    one = Segments.from_lengths([1])
+    for log_ratio, phantom in ((1.0, 1.0), (0.0, 0.0)):
+        metrics = precision_metrics(logp, shadow, sampler, torch.tensor([log_ratio]), torch.ones(1), one, BAND)
+        assert metrics["precision/phantom_frac"] == phantom
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_token_outside_a_distribution_is_counted_and_changes_no_mean(which):
+    columns = [torch.tensor([-1.0, -2.0, -0.5]) + 0.1 * i for i in range(3)]
+    kept = [x[[0, 2]] for x in columns]
+    columns[which][1] = -math.inf
+    advantages = torch.tensor([1.0])
+    with_it = precision_metrics(*columns, torch.zeros(3), advantages, Segments.from_lengths([3]), BAND)
+    without = precision_metrics(*kept, torch.zeros(2), advantages, Segments.from_lengths([2]), BAND)
+    assert with_it.pop("precision/outside_frac") == 1 / 3 and without.pop("precision/outside_frac") == 0.0
+    over_all = {"precision/clipped_frac", "precision/phantom_frac"}
+    assert {n: v for n, v in with_it.items() if n not in over_all} == {
+        n: v for n, v in without.items() if n not in over_all
+    }
+
+
+def test_a_token_that_left_the_learners_distribution_is_clipped_as_any_ratio_of_0():
+    logp, q, b = torch.tensor([-math.inf]), torch.tensor([-1.0]), torch.tensor([-1.0])
+    one = Segments.from_lengths([1])
+    metrics = precision_metrics(logp, q, b, torch.tensor([-1e12]), torch.tensor([-1.0]), one, BAND)
+    assert metrics["precision/phantom_frac"] == 1.0 and metrics["precision/beta_abs_max"] == 0.0
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [1]])
+def test_no_tokens_and_one_token_give_finite_numbers_without_what_is_undefined(lengths):
+    n = sum(lengths)
+    x = torch.full((n,), -1.0)
+    metrics = precision_metrics(x + 0.5, x, x, x * 0, torch.ones(len(lengths)), Segments.from_lengths(lengths), BAND)
+    assert all(map(math.isfinite, metrics.values()))
+    assert "precision/beta_advantage_corr" not in metrics
+    assert ("precision/snr" in metrics) == bool(n)
+
+
+def test_equal_advantages_have_no_correlation_whatever_their_mean_rounds_to():
+    logp, shadow, sampler = sample()
+    metrics = precision_metrics(
+        logp, shadow, sampler, logp, torch.full((5,), 0.1), Segments.from_lengths(LENGTHS), BAND
+    )
+    assert "precision/beta_advantage_corr" not in metrics
+
+
+def test_deployed_improvement_is_the_move_along_the_sign_of_the_advantage():
+    before, after, _ = sample(seed=4)
+    got = deployed_metrics(before, after, ADVANTAGES, Segments.from_lengths(LENGTHS))
+    signs = [s for s, n in zip([1, 1, -1, -1, 0], LENGTHS, strict=True) for _ in range(n)]
+    moved = [y - x for x, y in zip(before.double().tolist(), after.double().tolist(), strict=True)]
+    improvement = math.fsum(s * d for s, d in zip(signs, moved, strict=True)) / len(moved)
+    size = math.fsum(map(abs, moved)) / len(moved)
+    assert got == pytest.approx(
+        {
+            "deployed/improvement": improvement,
+            "deployed/delta_abs_mean": size,
+            "deployed/outside_frac": 0.0,
+            "deployed/efficiency": improvement / size,
+        },
+        rel=1e-12,
+    )
+
+
+def test_a_step_that_moves_every_token_the_right_way_has_efficiency_1():
+    segments = Segments.from_lengths([2, 1])
+    before, after = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-0.5, -1.0, -3.0])
+    assert deployed_metrics(before, after, torch.tensor([0.3, -2.0]), segments)["deployed/efficiency"] == 1.0
+    assert deployed_metrics(before, after, torch.tensor([-0.3, 2.0]), segments)["deployed/efficiency"] == -1.0
+
+
+def test_a_step_that_moves_nothing_has_no_efficiency():
+    x = torch.tensor([-1.0, -2.0])
+    metrics = deployed_metrics(x, x.clone(), torch.tensor([1.0]), Segments.from_lengths([2]))
+    assert metrics == {"deployed/improvement": 0.0, "deployed/delta_abs_mean": 0.0, "deployed/outside_frac": 0.0}
+    assert deployed_metrics(x[:0], x[:0], torch.ones(0), Segments.from_lengths([])) == metrics
+
+
+def test_a_token_that_leaves_the_distribution_is_counted_and_is_in_no_mean():
+    before, after = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -math.inf])
+    metrics = deployed_metrics(before, after, torch.tensor([1.0]), Segments.from_lengths([2]))
+    assert metrics["deployed/improvement"] == 0.5 and metrics["deployed/outside_frac"] == 0.5

@@ -1,0 +1,186 @@
+"""Every objective with every option, against a plain-Python transcription of its formula: value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ragged import random_batch
+from transcription import Response, correction, loss
+
+from qarl.config import CorrectionConfig, ObjectiveConfig
+from qarl.config.correction import RejectRule
+from qarl.objectives import Totals, build_objective
+
+LENGTHS = [4, 1, 0, 9, 3, 6, 2, 1]
+ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]
+MAX_TOKENS = 16
+TOTALS = Totals(len(LENGTHS), sum(LENGTHS), MAX_TOKENS)
+
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+TBPO = {"seq_clip_ratio_high": 0.04, "neg_seq_clip_ratio_high": 0.07, "neg_seq_clip_ratio_low": 0.03}
+RATIOS = ["train", "rollout", "shadow", "one"]
+LOSSES = ["clip", "detach", "detach_center", "no_clip"]
+SPREAD = 0.3
+
+
+def objectives() -> list[dict]:
+    named = [
+        {"name": "tbpo", **TBPO, "seq_tis_imp_ratio_cap": 1.1},
+        {"name": "on_policy"},
+        {"name": "reinforce"},
+        {"name": "rloo"},
+        {"name": "grpo", "kl_coef": 0.3, "entropy_coef": 0.2},
+        {"name": "tbpo", **TBPO, "kl_coef": 0.3, "kl_estimator": "k1"},
+        {"name": "rloo", "kl_coef": 0.3, "kl_estimator": "k2", "entropy_coef": 0.1},
+    ]
+    for ratio in RATIOS:
+        named += [
+            {"name": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "ratio": ratio},
+            {"name": "mis_gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "mis_ratio_low": 0.8,
+             "mis_ratio_high": 1.1, "ratio": ratio},
+            {"name": "sapo", "sapo_tau_pos": 0.7, "sapo_tau_neg": 1.9, "ratio": ratio},
+        ]  # fmt: skip
+        for name in ["grpo", "dapo", "dual_clip_grpo", "positive_only"]:
+            c = {"clip_ratio_c": 1.2} if name == "dual_clip_grpo" else {}
+            for form in LOSSES if ratio in ("train", "shadow") else ["clip"]:
+                named.append(
+                    {"name": name, "ratio": ratio, "loss": form, **c, **(CLIP if form != "no_clip" else {})}
+                )  # fmt: skip
+    return named
+
+
+CORRECTIONS = [
+    {"level": "token", "upper": 1.2},
+    {"level": "token", "mode": "mask", "lower": 0.7, "upper": 1.4, "normalize": True},
+    {"level": "sequence", "mode": "mask", "upper": 1.5, "normalize": True},
+    {"level": "geometric", "lower": 0.9, "upper": 1.05, "veto": 0.6},
+    {"veto": 0.7},
+    {"reject": [{"estimator": "k3", "aggregate": "mean", "upper": 0.05}]},
+    {
+        "level": "token",
+        "upper": 1.2,
+        "veto": 0.5,
+        "reject": [
+            {"estimator": "k1", "aggregate": "sum", "upper": 0.9, "lower": -0.8},
+            {"estimator": "ratio", "aggregate": "max", "lower": 0.45, "upper": 1.9, "signal": "rollout"},
+        ],
+    },
+]
+
+
+def correction_config(options: dict) -> CorrectionConfig:
+    return CorrectionConfig(**options | {"reject": [RejectRule(**rule) for rule in options.get("reject", [])]})
+
+
+def identity(options: dict) -> str:
+    return "-".join(str(options.get(key)) for key in ("name", "ratio", "loss", "kl_estimator") if options.get(key))
+
+
+CASES = [pytest.param(options, {}, id=identity(options)) for options in objectives()] + [
+    pytest.param({"name": name}, options, id=f"{name}-correction{i}")
+    for name in ("grpo", "rloo")
+    for i, options in enumerate(CORRECTIONS)
+]
+
+
+def responses_of(batch) -> list[Response]:
+    columns = [
+        x.detach().split(LENGTHS)
+        for x in (batch.logp, batch.logp_old, batch.logp_sampler, batch.logp_shadow, batch.logp_ref, batch.entropy)
+    ]
+    rows = [[x.tolist() for x in row] for row in zip(*columns, strict=True)]
+    return [Response(*row, a) for row, a in zip(rows, batch.advantages.tolist(), strict=True)]
+
+
+def computed(objective_cfg, correction_cfg, batch):
+    objective = build_objective(objective_cfg, correction_cfg)
+    needs = objective.needs.minibatch
+    arguments = (batch.logps, batch.advantages, batch.segments)
+    return objective(*arguments, TOTALS, *([objective.constants(*arguments)] if needs else []))[0]
+
+
+@pytest.mark.parametrize(("options", "correction_options"), CASES)
+def test_the_loss_and_its_gradient_are_those_of_the_formula(options, correction_options):
+    objective_cfg, correction_cfg = ObjectiveConfig(**options), correction_config(correction_options)
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    got = computed(objective_cfg, correction_cfg, batch)
+    got.backward()
+
+    responses = responses_of(batch)
+    frozen = [list(r.l) for r in responses]
+
+    def formula() -> float:
+        return loss(objective_cfg, correction_cfg, responses, frozen, MAX_TOKENS)
+
+    # float64: a few hundred operations of relative error 2^-53 on numbers of order 1
+    assert got.item() == pytest.approx(formula(), rel=1e-12, abs=1e-13)
+    step, expected = 1e-6, []
+    for r in responses:
+        for i, x in enumerate(r.l):
+            r.l[i] = x + step
+            up = formula()
+            r.l[i] = x - step
+            expected.append((up - formula()) / (2 * step))
+            r.l[i] = x
+    # central differences: truncation of order step^2, rounding of order 1e-16 / step
+    torch.testing.assert_close(batch.logp.grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", CORRECTIONS, ids=range(len(CORRECTIONS)))
+def test_the_weights_are_those_of_the_formula_before_normalization(options):
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    cfg = correction_config(options | {"normalize": False})
+    weights = build_objective(ObjectiveConfig(name="grpo"), cfg).weights(batch.logps, batch.segments)
+    expected = [x for row in correction(ObjectiveConfig(name="grpo"), cfg, responses_of(batch)) for x in row]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
+    assert int((weights != 1).sum()) > 0  # it corrects something
+
+
+@pytest.mark.parametrize("options", [CORRECTIONS[1], CORRECTIONS[2]], ids=["token", "sequence"])
+def test_normalized_weights_have_mean_one_before_rules_and_veto(options):
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    objective = build_objective(ObjectiveConfig(name="grpo"), correction_config(options))
+    constants = objective.constants(batch.logps, batch.advantages, batch.segments)
+    weights = objective.weights(batch.logps, batch.segments) / constants.weight_mean
+    if options["level"] == "sequence":  # one weight per response that is not empty
+        weights = torch.stack([row[0] for row in weights.split(LENGTHS) if len(row)])
+    assert weights.mean().item() == pytest.approx(1.0, rel=1e-14)
+
+
+def test_the_center_is_the_mean_of_w_over_the_minibatch():
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    objective = build_objective(ObjectiveConfig(name="grpo", loss="detach_center", **CLIP), CorrectionConfig())
+    total = 0.0
+    for l, o, _, a in batch.responses():  # noqa: E741
+        for x, y in zip(l, o, strict=True):
+            r = torch.tensor(x - y, dtype=torch.float64).exp().item()
+            total += min(r * a, min(max(r, 0.9), 1.3) * a)
+    center = objective.constants(batch.logps, batch.advantages, batch.segments).center
+    assert center == pytest.approx(total / sum(LENGTHS), rel=1e-13)
+
+
+def test_the_entropy_gets_its_coefficient_as_gradient_at_every_token_rejected_or_not():
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    options = ObjectiveConfig(name="grpo", entropy_coef=0.2, aggregation="token-mean")
+    rejects_all = correction_config({"reject": [{"estimator": "ratio", "aggregate": "mean", "lower": 1e6}]})
+    loss_value = computed(options, rejects_all, batch)
+    loss_value.backward()
+    assert batch.entropy.grad.tolist() == pytest.approx([-0.2 / sum(LENGTHS)] * sum(LENGTHS))
+    assert not batch.logp.grad.any()
+
+
+def test_on_policy_has_ratio_one_and_the_gradient_of_reinforce():
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    aggregation = {"aggregation": "token-mean"}
+    computed(ObjectiveConfig(name="on_policy", **aggregation), CorrectionConfig(), batch).backward()
+    on_policy, batch.logp.grad = batch.logp.grad, None
+    computed(ObjectiveConfig(name="reinforce", **aggregation), CorrectionConfig(), batch).backward()
+    assert torch.equal(on_policy, batch.logp.grad)
+
+
+def test_a_sapo_ratio_of_one_has_the_gradient_of_the_unclipped_ratio():
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    batch.logp_old = batch.logp.detach().clone()
+    computed(ObjectiveConfig(name="sapo", aggregation="token-mean"), CorrectionConfig(), batch).backward()
+    expected = -batch.segments.expand(batch.advantages) / sum(LENGTHS)
+    torch.testing.assert_close(batch.logp.grad, expected, rtol=1e-15, atol=0)

@@ -1,0 +1,179 @@
+"""Every objective and correction once more: plain Python floats, a loop over responses, nothing of qarl.
+
+What the program treats as a constant in the backward (weights, stop-gradients) is computed from `frozen`, the log-probs
+at the point of differentiation; `l` alone is moved by finite differences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Row = list[float]
+
+
+@dataclass
+class Response:
+    l: Row  # noqa: E741
+    o: Row
+    b: Row
+    q: Row
+    ref: Row
+    h: Row
+    a: float
+
+
+def exp(x: float) -> float:
+    return math.exp(max(-20.0, min(20.0, x)))
+
+
+def differences(x: Row, y: Row) -> Row:
+    return [u - v for u, v in zip(x, y, strict=True)]
+
+
+def mean(x: Row) -> float:
+    return math.fsum(x) / len(x)
+
+
+def token_ratios(kind: str, r: Response, frozen: Row) -> Row:
+    if kind == "train":
+        return [exp(x) for x in differences(r.l, r.o)]
+    if kind == "rollout":
+        return [exp(x) for x in differences(r.l, r.b)]
+    if kind == "shadow":
+        return [exp(q - b) * math.exp(x - f) for q, b, x, f in zip(r.q, r.b, r.l, frozen, strict=True)]
+    return [math.exp(x) for x in differences(r.l, frozen)]
+
+
+def ppo(ratio: float, a: float, low: float, high: float, c: float | None) -> float:
+    value = min(ratio * a, max(low, min(high, ratio)) * a)
+    return max(value, c * a) if a < 0 and c is not None else value
+
+
+def sequence_value(ratio: float, a: float, name: str, cfg: Any) -> tuple[float, bool]:
+    """(value, whether it is constant) of one response."""
+    if name == "tbpo":
+        if a > 0:
+            return min(ratio * a, min(ratio, 1 + cfg.seq_clip_ratio_high) * a), ratio > 1 + cfg.seq_clip_ratio_high
+        low, high = 1 - cfg.neg_seq_clip_ratio_low, 1 + cfg.neg_seq_clip_ratio_high
+        return a * max(low, min(high, ratio)), not low <= ratio <= high
+    low, high = 1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high
+    value = min(ratio * a, max(low, min(high, ratio)) * a)
+    return value, value != ratio * a
+
+
+def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0) -> Row:
+    """What each token of a response is worth before correction and penalties. cfg: an ObjectiveConfig."""
+    if cfg.name in ("reinforce", "rloo"):
+        return [r.a * x for x in r.l]
+    if cfg.name == "on_policy":
+        return [r.a * math.exp(x) for x in differences(r.l, frozen)]
+    if cfg.name in ("gspo", "mis_gspo", "tbpo"):
+        at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
+        tokens = token_ratios(cfg.ratio or "train", at, frozen)
+        s = exp(mean([math.log(x) for x in tokens])) if tokens else 1.0
+        value, constant = sequence_value(s, r.a, cfg.name, cfg)
+        return [value if constant else r.a * s * math.exp(x) for x in differences(r.l, frozen)]
+
+    ratios = token_ratios(cfg.ratio or "train", r, frozen)
+    if cfg.name == "sapo":
+        tau = cfg.sapo_tau_pos if r.a > 0 else cfg.sapo_tau_neg
+        return [4 / tau / (1 + math.exp(-tau * (x - 1))) * r.a for x in ratios]
+    if cfg.name == "positive_only" and r.a < 0:
+        return [0.0] * len(ratios)
+    low, high = (0.0, 11.0) if cfg.loss == "no_clip" else (1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)
+    if cfg.loss in ("detach", "detach_center"):
+        return [(w - center) * x for w, x in zip(weights_w(cfg, r, frozen), r.l, strict=True)]
+    return [ppo(x, r.a, low, high, cfg.clip_ratio_c) for x in ratios]
+
+
+def weights_w(cfg: Any, r: Response, frozen: Row) -> Row:
+    """W of detach, from the log-probs at the point of differentiation."""
+    if cfg.name == "positive_only" and r.a < 0:
+        return [0.0] * len(frozen)
+    at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
+    low, high = 1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high
+    return [ppo(x, r.a, low, high, cfg.clip_ratio_c) for x in token_ratios(cfg.ratio or "train", at, frozen)]
+
+
+def k(estimator: str, x: float) -> float:
+    """K(r) from log r."""
+    return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
+
+
+def passes(rule: Any, r: Response) -> bool:
+    x = differences(r.o if rule.signal == "corr" else r.l, r.b)
+    lower = -math.inf if rule.lower is None else rule.lower
+    upper = math.inf if rule.upper is None else rule.upper
+    if not x:
+        return True
+    if rule.estimator == "ratio":
+        if rule.aggregate == "max":
+            return all(lower <= exp(d) <= upper for d in x)
+        return lower <= exp(math.fsum(x) if rule.aggregate == "sum" else mean(x)) <= upper
+    each = [k(rule.estimator, max(-20.0, min(20.0, d))) for d in x]
+    return lower <= {"sum": math.fsum, "mean": mean, "max": max}[rule.aggregate](each) <= upper
+
+
+def importance(cfg: Any, r: Response) -> Row:
+    """The weights of a CorrectionConfig, without rules and veto."""
+    delta = differences(r.o, r.b)
+    if cfg.level == "none":
+        return [1.0] * len(delta)
+    exponents = {
+        "token": delta,
+        "sequence": [math.fsum(delta)] * len(delta),
+        "geometric": [math.fsum(delta) / max(len(delta), 1)] * len(delta),
+    }[cfg.level]
+    low = -math.inf if cfg.lower is None else cfg.lower
+    if cfg.mode == "truncate":
+        return [max(low, min(cfg.upper, exp(x))) for x in exponents]
+    return [exp(x) if low <= exp(x) <= cfg.upper else 0.0 for x in exponents]
+
+
+def correction(objective: Any, cfg: Any, responses: list[Response]) -> list[Row]:
+    """The final weight of each token of each response; `responses` at the point of differentiation."""
+    rows = [importance(cfg, r) for r in responses]
+    if objective.name == "tbpo":
+        cap = objective.seq_tis_imp_ratio_cap
+        rows = [[max(1 / cap, min(cap, exp(mean(differences(r.o, r.b)))))] * len(r.o) if r.o else [] for r in responses]
+    if cfg.normalize:
+        per_unit = [x for row in rows for x in row] if cfg.level == "token" else [row[0] for row in rows if row]
+        rows = [[x / mean(per_unit) for x in row] for row in rows]
+    out = []
+    for r, row in zip(responses, rows, strict=True):
+        keep = all(passes(rule, r) for rule in cfg.reject or [])
+        keep &= cfg.veto is None or all(exp(d) >= cfg.veto for d in differences(r.o, r.b))
+        if objective.name == "mis_gspo" and r.o:
+            keep &= objective.mis_ratio_low <= exp(mean(differences(r.o, r.b))) <= objective.mis_ratio_high
+        out.append([x if keep else 0.0 for x in row])
+    return out
+
+
+def loss(objective: Any, cfg: Any, responses: list[Response], frozen: list[Row], max_tokens: int) -> float:
+    """The loss of a minibatch. frozen: the log-probs of each response at the point of differentiation."""
+    still = [
+        Response(f, r.o, r.b, r.q, r.ref, r.h, r.a) for f, r in zip(frozen, responses, strict=True)
+    ]  # fmt: skip
+    weights = correction(objective, cfg, still)
+    center = 0.0
+    if objective.loss == "detach_center":
+        center = mean([w for f, r in zip(frozen, responses, strict=True) for w in weights_w(objective, r, f)])
+    tokens = sum(len(r.l) for r in responses)
+    total = 0.0
+    for r, f, w in zip(responses, frozen, weights, strict=True):
+        worth = [v * x for v, x in zip(values(objective, r, f, center), w, strict=True)]
+        for i in range(len(worth)):
+            if objective.kl_coef:
+                worth[i] -= objective.kl_coef * k(objective.kl_estimator, r.ref[i] - r.l[i])
+            worth[i] += objective.entropy_coef * r.h[i]
+        if not worth:
+            continue
+        total += {
+            "seq-mean-token-mean": mean(worth) / len(responses),
+            "token-mean": math.fsum(worth) / tokens,
+            "seq-mean-token-sum": math.fsum(worth) / len(responses),
+            "seq-mean-token-sum-norm": math.fsum(worth) / len(responses) / max_tokens,
+        }[objective.aggregation]
+    return -total

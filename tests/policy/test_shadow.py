@@ -1,0 +1,237 @@
+"""Shadow, reference and a learner in a dtype of its own: which tensors a forward reads, and whose bits it gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_models import (
+    CPU,
+    assert_gradients_close,
+    hf_gradients,
+    hf_logprobs,
+    load,
+    make_policy,
+    tokens,
+    weights_of_loss,
+)
+from policy_models import logprobs as logprobs_of
+from qarl_formats.scheme import make_scheme
+from qarl_kernels.logprob import Truncation
+
+from qarl.config import QuantConfig
+from qarl.errors import UserError
+from qarl.policy.policy import Policy
+from qarl.publish.verify import fingerprints, verify
+
+GROUP = 32
+PLAIN = Truncation()
+UNALIGNED = ["fake_quant", "full_precision"]
+
+
+SHORT = tokens(5, 1)
+TEXTS = {"prompts": [SHORT, SHORT, tokens(70, 2)], "responses": [tokens(9, 4), tokens(1, 5), tokens(6, 6)]}
+
+
+def logprobs(policy: Policy, **kwargs) -> torch.Tensor:
+    return logprobs_of(policy, **TEXTS, **kwargs)
+
+
+def _shadow(policy: Policy, truncation: Truncation = PLAIN) -> torch.Tensor:
+    return policy.shadow_logprobs(*TEXTS.values(), truncation, 50)
+
+
+def _move(policy: Policy) -> None:
+    """Masters move as far as a large step would, norms and biases too, and are quantized again."""
+    with torch.no_grad():
+        for index, (_, master) in enumerate(policy.named_parameters()):
+            master.add_(torch.randn(master.shape, generator=torch.Generator().manual_seed(index)) * 0.05)
+    policy.refresh(policy.version + 1)
+
+
+def _own(directory, learner: str, dtype: torch.dtype, learner_dtype: torch.dtype, scheme: str = "w4a16") -> Policy:
+    group = GROUP if scheme[:2] == "w4" else None
+    quant = QuantConfig(scheme=scheme, group_size=group, learner=learner)
+    return Policy(load(directory), make_scheme(scheme, group), quant, dtype, CPU, learner_dtype=learner_dtype)
+
+
+# --- shadow
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+def test_an_aligned_learner_is_its_own_shadow_bit_for_bit(tiny_model, scheme: str) -> None:
+    policy = make_policy(tiny_model("qwen2"), scheme, torch.bfloat16, GROUP if scheme[:2] == "w4" else None)
+    _move(policy)
+    with torch.no_grad():
+        assert policy.aligned and torch.equal(_shadow(policy), logprobs(policy, chunk=50))
+
+
+@pytest.mark.parametrize("learner", UNALIGNED)
+def test_the_shadow_is_the_sampler_of_the_current_version(tiny_model, learner: str) -> None:
+    policy = make_policy(tiny_model("qwen2"), "w8a8", torch.bfloat16, learner=learner)
+    with policy.sampling():
+        published = logprobs(policy)
+    assert torch.equal(_shadow(policy), published)
+    _move(policy)
+    ahead = _shadow(policy)
+    assert not torch.equal(ahead, published)
+    with policy.sampling():
+        assert torch.equal(logprobs(policy), published), "the shadow moved the sampler"
+    policy.install_sampler(policy.current)
+    with policy.sampling():
+        assert torch.equal(logprobs(policy), ahead)
+
+
+@pytest.mark.parametrize("learner", ["aligned", *UNALIGNED])
+def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learner: str) -> None:
+    policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner=learner)
+    old = policy.current.fingerprints()
+    _move(policy)
+    _shadow(policy)
+    verify(0, old, fingerprints(policy.sampler_tensors()))  # until the publish, the old version whole
+    policy.install_sampler(policy.current)
+    verify(1, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
+    with torch.no_grad():
+        next(policy.sampler_view.operands[n].source for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
+    assert fingerprints(policy.sampler_tensors()) != policy.current.fingerprints()
+
+
+def test_a_shadows_gradient_goes_straight_through_to_the_masters(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen2"), "w4a16", group_size=GROUP, learner="full_precision")
+    aligned = make_policy(tiny_model("qwen2"), "w4a16", group_size=GROUP)
+    found = []
+    for made, inside in ((policy, policy.shadow), (aligned, aligned.shadow)):
+        made.model.zero_grad()
+        with inside():
+            logp = logprobs(made)
+            (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+        found.append({name: p.grad.clone() for name, p in made.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    own = logprobs(policy)
+    (own * torch.linspace(-1, 1, len(own))).sum().backward()
+    assert not torch.equal(policy.linears["model.layers.0.mlp.up_proj"].weight.grad,
+                           found[0]["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+
+
+def test_a_shadow_under_gradient_checkpointing_has_the_same_gradient(tiny_model) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, GROUP, learner="full_precision")
+        policy.set_gradient_checkpointing(checkpointing)
+        with policy.shadow():
+            logprobs(policy).sum().backward()
+        grads.append({name: p.grad for name, p in policy.named_parameters()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_after_a_fault_inside_forwards_are_the_learners_again(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w4a16", group_size=GROUP, learner="full_precision")
+    own = logprobs(policy).detach()
+    with pytest.raises(RuntimeError, match="inside"), policy.shadow(), policy.sampling():
+        raise RuntimeError("inside")
+    assert not policy.role.sampling and torch.equal(logprobs(policy).detach(), own)
+
+
+def test_a_shadow_under_truncation_reports_what_it_cuts_as_minus_infinity(tiny_model) -> None:
+    policy = make_policy(tiny_model("llama"), "w8a8", learner="full_precision")
+    whole, cut = _shadow(policy), _shadow(policy, Truncation(top_k=130))
+    kept = torch.isfinite(cut)
+    assert 0 < kept.sum() < len(cut) and (cut[kept] > whole[kept]).all() and torch.isneginf(cut[~kept]).all()
+
+
+# --- reference
+
+
+@pytest.mark.parametrize("learner", ["aligned", *UNALIGNED])
+def test_the_reference_stays_what_the_learner_was(tiny_model, learner: str) -> None:
+    policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner=learner)
+    with torch.no_grad():
+        start = logprobs(policy)
+    policy.keep_reference()
+    _move(policy)
+    _move(policy)
+    policy.install_sampler(policy.current)
+    found = policy.reference_logprobs(*TEXTS.values(), PLAIN, 128)
+    assert not found.requires_grad and torch.equal(found, start)
+    assert not torch.equal(logprobs(policy).detach(), start)
+
+
+def test_a_reference_nobody_kept_is_refused(tiny_model) -> None:
+    with pytest.raises(AssertionError, match="no reference was kept"):
+        make_policy(tiny_model("llama")).reference_logprobs(*TEXTS.values(), PLAIN, 128)
+
+
+# --- a learner in its own dtype
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_float32_learner_beside_a_bf16_sampler_is_the_hugging_face_model(tiny_model, family: str) -> None:
+    policy = _own(tiny_model(family), "full_precision", torch.bfloat16, torch.float32)
+    model = load(tiny_model(family))
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model, **TEXTS), rtol=0, atol=1e-4)
+    logp = logprobs(policy)
+    (logp * weights_of_loss(len(logp))).sum().backward()
+    found = {name: p.grad for name, p in policy.named_parameters()}
+    assert_gradients_close(found, hf_gradients(model, **TEXTS), 1e-3)
+
+
+@pytest.mark.parametrize(("scheme", "learner_dtype"), [("bf16", torch.float32), ("w4a16", torch.float16)])
+def test_the_sampler_keeps_its_bits_beside_a_learner_of_another_dtype(tiny_model, scheme, learner_dtype) -> None:
+    policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, learner_dtype, scheme)
+    plain = make_policy(tiny_model("qwen2"), scheme, torch.bfloat16, GROUP if scheme[:2] == "w4" else None)
+    assert not policy.aligned and policy.current.manifest() == plain.current.manifest()
+    with policy.sampling(), plain.sampling():
+        assert torch.equal(logprobs(policy), logprobs(plain))
+    assert torch.equal(_shadow(policy), _shadow(plain))
+    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
+
+
+@pytest.mark.parametrize("learner", UNALIGNED)
+@pytest.mark.parametrize("learner_dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_of_the_learner_is_the_master_in_its_dtype(tiny_model, learner, learner_dtype) -> None:
+    dtype = torch.float16 if learner_dtype == torch.bfloat16 else torch.bfloat16
+    policy = _own(tiny_model("qwen2"), learner, dtype, learner_dtype, "w8a8")
+    masters = dict(policy.named_parameters())
+    for name, value in policy.learner_view.values.items():
+        assert value.dtype == learner_dtype and torch.equal(value, masters[name].to(learner_dtype)), name
+    for name, operand in policy.learner_view.operands.items():
+        if learner == "full_precision":
+            assert torch.equal(operand.weight, masters[f"{name}.weight"].to(learner_dtype).float())
+        assert torch.equal(operand.weight, operand.weight.to(learner_dtype).float())
+    hidden = []
+    norm = policy.model.base_model.norm
+    norm.register_forward_hook(lambda module, args, out: hidden.append(out.dtype))
+    logp = logprobs(policy)
+    _shadow(policy)
+    assert hidden == [learner_dtype, dtype]
+    logp.sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in masters.values())
+
+
+def test_a_wider_learner_is_nearer_to_float64_than_the_samplers_dtype(tiny_model) -> None:
+    truth = hf_logprobs(load(tiny_model("llama")).double(), **TEXTS)
+    errors = [
+        (logprobs(_own(tiny_model("llama"), "full_precision", torch.bfloat16, dtype)).double() - truth).abs().mean()
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    assert errors[0] < 0.1 * errors[1] and errors[1] < 0.5 * errors[2]
+
+
+def test_the_same_dtype_shares_every_tensor(tiny_model) -> None:
+    policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, torch.bfloat16)
+    own, sampler = policy.learner_view, policy.sampler_view
+    assert own.values is sampler.values and own.head is sampler.head
+    assert all(own.values[name] is policy.current.tensors[name] for name in own.values)
+    assert len(policy.model.base_model.rotary_emb.tables) == 1
+
+
+def test_an_aligned_learner_of_another_dtype_is_refused(tiny_model) -> None:
+    with pytest.raises(UserError, match=r"model.learner_dtype: an aligned learner computes in the sampler's"):
+        _own(tiny_model("llama"), "aligned", torch.bfloat16, torch.float32)
+
+
+def test_a_master_too_large_for_the_learners_dtype_is_named(tiny_model) -> None:
+    policy = _own(tiny_model("llama"), "full_precision", torch.bfloat16, torch.float16)
+    with torch.no_grad():
+        policy.linears["model.layers.0.mlp.up_proj"].weight[0, 0] = 1e5
+    with pytest.raises(UserError, match=r"layers.0.mlp.up_proj.weight: 1 of 8192 values are .* in torch.float16"):
+        policy.refresh(1)

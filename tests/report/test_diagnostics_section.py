@@ -1,0 +1,142 @@
+"""The plots of a step's tokens in a run's page."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hand_made_runs import add_diagnostics, diagnostics, make_run, step
+
+from qarl.report.blocks import Excerpts, Histogram, LineChart, Scatter, Section, Text
+from qarl.report.charts import chart_note, svg
+from qarl.report.diagnostics import diagnostics_section, record_blocks
+from qarl.report.run_report import report_sections, write_report
+from qarl.storage.runs import read_run
+
+
+def charts(section: Section) -> dict[str, LineChart | Scatter | Histogram]:
+    return {b.title: b for b in section.blocks if isinstance(b, LineChart | Scatter | Histogram)}
+
+
+def section_of(run) -> Section:
+    return {section.title: section for section in report_sections(read_run(run))}["Diagnostics"]
+
+
+def test_a_run_without_records_has_no_such_section(tmp_path):
+    run = make_run(tmp_path / "a", [step(1)])
+    assert section_of(run).blocks == [] and section_of(run).intro == ""  # which a page leaves out
+
+
+def test_the_last_step_is_plotted_with_earlier_deciles_beside_it(tmp_path):
+    run = make_run(tmp_path / "a", [{"reward/mean": 0.1}])
+    add_diagnostics(run, *(diagnostics(i) for i in (2, 4, 6, 8, 10)))
+    section = section_of(run)
+    assert section.intro == "Step 10: its 4 tokens."
+    found = charts(section)
+    assert list(found) == [
+        "Log-probs of sampler and learner", "Log-prob difference by probability", "Ratio of the objective",
+        "Policy's change and precision gap of a token", "Correction weights", "Published values changed, by layer",
+        "Log-prob difference by probability, over steps",
+    ]  # fmt: skip
+    over = found["Log-prob difference by probability, over steps"]
+    assert [series.name for series in over.series] == ["step 2", "step 4", "step 8", "step 10"]
+    assert over.series[-1].y == [0.1] * 10
+    plots = {path.name for path in (write_report(run).parent / "plots").iterdir()}
+    assert {"ratio_of_the_objective.png", "correction_weights.png"} <= plots
+
+
+def test_ratios_are_split_into_inside_clipped_and_clipped_by_precision_alone():
+    ratio = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, Scatter)}["Ratio of the objective"]
+    assert [(points.name, len(points.x)) for points in ratio.points] == [
+        ("inside the band", 2), ("clipped", 1), ("clipped by precision alone", 1)
+    ]  # fmt: skip
+    assert ratio.band == (0.8, 1.2) and ratio.points[2].y == [pytest.approx(math.exp(0.3))]
+
+
+def test_points_are_classed_by_the_sign_of_the_advantage():
+    scatter = record_blocks(diagnostics(1))[0]
+    assert [(points.name, len(points.x)) for points in scatter.points] == [("A > 0", 1), ("A < 0", 2), ("A = 0", 1)]
+    precision = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, Scatter)}[
+        "Policy's change and precision gap of a token"
+    ]
+    assert precision.points[0].x == [pytest.approx(0.1)] and precision.points[0].y == [pytest.approx(0.2)]
+
+
+def test_without_shadow_weights_layers_or_band_those_plots_are_left_out_and_the_rest_says_so():
+    record = diagnostics(1, layers=None, band=None, error_examples=[])
+    record["tokens"] |= {"logp_shadow": None, "weight": None, "outside": None, "phantom": None}
+    found = {b.title: b for b in record_blocks(record) if isinstance(b, Scatter | Histogram | LineChart)}
+    assert list(found) == ["Log-probs of sampler and learner", "Log-prob difference by probability",
+                           "Ratio of the objective"]  # fmt: skip
+    assert found["Ratio of the objective"].note == "Nothing is ever clipped by this objective."
+    assert [points.name for points in found["Ratio of the objective"].points] == ["ratio"]
+
+
+def test_a_band_of_a_response_is_written_with_its_digits_and_says_what_it_bounds():
+    band = {"level": "sequence", "high": 1.0004, "low": 0.9997, "neg_high": 1.0007}
+    record = diagnostics(1, band=band)
+    record["tokens"] |= {"outside": [True] * 4, "phantom": None, "logp_shadow": None}
+    ratio = {b.title: b for b in record_blocks(record) if isinstance(b, Scatter)}["Ratio of the objective"]
+    assert "0.9997 for A < 0 to 1.0004 for A > 0, and up to 1.0007 for A < 0." in ratio.note
+    assert "of a response's mean ratio" in ratio.note and "diagnostics.shadow_every" in ratio.note
+    assert [(points.name, len(points.x)) for points in ratio.points] == [("inside the band", 0), ("clipped", 4)]
+
+
+def test_an_objective_without_a_ratio_and_a_learner_without_a_gap_have_no_empty_plots():
+    record = diagnostics(1, band=None)
+    record["tokens"] |= {"log_ratio": [0.0] * 4, "logp_shadow": record["tokens"]["logp"]}
+    blocks = record_blocks(record)
+    titles = [block.title for block in blocks if isinstance(block, Scatter)]
+    assert titles == ["Log-probs of sampler and learner", "Log-prob difference by probability"]
+    assert [block.text for block in blocks if isinstance(block, Text)] == [
+        "The learner computes as the sampler does: beta is 0 at each of these tokens."
+    ]
+
+
+def test_agreement_bit_for_bit_is_said_instead_of_an_empty_plot():
+    record = diagnostics(0)  # the gap grows with the step
+    assert record["tokens"]["logp_old"] == record["tokens"]["logp_sampler"]
+    (text,) = [block for block in record_blocks(record) if isinstance(block, Text)]
+    assert "bit for bit" in text.text
+
+
+def test_tokens_outside_a_distribution_have_no_point():
+    record = diagnostics(1)
+    record["tokens"]["logp_old"][0] = record["tokens"]["logp"][0] = None
+    record["tokens"]["log_ratio"][1] = -1e12  # as the objective has it
+    scatters = [block for block in record_blocks(record) if isinstance(block, Scatter)]
+    assert len(scatters) == 4
+    for chart in scatters:
+        assert "1 point without a finite value left out." in chart_note(chart) or chart.title.startswith("Ratio")
+        assert "no data" not in svg(chart)
+    assert chart_note(scatters[2]).endswith("2 points without a finite value left out.")
+
+
+def test_changed_values_are_a_curve_for_each_kind_of_linear_by_depth():
+    chart = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, LineChart)}
+    up, down = chart["Published values changed, by layer"].series
+    assert (up.name, up.x, up.y) == ("up_proj", [0, 1, 2], [0.1, 0.2, 0.3]) and down.name == "down_proj"
+
+
+def test_examples_carry_the_stretch_between_what_stands_around_it():
+    (excerpts,) = [block for block in record_blocks(diagnostics(1)) if isinstance(block, Excerpts)]
+    (item,) = excerpts.items
+    assert (item.before, item.marked, item.after) == ("It is ", "so so so", " good")
+    assert item.details == "repetitive · tokens 2 to 26 of a response · advantage -1"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"format_version": 9}', '{"format_version": 1, "tokens": {}}'])
+def test_a_file_that_is_no_record_is_named_and_the_others_are_shown(tmp_path, damage):
+    run = make_run(tmp_path / "a", [step(1)])
+    add_diagnostics(run, diagnostics(1))
+    (run / "diagnostics" / "000002.json").write_text(damage)
+    section = diagnostics_section(run)
+    assert section.blocks[0] == Text("diagnostics/000002.json: cannot be read and left out here.", "warning")
+    assert len(charts(section)) == 6
+
+
+def test_what_is_measured_now_and_then_is_a_curve_without_gaps(tmp_path):
+    rows = [step(i) | ({"precision/snr": float(i)} if i % 2 == 0 else {}) for i in range(1, 9)]
+    section = {s.title: s for s in report_sections(read_run(make_run(tmp_path / "a", rows)))}
+    (chart,) = section["Precision of learner and sampler"].blocks
+    assert (chart.series[0].x, chart.series[0].y) == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])

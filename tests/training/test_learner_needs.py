@@ -1,0 +1,246 @@
+"""What objectives ask of the learner (shadow, reference, entropy, constants), and numerics that the sections choose."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_runs import Parts, parts, settings
+
+from qarl.config import Config, OptimConfig
+from qarl.errors import UserError
+from qarl.policy.load import load_model
+from qarl.training.batch import Batch
+from qarl.training.optim import build_optimizer, round_masters
+from qarl.training.setup import build_policy
+
+UNALIGNED = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_precision"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model):
+    return tiny_model("llama")
+
+
+def live(run: Parts, seed: int = 1) -> Batch:
+    batch = run.batch(lambda tokens: 0.0, seed)
+    batch.advantages = torch.linspace(-1.0, 1.6, len(batch))
+    return batch
+
+
+def logps_seen(run: Parts) -> list:
+    """Gets what the objective is given in each of its calls: (TokenLogProbs, Constants)."""
+    seen, objective = [], run.learner.objective
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(objective, name)
+
+        def __call__(self, logps, advantages, segments, totals, constants):
+            seen.append((logps, constants))
+            return objective(logps, advantages, segments, totals, constants)
+
+    run.learner.objective = Watched()
+    return seen
+
+
+NEEDS = {
+    "penalties": {**UNALIGNED, "objective": {"name": "grpo", "kl_coef": 0.1, "entropy_coef": 0.01}},
+    "detach_center": {"objective": {"name": "grpo", "loss": "detach_center"}},
+    "normalize": {**UNALIGNED, "correction": {"level": "token", "mode": "truncate", "normalize": True}},
+    "centered_shadow": {**UNALIGNED, "objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow"}},
+}
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_micro_batches_of_every_need_add_up_to_the_minibatch(llama, need):
+    results = []
+    for tokens in (1, 100_000):
+        sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "optim": {"lr": 1e-9}, **NEEDS[need]}
+        run = parts(llama, **sections, model={"dtype": "float32"})
+        seen, step = [], run.optimizer.step
+        run.optimizer.step = lambda: (
+            seen.append({n: p.grad.clone() for n, p in run.policy.named_parameters()}) or step()  # noqa: B023
+        )
+        results.append((seen, run.learn(live(run))))
+    (cut, metrics), (whole, expected) = results
+    assert len(cut) == len(whole) == 4
+    for one, other in zip(cut, whole, strict=True):
+        for name, gradient in other.items():
+            assert float((one[name] - gradient).norm() / gradient.norm()) < 1e-4, name
+    del metrics["learner_tokens"], expected["learner_tokens"]
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_objective_gets_only_what_it_asks_for(llama):
+    run = parts(llama, **UNALIGNED)
+    seen = logps_seen(run)
+    run.learn(live(run))
+    assert all((s.logp_shadow, s.logp_ref, s.entropy) == (None, None, None) for s, _ in seen)
+
+
+def test_the_shadow_ratio_starts_from_the_samplers_own_log_probs(llama):
+    run = parts(llama, **UNALIGNED, objective={"name": "grpo", "ratio": "shadow"}, optim={"lr": 1e-2},
+                train={"minibatch_size": 16, "epochs": 2})  # fmt: skip
+    seen = logps_seen(run)
+    run.learn(live(run))
+    (first, _), (second, _) = seen
+    assert torch.equal(first.logp_shadow, first.logp_sampler) and not first.logp_shadow.requires_grad
+    assert not torch.equal(first.logp.detach(), first.logp_sampler)
+    assert not torch.equal(second.logp_shadow, second.logp_sampler)
+
+
+def test_an_aligned_shadow_costs_no_forward(llama):
+    run = parts(llama, objective={"name": "grpo", "ratio": "shadow"}, train={"minibatch_size": 16})
+    plain = parts(llama, train={"minibatch_size": 16})
+    seen = logps_seen(run)
+    assert run.learn(live(run))["learner_tokens"] == plain.learn(live(plain))["learner_tokens"]
+    assert all(torch.equal(s.logp_shadow, s.logp.detach()) for s, _ in seen)
+
+
+def test_the_reference_is_the_model_at_the_start(llama):
+    run = parts(llama, objective={"name": "grpo", "kl_coef": 0.5}, optim={"lr": 1e-2})
+    batch = live(run)
+    with torch.no_grad():
+        start = run.policy.logprobs(*batch.texts(list(range(16))), run.sampling.truncation, 128)[0]
+    first = run.learn(batch)
+    second = run.learn(live(run, 2), 1)
+    assert torch.equal(torch.cat(batch.logp_ref), start) and torch.equal(torch.cat(batch.logp_old), start)
+    assert 0.0 < first["policy/kl_ref"] < second["policy/kl_ref"]
+
+
+def test_responses_without_advantage_count_where_there_is_a_penalty(llama):
+    for coefficients, moves in (({"kl_coef": 0.5}, True), ({"entropy_coef": 0.1}, True), ({}, False)):
+        run = parts(llama, objective={"name": "grpo", **coefficients}, optim={"lr": 1e-2})
+        run.learn(live(run))  # away from the reference
+        before, batch = run.masters(), run.batch(lambda tokens: 1.0)
+        metrics = run.learn(batch, 1)
+        changed = any(not torch.equal(before[name], master) for name, master in run.masters().items())
+        assert changed == moves and (metrics["policy/grad_norm"] > 0) == moves
+
+
+def test_an_entropy_bonus_raises_the_entropy(llama):
+    found = []
+    for coefficient in (0.0, 1.0):
+        run = parts(llama, objective={"name": "grpo", "entropy_coef": coefficient}, train={"minibatch_size": 16})
+        for step in range(3):
+            run.learn(live(run, step), step)
+        found.append(run.learn(live(run, 9), 3)["policy/entropy"])
+    assert found[1] > found[0] + 0.02
+
+
+def test_constants_are_those_of_the_whole_minibatch(llama):
+    run = parts(llama, **NEEDS["detach_center"], train={"micro_batch_tokens": 40, "minibatch_size": 16})
+    seen, batch = logps_seen(run), live(run)
+    run.learn(batch)
+    # at the snapshot every ratio is 1, so W is A, and its mean is over all tokens
+    advantages = torch.cat([a.expand(len(r)) for a, r in zip(batch.advantages, batch.responses, strict=True)])
+    assert len(seen) > 1 and len({constants for _, constants in seen}) == 1
+    assert seen[0][1].center == pytest.approx(float(advantages.double().mean()), rel=1e-5)
+
+
+def test_the_pass_for_constants_gives_logp_old_too_and_is_saved_while_the_weights_are_the_snapshots(llama):
+    # Four minibatches. The first has a pass of its own; the others ran for logp_old, and run again after a step.
+    plain, run = (parts(llama, train={"minibatch_size": 4}, **sections) for sections in ({}, NEEDS["normalize"]))
+    ran, logprobs = [], run.learner._logprobs
+    run.learner._logprobs = lambda indices, *rest: ran.extend(indices) or logprobs(indices, *rest)
+    run.learn(live(run))
+    assert len(ran) == plain.learner.forwards(16) + 4 + 12
+
+    still = parts(llama, train={"minibatch_size": 4}, **NEEDS["normalize"])
+    ran, again = [], still.learner._logprobs
+    still.learner._logprobs = lambda indices, *rest: ran.extend(indices) or again(indices, *rest)
+    still.learn(still.batch(lambda tokens: 1.0))  # no advantage: no step, so the weights stay
+    assert len(ran) == plain.learner.forwards(16) + 4
+
+
+def test_rollouts_are_drawn_under_the_objectives_own_pruning(llama):
+    run = parts(llama, objective={"name": "grpo", "dvp_rho": 0.05})
+    assert run.sampling.truncation.min_p == run.learner.truncation.min_p == 0.05
+    assert parts(llama, rollout={"min_p": 0.1}).sampling.truncation.min_p == 0.1
+
+
+# --- numerics
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_masters_stay_on_the_grid_of_their_dtype(llama, dtype, optimizer):
+    run = parts(llama, optim={"name": optimizer, "master_dtype": dtype})
+    grid = {"float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
+    before = run.masters()
+    assert all(torch.equal(m, m.to(grid).float()) for m in before.values()), "at the start"
+    run.learn(live(run))
+    after = run.masters()
+    assert all(torch.equal(m, m.to(grid).float()) for m in after.values())
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+    assert all(t.dtype == torch.float32 for name, t in run.optimizer.state_tensors()[0].items())
+
+
+def test_updates_below_half_a_step_of_the_grid_are_lost() -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        weight = torch.nn.Parameter(torch.tensor([[1.0, 0.001]]))
+        optimizer = build_optimizer([("layers.0.weight", weight)],
+                                    OptimConfig(lr=1e-4, weight_decay=0.0, master_dtype=dtype))  # fmt: skip
+        round_masters([weight], getattr(torch, dtype))
+        start = weight.detach().clone()
+        for _ in range(10):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        found[dtype] = (start - weight.detach())[0]
+    assert found["bfloat16"][0] == 0.0 and found["bfloat16"][1] > 5e-4
+    assert found["float32"].tolist() == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+def test_a_loss_scale_of_a_power_of_two_changes_no_bit(llama):
+    found = []
+    for scale in (1.0, 1024.0):
+        run = parts(llama, model={"dtype": "float32"}, optim={"loss_scale": scale})
+        metrics = run.learn(live(run))
+        found.append((metrics, run.masters()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+def test_a_float16_learner_trains_and_what_overflows_is_skipped(llama):
+    sections = {**UNALIGNED, "model": {"learner_dtype": "float16"}}
+    run = parts(llama, **sections)
+    assert run.config.loss_scale == 1024.0 and run.policy.learner_dtype == torch.float16
+    metrics = run.learn(live(run))
+    assert metrics["policy/skipped_steps"] == 0.0 and metrics["policy/version"] == 2.0
+    wide = parts(llama, **UNALIGNED, model={"learner_dtype": "float32"})
+    assert metrics["policy/grad_norm"] == pytest.approx(wide.learn(live(wide))["policy/grad_norm"], rel=0.02)
+
+    run = parts(llama, **sections, optim={"loss_scale": 1e30})
+    before = run.masters()
+    assert run.learn(live(run))["policy/skipped_steps"] == 2.0
+    assert all(torch.equal(before[name], master) for name, master in run.masters().items())
+
+
+def test_the_loss_scale_follows_the_learners_dtype(llama):
+    def scale(**model) -> float:
+        return Config.model_validate(settings(llama, quant={"learner": "full_precision"}, model=model)).loss_scale
+
+    assert scale() == scale(learner_dtype="float32") == 1.0
+    assert scale(dtype="float16") == scale(learner_dtype="float16") == 1024.0
+    assert scale(dtype="float16", learner_dtype="float32") == 1.0
+
+
+def test_float16_masters_that_overflow_stop_the_run_by_name(llama):
+    config = Config.model_validate(settings(llama, optim={"master_dtype": "float16"}))
+    model = load_model(config.model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e5
+    with pytest.raises(UserError, match=r"quantize version 0: .*up_proj.weight: 1 of 8192 values are NaN or infinite"):
+        build_policy(config, model, torch.device("cpu"))
