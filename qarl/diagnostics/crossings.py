@@ -3,6 +3,7 @@ publishes the same value, so the sampler does not see that it moved (TRL study, 
 
 from __future__ import annotations
 
+import torch
 from qarl_formats.quantize import codes_changed
 from torch import Tensor
 
@@ -19,12 +20,17 @@ def crossings(before: Snapshot, after: Snapshot) -> Crossings:
     layers' published weight matrices, in their 16 bits, embeddings and output layer aside.
     """
     if after.weights:
-        return {name: codes_changed(before.weights[name], weight) for name, weight in after.weights.items()}
-    return {
-        name.removesuffix(".weight"): (int((before.tensors[name] != tensor).sum()), tensor.numel())
-        for name, tensor in after.tensors.items()
-        if _is_linear(name, tensor)
-    }
+        found = {name: codes_changed(before.weights[name], weight) for name, weight in after.weights.items()}
+    else:
+        found = {
+            name.removesuffix(".weight"): ((before.tensors[name] != tensor).count_nonzero(), tensor.numel())
+            for name, tensor in after.tensors.items()
+            if _is_linear(name, tensor)
+        }
+    if not found:
+        return {}
+    counts = torch.stack([changed for changed, _ in found.values()]).tolist()  # one transfer from the device
+    return {name: (changed, total) for (name, (_, total)), changed in zip(found.items(), counts, strict=True)}
 
 
 def crossing_metrics(crossed: Crossings) -> dict[str, float]:

@@ -141,13 +141,13 @@ def dequantize_weight(quantized: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return values.mul_(scale.float().unsqueeze(-1)).view(out_features, in_features).to(dtype)
 
 
-def codes_changed(before: QuantizedWeight, after: QuantizedWeight) -> tuple[int, int]:
+def codes_changed(before: QuantizedWeight, after: QuantizedWeight) -> tuple[Tensor, int]:
     """Count the codes that differ between two versions of one weight; scales and zero points do not count.
 
     The fp8 codes +0 and -0 are different codes.
 
     Returns:
-        (changed, total): counts of codes; total = N * K.
+        (changed, total): counts of codes; changed a scalar int64 tensor on their device, total = N * K.
 
     Raises:
         ValueError: the two have different schemes or shapes.
@@ -162,4 +162,4 @@ def codes_changed(before: QuantizedWeight, after: QuantizedWeight) -> tuple[int,
         changed = (difference & 0x0F).count_nonzero() + (difference & 0xF0).count_nonzero()
     else:
         changed = difference.count_nonzero()
-    return int(changed), before.shape[0] * before.shape[1]
+    return changed, before.shape[0] * before.shape[1]
