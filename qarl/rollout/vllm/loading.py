@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qarl.publish.delta import Patch, apply_patch
 from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.held import METADATA, HeldModel
+from qarl.rollout.vllm.marlin import workspaces
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
@@ -43,6 +44,7 @@ class Loader:
         self._staging: dict[str, Tensor] = {}
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._workspaces = workspaces(worker.model_runner.get_model().modules())  # held, for the graphs of the start
         if staging:
             wanted = [name for name in expected if self._units[name] not in self._plain]
             found = dict(_stored(checkpoint, set(wanted), device))

@@ -1,0 +1,42 @@
+"""Marlin's lock words outlive a reload: what holds them is found wherever vLLM hangs them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from qarl.rollout.vllm.marlin import workspaces
+
+
+def layer(workspace: torch.Tensor | None, place: str) -> nn.Module:
+    module = nn.Linear(2, 2)
+    if place == "layer":
+        module.workspace = workspace
+    else:
+        setattr(module, place, SimpleNamespace(kernel=SimpleNamespace(workspace=workspace)))
+    return module
+
+
+def test_workspaces_are_found_on_layers_and_on_the_kernels_of_schemes_and_methods():
+    own, scheme, method = (torch.zeros(4, dtype=torch.int32) for _ in range(3))
+    modules = [layer(own, "layer"), layer(scheme, "scheme"), layer(method, "quant_method"), nn.Linear(2, 2)]
+    modules.append(layer(scheme, "scheme"))  # shared with another layer: once is enough
+    modules.append(layer(None, "scheme"))  # a kernel that has none, as before its weights are processed
+    found = workspaces(modules)
+    assert [w.data_ptr() for w in found] == [w.data_ptr() for w in (own, scheme, method)]
+
+
+def test_a_held_workspace_outlives_the_reload_that_replaces_it():
+    module = layer(torch.zeros(4, dtype=torch.int32), "scheme")
+    old = weakref.ref(module.scheme.kernel.workspace)
+    held = workspaces([module])
+    module.scheme.kernel.workspace = torch.zeros(4, dtype=torch.int32)  # as process_weights_after_loading does
+    gc.collect()
+    assert old() is held[0]
+    del held
+    gc.collect()
+    assert old() is None
