@@ -50,6 +50,7 @@ def diagnose(
     mismatch/* comes from the saved log-probs, of the rollout's version. Everything else is at the checkpoint's weights,
     after all optimizer steps of the step: the policy has moved as far as it will on these responses.
     """
+    policy.check_tokens(saved)
     config, segments = policy.config, saved.segments
     left_out: list[str] = []
     before, shadow_before = None, None
@@ -78,6 +79,8 @@ def diagnose(
     metrics = mismatch_metrics(saved.logp_old, saved.logp_sampler, segments)
     metrics |= _inside(saved.logp_old, saved.logp_sampler) | _growth(history)
     metrics |= precision_metrics(logp, shadow, saved.logp_sampler, log_ratio, advantages, segments, objective.band)
+    flips = torch.zeros_like(logp) if policy.policy.aligned else policy.argmax_flips(saved).double()
+    metrics["precision/argmax_flip_frac"] = float(flips.mean()) if flips.numel() else 0.0
     metrics |= finish_stats(contribution_stats(logps, advantages, segments))
     metrics |= weight_metrics(weights)
     metrics |= error_token_metrics(ids, saved.logp_sampler, advantages, segments)

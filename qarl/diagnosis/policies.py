@@ -61,6 +61,14 @@ class RunPolicy:
                             "package versions in the run's environment.json")  # fmt: skip
         return snapshot
 
+    def check_tokens(self, saved: SavedStep) -> None:
+        """Raise UserError if the step holds tokens that the model does not have."""
+        largest, vocabulary = max(map(max, saved.prompts + saved.responses)), self.policy.head_master.shape[0]
+        if largest >= vocabulary:
+            path = self._checkpoints.parent / "rollouts" / f"{saved.step:06d}.safetensors"
+            raise UserError(f"{path}: holds token {largest}, and the model has {vocabulary:,}; give another --step, or "
+                            "the model that the run started from with --model")  # fmt: skip
+
     @torch.no_grad()
     def logprobs(self, saved: SavedStep) -> Tensor:
         """The learner's log-probs of all responses, (T,) float32 on the CPU."""
@@ -69,6 +77,16 @@ class RunPolicy:
     def shadow_logprobs(self, saved: SavedStep) -> Tensor:
         """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
         return self._packed(saved, self.policy.shadow_logprobs)
+
+    def argmax_flips(self, saved: SavedStep) -> Tensor:
+        """bool (T,): places where learner and sampler's arithmetic hold another token for the likeliest."""
+
+        def flips(prompts: list[list[int]], responses: list[list[int]], _: Truncation, chunk: int) -> Tensor:
+            learner = self.policy.top_tokens(prompts, responses, chunk)
+            with self.policy.shadow():
+                return learner != self.policy.top_tokens(prompts, responses, chunk)
+
+        return self._packed(saved, flips)
 
     def gradient_gram(self, saved: SavedStep) -> Tensor:
         """`four_pass_gram` over the first minibatch of the step: (4, 4) float64."""

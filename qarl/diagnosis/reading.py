@@ -77,7 +77,7 @@ def _mismatch(m: Mapping[str, float]) -> Iterable[Finding]:
     evidence = _evidence(m, *names)
     mean = m.get("mismatch/inside_abs_mean", m.get("mismatch/delta_abs_mean", 0.0))
     largest = m.get("mismatch/inside_abs_max", m["mismatch/delta_abs_max"])
-    sizes = f"|delta| {number(mean)} in the mean and {number(largest)} at most"
+    sizes = f"|delta| is {number(mean)} nats in the mean and {number(largest)} at most"
     outside = m.get("mismatch/outside_frac", 0.0)
     if outside > 0.0:
         yield Finding(
@@ -91,7 +91,7 @@ def _mismatch(m: Mapping[str, float]) -> Iterable[Finding]:
     elif m.get("mismatch/chi2_token", 0.0) >= CHI2_PROBLEM or m.get("mismatch/ess_frac", 1.0) < ESS_PROBLEM:
         yield Finding(
             "problem",
-            f"The sampler is another policy than the learner: {sizes} nats, and weighting by the ratio leaves "
+            f"The sampler is another policy than the learner: {sizes}, and weighting by the ratio leaves "
             f"{percent(m.get('mismatch/ess_frac'))} of the tokens' worth. quant.learner: aligned removes it; a "
             "correction (correction.preset) only bounds it.",
             evidence,
@@ -99,19 +99,19 @@ def _mismatch(m: Mapping[str, float]) -> Iterable[Finding]:
     elif largest >= DELTA_MAX_WATCH:
         yield Finding(
             "watch",
-            f"A few tokens differ much: {sizes} nats. VeXact saw extremes near 1.0 beside a small mean in runs that "
+            f"A few tokens differ much: {sizes}. VeXact saw extremes near 1.0 beside a small mean in runs that "
             "later collapsed; a token-level truncation (correction.preset: tis) bounds what they weigh.",
             evidence,
         )
     elif mean >= DELTA_MEAN_WATCH or m.get("mismatch/chi2_token", 0.0) >= CHI2_WATCH:
         yield Finding(
             "watch",
-            f"Sampler and learner differ at many tokens: {sizes} nats. A usual clip range of 0.2 is soon used up by "
+            f"Sampler and learner differ at many tokens: {sizes}. A usual clip range of 0.2 is soon used up by "
             "that alone; quant.learner: aligned removes it, a correction bounds it.",
             evidence,
         )
     else:
-        yield Finding("fine", f"Sampler and learner differ little: {sizes} nats.", evidence)
+        yield Finding("fine", f"Sampler and learner differ little: {sizes}.", evidence)
 
 
 def _growth(m: Mapping[str, float]) -> Iterable[Finding]:
@@ -163,7 +163,7 @@ def _tail(m: Mapping[str, float]) -> Iterable[Finding]:
 def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     if "precision/beta_abs_max" not in m:
         return
-    names = ("alpha_abs_mean", "beta_abs_mean", "snr", "clipped_frac", "phantom_frac")
+    names = ("alpha_abs_mean", "beta_abs_mean", "snr", "clipped_frac", "phantom_frac", "argmax_flip_frac")
     evidence = _evidence(m, *(f"precision/{name}" for name in names))
     phantom, clipped = m.get("precision/phantom_frac"), m.get("precision/clipped_frac", 0.0)
     if m["precision/beta_abs_max"] == 0.0:
@@ -185,7 +185,8 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
         yield Finding("watch", f"{percent(phantom)} of the tokens are clipped by precision alone, {percent(clipped)} "
                       "because the policy moved.", evidence)  # fmt: skip
     else:
-        yield Finding("fine", f"Precision clips {percent(phantom)} of the tokens, movement {percent(clipped)}.",
+        yield Finding("fine", f"Precision alone clips {percent(phantom)} of the tokens; the policy's movement alone "
+                      f"(alpha) takes {percent(clipped)} out of the band.",
                       evidence)  # fmt: skip
     snr = m.get("precision/snr")
     if snr is not None and snr < 1.0:
@@ -197,8 +198,8 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
             evidence,
         )
     if clipped > CLIPPED_WATCH:
-        yield Finding("watch", f"{percent(clipped)} of the tokens are clipped because the policy moved that far within "
-                      "a step; lower optim.lr, take fewer optimizer steps a batch, or widen the band.",
+        yield Finding("watch", f"The policy's movement alone (alpha) takes {percent(clipped)} of the tokens out of the "
+                      "band; lower optim.lr, take fewer optimizer steps a batch, or widen the band.",
                       evidence)  # fmt: skip
 
 

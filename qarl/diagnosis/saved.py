@@ -15,6 +15,7 @@ from qarl.inference.target import checkpoint_steps
 from qarl.objectives.segments import Segments
 
 _INTEGERS = ("prompt_lengths", "response_lengths", "prompt_tokens", "response_tokens", "groups", "version")
+_TOKENS = ("prompt_tokens", "response_tokens")
 _FLOATS = ("logp_sampler", "logp_old", "logp", "advantages", "rewards")
 
 
@@ -88,6 +89,11 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     missing = [name for name in (*_INTEGERS, *_FLOATS) if name not in tensors]
     if missing:
         raise UserError(f"{path}: holds no tensor {missing[0]!r}; give another --step")
+    wrong = [name for name in _INTEGERS if tensors[name].dtype not in (torch.int32, torch.int64)]
+    wrong += [name for name in _FLOATS if tensors[name].dtype != torch.float32]
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]} is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, which is not "
+                        "how a run writes it; give another --step")  # fmt: skip
     lengths = {name: tensors[name].tolist() for name in ("prompt_lengths", "response_lengths")}
     tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
     expected = {"prompt_lengths": responses, "prompt_tokens": sum(lengths["prompt_lengths"]), "groups": responses,
@@ -96,14 +102,19 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     for name, size in expected.items():
         if tensors[name].shape != (size,):
             raise UserError(f"{path}: {name} has shape {list(tensors[name].shape)}, not [{size}]; give another --step")
+    if tensors["version"].numel() != 1:
+        raise UserError(f"{path}: version has shape {list(tensors['version'].shape)}, not [1]; give another --step")
+    spoiled = [n for n in _FLOATS if tensors[n].isnan().any()] + [n for n in _TOKENS if (tensors[n] < 0).any()]
+    if spoiled:
+        raise UserError(f"{path}: {spoiled[0]} holds NaN or a negative token id; give another --step")
     if not responses or min(lengths["response_lengths"]) < 1 or min(lengths["prompt_lengths"]) < 1:
         raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
     parts = {
         name: [part.tolist() for part in tensors[f"{name}_tokens"].split(lengths[f"{name}_lengths"])]
         for name in ("prompt", "response")
     }
-    columns = {name: tensors[name].to(torch.float32) for name in _FLOATS}
-    groups, version = tensors["groups"].tolist(), int(tensors["version"].reshape(-1)[0])
+    columns = {name: tensors[name] for name in _FLOATS}
+    groups, version = tensors["groups"].tolist(), int(tensors["version"])
     return SavedStep(step, version, parts["prompt"], parts["response"], groups, **columns)
 
 

@@ -207,7 +207,20 @@ class Policy:
         Returns logp (T,) and the entropy (T,), float32, in nats, both with gradient to the masters. A token outside the
         truncated distribution has logp -inf and gives no gradient.
         """
-        device = self.device
+        hidden = self._predicting(prompts, responses)
+        targets = torch.tensor([t for r in responses for t in r], device=self.device)
+        return token_logprobs(hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels)
+
+    @torch.no_grad()
+    def top_tokens(self, prompts: list[list[int]], responses: list[list[int]], chunk: int) -> Tensor:
+        """The likeliest token at the place of each response token, under the forward of `logprobs`: (T,) int64."""
+        hidden, head = self._predicting(prompts, responses), self.role.view.head
+        parts = [logits_of(hidden[start : start + chunk], head, self.kernels).argmax(-1)
+                 for start in range(0, hidden.shape[0], chunk)]  # fmt: skip
+        return torch.cat(parts)
+
+    def _predicting(self, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
+        """The final hidden state that each response token is predicted from: (T, H), as `logprobs` packs them."""
         groups: list[tuple[int, list[int]]] = []
         ids: list[int] = []
         rows: list[int] = []
@@ -221,11 +234,9 @@ class Policy:
             groups[-1][1].append(len(response) - 1)
             rows += [last_of_prompt, *range(len(ids), len(ids) + len(response) - 1)]
             ids += response[:-1]
-        context, positions = learner_context(groups, device)
-        hidden = self.hidden_states(torch.tensor(ids, device=device), positions, context)
-        targets = torch.tensor([t for r in responses for t in r], device=device)
-        return token_logprobs(hidden[torch.tensor(rows, device=device)], self.head_master, self.role.view.head, targets,
-                              truncation, chunk, self.kernels)  # fmt: skip
+        context, positions = learner_context(groups, self.device)
+        hidden = self.hidden_states(torch.tensor(ids, device=self.device), positions, context)
+        return hidden[torch.tensor(rows, device=self.device)]
 
     @torch.no_grad()
     def shadow_logprobs(

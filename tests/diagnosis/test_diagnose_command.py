@@ -75,6 +75,15 @@ def test_the_learner_and_the_sampler_come_back_bit_for_bit(mismatched):
     assert torch.equal(policy.logprobs(saved), saved.logp_old)
 
 
+def test_argmax_flips_are_where_learner_and_sampler_prefer_another_token(mismatched, diagnosis):
+    policy = RunPolicy(resolve_target(str(mismatched), step=2), "cpu")
+    saved = read_rollouts(mismatched, 2)
+    policy.load(2)
+    flips = policy.argmax_flips(saved)
+    assert flips.dtype == torch.bool and 0 < int(flips.sum()) < flips.numel()
+    assert diagnosis[0]["record"]["metrics"]["precision/argmax_flip_frac"] == float(flips.double().mean())
+
+
 def test_an_aligned_run_is_exact_and_what_is_missing_is_said(qarl, tiny_model, tmp_path):
     run = train(qarl, tiny_model, tmp_path / "aligned")
     shutil.rmtree(run / "checkpoints" / "000001")

@@ -81,7 +81,7 @@ def test_tokens_outside_a_distribution_do_not_make_the_others_look_bad():
     pruned = {"mismatch__delta_abs_max": 20.0, "mismatch__delta_abs_mean": 0.1, "mismatch__outside_frac": 0.005,
               "mismatch__inside_abs_max": 0.02, "mismatch__inside_abs_mean": 1e-3}  # fmt: skip
     assert said("watch", **pruned) == ""
-    assert "differ little: |delta| 0.001 in the mean and 0.02 at most" in said("fine", **pruned)
+    assert "differ little: |delta| is 0.001 nats in the mean and 0.02 at most" in said("fine", **pruned)
 
 
 def test_an_objective_that_clips_nothing_has_no_phantom_clipping():

@@ -81,6 +81,26 @@ def test_the_shadow_is_the_sampler_of_the_current_version(tiny_model, learner: s
         assert torch.equal(logprobs(policy), ahead)
 
 
+@pytest.mark.parametrize("shadow", [False, True])
+def test_the_top_token_is_the_one_with_the_largest_log_prob(tiny_model, shadow: bool) -> None:
+    policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner="full_precision")
+    every = range(policy.config.vocab_size)
+
+    def forwards() -> tuple[int, torch.Tensor]:
+        logp, _ = policy.logprobs([SHORT for _ in every], [[token] for token in every], PLAIN, 50)
+        return int(logp.argmax()), policy.top_tokens(*TEXTS.values(), 5)
+
+    with torch.no_grad():
+        if shadow:
+            with policy.shadow():
+                best, top = forwards()
+        else:
+            best, top = forwards()
+    assert top.shape == (sum(map(len, TEXTS["responses"])),)
+    # The first tokens of both responses to SHORT.
+    assert top[0] == best == top[len(TEXTS["responses"][0])]
+
+
 @pytest.mark.parametrize("learner", ["aligned", *UNALIGNED])
 def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learner: str) -> None:
     policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner=learner)
