@@ -114,9 +114,13 @@ def plan_study(
     profile_changes = _chosen_profile(study, file, profile)
     names = _chosen(study, file, only)
     members, faults = [], []
-    check_overrides(overrides, {"train.run_dir": "--out"} | ({"train.seed": "--seeds"} if seeds else {}))
+    options = {"train.run_dir": "--out"} | ({"train.seed": "--seeds"} if seeds else {})
+    check_overrides(overrides, options)
     given = override_keys(overrides)
     for name in names:
+        for key, option in options.items():
+            if any(_sets(part, tuple(key.split("."))) for part in (study.variants[name] or {}, profile_changes)):
+                raise UserError(f"{file}: variant {name}: {key}: {option} sets it; leave it out")
         taken = [key for key in given if _sets(study.variants[name] or {}, key)]
         if taken:
             key = ".".join(map(str, taken[0]))

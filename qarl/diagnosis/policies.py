@@ -47,7 +47,11 @@ class RunPolicy:
 
         Raises UserError for a checkpoint that is damaged, of another model, or quantizes to other codes.
         """
-        checkpoint = CheckpointStore.load(self._checkpoints / f"{step:06d}", groups=("masters",))
+        path = self._checkpoints / f"{step:06d}"
+        if not path.exists():
+            raise UserError(f"{path}: the run that goes on has removed it (checkpoint.keep_last); diagnose it again, "
+                            "or when it has ended")  # fmt: skip
+        checkpoint = CheckpointStore.load(path, groups=("masters",))
         masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
         for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
             if name not in masters or name not in parameters or masters[name].shape != parameters[name].shape:

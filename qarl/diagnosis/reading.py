@@ -132,6 +132,8 @@ def _skew(m: Mapping[str, float]) -> Iterable[Finding]:
     if any(name not in m for name in names):
         return
     train_pos, train_neg, rollout_pos, rollout_neg = (m[name] for name in names)
+    if train_pos == train_neg == 0.0:  # the policy has not moved: there is nothing that could be uneven
+        return
     shift_pos, shift_neg = train_pos - rollout_pos, train_neg - rollout_neg
     size = abs(rollout_pos) + abs(rollout_neg)
     # A shift that pushes both signs alike in size, one up and one down, cancels in the sum.
@@ -224,9 +226,12 @@ def _gradients(m: Mapping[str, float]) -> Iterable[Finding]:
 
 def _deployed(m: Mapping[str, float]) -> Iterable[Finding]:
     if "deployed/delta_abs_mean" in m and m["deployed/delta_abs_mean"] == 0.0:
-        yield Finding("watch", "The step changed nothing that is served: every log-prob is what it was. The update may "
-                      "be too small for any rounding boundary; raise optim.lr.",
-                      _evidence(m, "deployed/delta_abs_mean", "quant/codes_changed_frac"))  # fmt: skip
+        why = "The update may be too small for any rounding boundary; raise optim.lr."
+        if m.get("weights/zero_frac") == 1.0:
+            why = "The correction left no token to learn from."
+        yield Finding("watch", f"The step changed nothing that is served: every log-prob is what it was. {why}",
+                      _evidence(m, "deployed/delta_abs_mean", "quant/codes_changed_frac",
+                                "weights/zero_frac"))  # fmt: skip
     efficiency = m.get("deployed/efficiency")
     if efficiency is None:
         return

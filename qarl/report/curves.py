@@ -165,7 +165,9 @@ def charts_of(
         elif found:
             steps = [record["step"] for record in rows]
             series = [Series(label, steps, values[name]) for name, label in found.items()]
-            charts.append(LineChart(curves.title, "step", curves.unit, series, curves.log_y, curves.note))
+            # An estimate such as chi-squared can come out negative, which a log axis would leave out.
+            log_y = curves.log_y and not any(v < 0 for column in values.values() for v in column if v is not None)
+            charts.append(LineChart(curves.title, "step", curves.unit, series, log_y, curves.note))
     return charts, constant
 
 

@@ -20,15 +20,15 @@ import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import ValidationError
+
+from qarl.config import Config
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.environment import describe_environment, environment_changes
-
-if TYPE_CHECKING:
-    from qarl.config import Config
 
 # Keys that may differ between a run and its resumption. None of them changes a step that was already taken;
 # `train.steps` extends a run (and stretches a linear or cosine schedule from there on); an evaluation draws from
@@ -167,7 +167,8 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{stored}: cannot be read ({error}); choose another train.run_dir") from error
     # Both through YAML, so that values are compared as they are written.
-    difference = config_difference(parse_yaml(text, str(stored)), parse_yaml(config.to_yaml(), "configuration"))
+    theirs = _with_defaults(parse_yaml(text, str(stored)))
+    difference = config_difference(theirs, parse_yaml(config.to_yaml(), "configuration"))
     if difference:
         more = f" and {len(difference) - 3} more" if len(difference) > 3 else ""
         raise UserError(
@@ -189,6 +190,14 @@ def _results(path: Path) -> list[str]:
         for entry in entries
         if (any(entry.iterdir()) if entry.is_dir() else entry.exists() and entry.stat().st_size)
     ]
+
+
+def _with_defaults(stored: Any) -> Any:
+    """A run's configuration with the keys that came after it: they mean their defaults. As it is where it is none."""
+    try:
+        return parse_yaml(Config.model_validate(stored).to_yaml(), "configuration")
+    except ValidationError:
+        return stored
 
 
 def config_difference(theirs: Any, ours: Any) -> list[str]:

@@ -76,6 +76,8 @@ def test_only_some_variants(write):
         ({"a": {"optim": {"lrr": 1}}}, [], {}, "study.yaml: variant a: optim.lrr = 1: unknown key; did you mean"),
         ({"a": {}}, ["optim.lr=-1"], {}, "command line: optim.lr = -1"),
         ({"../a": {}}, [], {}, "'../a' names a directory; use letters"),
+        ({"a": {"train": {"run_dir": "x"}}}, [], {}, "variant a: train.run_dir: --out sets it; leave it out"),
+        ({"a": {"train": {"seed": 3}}}, [], {"seeds": [1]}, "variant a: train.seed: --seeds sets it; leave it out"),
         ({"a": 3}, [], {}, "study.yaml: variants.a = 3"),
     ],
 )

@@ -14,6 +14,7 @@ from tiny_runs import settings, write_config
 from qarl.diagnosis.measure import weight_metrics
 from qarl.diagnosis.policies import RunPolicy
 from qarl.diagnosis.saved import read_rollouts
+from qarl.errors import UserError
 from qarl.inference.target import resolve_target
 from qarl.storage.runs import read_metrics
 
@@ -101,6 +102,29 @@ def test_an_aligned_run_is_exact_and_what_is_missing_is_said(qarl, tiny_model, t
     refused = qarl.run("diagnose", run)
     (line,) = refused.err.splitlines()
     assert refused.code == 2 and line.startswith("error: ") and "logging.rollout_tensors: true" in line
+
+
+def test_an_out_that_holds_something_else_is_refused_before_the_model_is_read(qarl, mismatched, tmp_path):
+    for out, words in ((tmp_path / "file", "not a directory"), (tmp_path / "folder", "holds 'thesis.txt'")):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / "thesis.txt").write_text("mine")
+        (tmp_path / "file").write_text("mine")
+        refused = qarl.run("diagnose", mismatched, "--out", out)
+        assert refused.code == 2 and refused.err.startswith(f"error: --out: {out}: {words}"), refused.err
+        assert len(refused.err.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "mine" and len(list((tmp_path / "folder").iterdir())) == 1
+
+
+def test_unknown_tokens_and_a_checkpoint_that_went_are_refused_in_one_line(mismatched):
+    policy = RunPolicy(resolve_target(str(mismatched), step=2), "cpu")
+    saved = read_rollouts(mismatched, 2)
+    policy.check_tokens(saved)
+    saved.responses[1][0] = 10**6
+    with pytest.raises(UserError, match=r"000002.safetensors: holds token 1000000, and the model has ") as error:
+        policy.check_tokens(saved)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"000099: .* has removed it \(checkpoint.keep_last\)"):
+        policy.load(99)
 
 
 def test_weights_of_all_tokens_rejected_are_worth_nothing():

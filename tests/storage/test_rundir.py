@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qarl.config import Config
 from qarl.errors import UserError
@@ -103,6 +104,26 @@ def test_a_moved_directory_is_still_the_same_run(make, tmp_path):
     run_once(make())
     (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "moved")
     run_once(make(train={"run_dir": str(tmp_path / "runs" / "moved")}))
+
+
+def test_keys_that_a_run_is_older_than_mean_their_defaults(make):
+    older = make(objective={"name": "grpo"})
+    run_once(older)
+    stored = yaml.safe_load((older.run_dir / "config.yaml").read_text())
+    del stored["diagnostics"], stored["objective"]["loss"], stored["objective"]["ratio"]
+    del stored["correction"]["preset"], stored["correction"]["reject"], stored["model"]["learner_dtype"]
+    (older.run_dir / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(UserError, match=r'objective\.loss is "clip" there, "no_clip" here'):
+        RunDirectory.open(make(objective={"name": "grpo", "loss": "no_clip"}), "auto")
+    run_once(older)
+
+
+def test_a_stored_configuration_that_is_none_any_more_is_compared_as_it_is(make):
+    run_once(make())
+    with (make().run_dir / "config.yaml").open("a") as file:
+        file.write("gone: 1\n")
+    with pytest.raises(UserError, match=r"another configuration \(gone is 1 there, not set here\)"):
+        RunDirectory.open(make(), "auto")
 
 
 def test_another_configuration_is_refused_naming_both_values_and_nothing_is_written(make):
