@@ -8,32 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_runs import Parts, parts
+from tiny_runs import Parts, live, parts
 
 from qarl.errors import UserError
 from qarl.training.batch import Batch
 from qarl.training.metrics import token_metrics
 
-
-def live(run: Parts, seed: int = 1) -> Batch:
-    """A batch of which no response has advantage 0, whatever was sampled."""
-    batch = run.batch(lambda tokens: 0.0, seed)
-    batch.advantages = torch.linspace(-1.0, 1.6, len(batch))  # 0 is not among them
-    return batch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_model):
-    return tiny_model("llama")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gradients(run: Parts, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], dict[str, float]]:

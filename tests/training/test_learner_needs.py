@@ -6,35 +6,17 @@ import math
 
 import pytest
 import torch
-from tiny_runs import Parts, parts, settings
+from tiny_runs import Parts, live, parts, settings
 
 from qarl.config import Config, OptimConfig
 from qarl.errors import UserError
 from qarl.policy.load import load_model
-from qarl.training.batch import Batch
 from qarl.training.optim import build_optimizer, round_masters
 from qarl.training.setup import build_policy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 UNALIGNED = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_precision"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_model):
-    return tiny_model("llama")
-
-
-def live(run: Parts, seed: int = 1) -> Batch:
-    batch = run.batch(lambda tokens: 0.0, seed)
-    batch.advantages = torch.linspace(-1.0, 1.6, len(batch))
-    return batch
 
 
 def logps_seen(run: Parts) -> list:

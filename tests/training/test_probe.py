@@ -6,31 +6,20 @@ import math
 
 import pytest
 import torch
-from tiny_runs import Parts, parts
+from tiny_runs import Parts, live, parts
 
 from qarl.config.diagnostics import COSTLY
 from qarl.training.batch import Batch, micro_batches
 from qarl.training.four_passes import four_pass_gram
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUANTIZED_ROLLOUT = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_precision"}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_model):
-    return tiny_model("llama")
-
-
-def live(run: Parts, seed: int = 1) -> Batch:
-    batch = run.batch(lambda tokens: 0.0, seed)
-    batch.advantages = torch.linspace(-1.0, 1.6, len(batch))  # 0 is not among them
+def mostly_live(run: Parts, seed: int = 1) -> Batch:
+    """As `live`, with one response of advantage 0."""
+    batch = live(run, seed)
     batch.advantages[3] = 0.0
     return batch
 
@@ -48,7 +37,7 @@ def shadow(run: Parts, batch: Batch) -> torch.Tensor:
 def test_the_shadow_of_the_snapshot_is_what_the_native_sampler_reported_bit_for_bit(llama, scheme, group):
     quant = {"scheme": scheme, "group_size": group, "learner": "full_precision"}
     run = parts(llama, quant=quant, model={"learner_dtype": "float32"})
-    batch = live(run)
+    batch = mostly_live(run)
     assert torch.equal(shadow(run, batch), packed(batch.logp_sampler))
     everything = list(range(len(batch)))
     learner, _ = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)
@@ -69,7 +58,7 @@ def test_a_probe_changes_no_bit_of_the_run(llama, sections):
     for due in ((), COSTLY):
         run, metrics = parts(llama, **sections), []
         for step in range(2):
-            metrics.append(run.learn(live(run, step), step, run.probe(*due) if due else None))
+            metrics.append(run.learn(mostly_live(run, step), step, run.probe(*due) if due else None))
         found.append((metrics, run.masters(), run.optimizer.state_tensors()[0], run.policy.current.manifest()))
     (metrics, masters, state, manifest), (probed, probed_masters, probed_state, probed_manifest) = found
     assert metrics == probed and manifest == probed_manifest
@@ -79,7 +68,7 @@ def test_a_probe_changes_no_bit_of_the_run(llama, sections):
 
 def test_precision_is_split_at_every_training_forward(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT, optim={"lr": 1e-2})
-    batch, probe = live(run), run.probe("shadow")
+    batch, probe = mostly_live(run), run.probe("shadow")
     at_start = shadow(run, batch)
     run.learn(batch, 0, probe)
     tokens = probe.tokens(batch)
@@ -99,7 +88,7 @@ def test_precision_is_split_at_every_training_forward(llama):
 
 def test_an_aligned_learner_has_no_precision_gap(llama):
     run = parts(llama)
-    batch, probe = live(run), run.probe(*COSTLY)
+    batch, probe = mostly_live(run), run.probe(*COSTLY)
     run.learn(batch, 0, probe)
     found = probe.metrics
     assert found["precision/beta_abs_max"] == found["precision/phantom_frac"] == found["gradients/total_rel"] == 0.0
@@ -109,7 +98,7 @@ def test_an_aligned_learner_has_no_precision_gap(llama):
 def test_tokens_hold_the_correction_weights_of_the_last_forward(llama):
     correction = {"level": "token", "mode": "truncate", "upper": 1.01}
     run = parts(llama, **QUANTIZED_ROLLOUT, correction=correction, train={"epochs": 2, "micro_batch_tokens": 40})
-    batch, probe = live(run), run.probe()
+    batch, probe = mostly_live(run), run.probe()
     run.learn(batch, 0, probe)
     tokens = probe.tokens(batch)
     assert tokens.logp_shadow is None and probe.metrics == {}
@@ -121,7 +110,7 @@ def test_tokens_hold_the_correction_weights_of_the_last_forward(llama):
 def test_deployed_improvement_is_that_of_the_shadow_before_and_after(llama):
     for learner in ("aligned", "full_precision"):
         run = parts(llama, quant={"learner": learner}, optim={"lr": 1e-2}, train={"micro_batch_tokens": 30})
-        batch, probe = live(run), run.probe("deployed")
+        batch, probe = mostly_live(run), run.probe("deployed")
         before = shadow(run, batch)
         run.learn(batch, 0, probe)
         moved = (shadow(run, batch) - before).double()
@@ -151,8 +140,8 @@ def gram_of(run: Parts, batch: Batch, tokens: int = 10_000) -> torch.Tensor:
 
 def test_the_four_gradients_are_those_of_four_losses(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT, model={"learner_dtype": "float32", "dtype": "float32"}, optim={"lr": 1e-2})
-    batch = live(run)
-    run.learn(live(run, 5))  # so that alpha is not 0
+    batch = mostly_live(run)
+    run.learn(mostly_live(run, 5))  # so that alpha is not 0
     everything, count = list(range(len(batch))), sum(len(r) for r in batch.responses)
     advantages = torch.cat([torch.full((len(r),), a)
                             for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)])  # fmt: skip
@@ -181,7 +170,7 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
 
 def test_the_four_passes_leave_gradients_and_shadow_as_they_were(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT)
-    batch = live(run)
+    batch = mostly_live(run)
     kept = [torch.ones_like(p) for _, p in run.policy.named_parameters()]
     for (_, parameter), gradient in zip(run.policy.named_parameters(), kept, strict=True):
         parameter.grad = gradient
@@ -194,7 +183,7 @@ def test_the_four_passes_go_through_gradient_checkpointing(llama):
     grams = []
     for checkpointing in (False, True):
         run = parts(llama, **QUANTIZED_ROLLOUT)
-        batch = live(run)
+        batch = mostly_live(run)
         run.policy.set_gradient_checkpointing(checkpointing)
         grams.append(gram_of(run, batch))
     assert torch.equal(*grams)
@@ -202,13 +191,13 @@ def test_the_four_passes_go_through_gradient_checkpointing(llama):
 
 def test_an_aligned_learner_has_one_gradient(llama):
     run = parts(llama)
-    gram = gram_of(run, live(run))
+    gram = gram_of(run, mostly_live(run))
     assert float(gram[0, 0]) > 0.0 and torch.equal(gram, gram[0, 0].expand(4, 4))
 
 
 def test_a_token_that_the_learner_cuts_gives_no_gradient_and_no_nan(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT, rollout={"min_p": 0.3})
-    batch = live(run)
+    batch = mostly_live(run)
     batch.responses = [[(token + 1) % 259 for token in response] for response in batch.responses]  # mostly outside
     probe = run.probe(*COSTLY)
     metrics = run.learn(batch, 0, probe)

@@ -78,6 +78,13 @@ class Parts:
         return {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}
 
 
+def live(run: Parts, seed: int = 1) -> Batch:
+    """A batch of which no response has advantage 0, whatever was sampled."""
+    batch = run.batch(lambda tokens: 0.0, seed)
+    batch.advantages = torch.linspace(-1.0, 1.6, len(batch))  # 0 is not among them
+    return batch
+
+
 def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     config = Config.model_validate(settings(path, **sections))
     policy = build_policy(config, load_model(config.model), torch.device("cpu"))
