@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from qarl.diagnosis.reading import Finding
 from qarl.report.blocks import Block, Column, Section, Table, Text
+from qarl.report.curves import meaning
 from qarl.report.diagnostics import record_blocks
 from qarl.report.formatting import number
 
@@ -28,6 +29,20 @@ THRESHOLDS = (
     "Thresholds come from the runs that the papers show, and are ours where a paper gives none: they say where to "
     "look, and prove nothing."
 )
+# Of the metrics that no run records, so that no chart of a run has words for them.
+MEANINGS = {
+    "mismatch/inside_abs_mean": "Log-prob difference: mean over tokens inside both distributions (nats)",
+    "mismatch/inside_abs_max": "Log-prob difference: largest inside both distributions (nats)",
+    "mismatch/tail_abs_mean": "Log-prob difference: mean over tokens of probability below 0.1 (nats)",
+    "mismatch/head_abs_mean": "Log-prob difference: mean over tokens of probability from 0.9 on (nats)",
+    "history/k3_first": "Divergence estimate k3: first quarter of the run's steps (nats a token)",
+    "history/k3_last": "Divergence estimate k3: last quarter of the run's steps (nats a token)",
+    "precision/argmax_flip_frac": "Places where learner and sampler's arithmetic prefer another token (fraction)",
+    "weights/mean": "Correction weight of a token: mean",
+    "weights/max": "Correction weight of a token: largest",
+    "weights/ess_frac": "Effective sample size of the weights (fraction of the tokens)",
+    "weights/zero_frac": "Tokens that the correction drops (fraction)",
+}
 MARKS = {"problem": "Problem", "watch": "Watch", "fine": "Fine"}
 
 
@@ -59,5 +74,5 @@ def grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, flo
 
 
 def _table(rows: list[tuple[str, float]], title: str) -> Table:
-    columns = [Column("metric"), Column("value", "right")]
-    return Table(columns, [[name, number(value)] for name, value in rows], title)
+    columns = [Column("metric"), Column("value", "right"), Column("what it is")]
+    return Table(columns, [[name, number(value), MEANINGS.get(name) or meaning(name)] for name, value in rows], title)

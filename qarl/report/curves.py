@@ -183,6 +183,16 @@ def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineCha
     ]
 
 
+def meaning(name: str) -> str:
+    """What a metric is, in the words and the unit of its chart; empty for one that no chart knows."""
+    for group in GROUPS:
+        for curves in group:
+            label = _found(curves, [name]).get(name)
+            if label is not None:
+                return f"{curves.title}: {label} ({curves.unit})"
+    return ""
+
+
 def _found(curves: Curves, names: list[str]) -> dict[str, str]:
     """Metric -> label of the curves that occur; the first expression that fits a name gives its label."""
     found: dict[str, str] = {}

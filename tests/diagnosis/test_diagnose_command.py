@@ -12,10 +12,12 @@ import torch
 from tiny_runs import settings, write_config
 
 from qarl.diagnosis.measure import weight_metrics
+from qarl.diagnosis.page import MEANINGS, grouped
 from qarl.diagnosis.policies import RunPolicy
 from qarl.diagnosis.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
+from qarl.report.curves import meaning
 from qarl.storage.runs import read_metrics
 
 EVERY = {"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 1}
@@ -65,6 +67,12 @@ def test_what_it_recomputes_is_what_the_run_logged(mismatched, diagnosis):
     assert {name: found[name] for name in same} == {name: logged[name] for name in same}
     assert 0.0 < found["gradients/cos_total"] < 1.0 and found["precision/beta_abs_mean"] > 0.0
     assert diagnosis[0]["record"]["layers"]["model.layers.0.mlp.up_proj"][1] == 64 * 128
+
+
+def test_every_number_of_the_page_says_what_it_is(diagnosis):
+    names = [name for _, rows in grouped(diagnosis[0]["record"]["metrics"]) for name, _ in rows]
+    assert len(names) > 40
+    assert [name for name in names if not (MEANINGS.get(name) or meaning(name))] == []
 
 
 def test_the_learner_and_the_sampler_come_back_bit_for_bit(mismatched):
