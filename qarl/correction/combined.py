@@ -51,12 +51,12 @@ class Correction:
         non-empty response: `correction/veto_frac` and a share for every rule.
         """
         corr = log_ratio(logps.logp_old, logps.logp_sampler)
-        rollout = log_ratio(logps.logp, logps.logp_sampler)
         responses, stats = present(segments), Stats()
 
         keep = torch.ones_like(responses)
         for rule in self.rejections:
-            passed = kept(corr if rule.signal == "corr" else rollout, segments, rule)
+            signal = corr if rule.signal == "corr" else log_ratio(logps.logp, logps.logp_sampler)
+            passed = kept(signal, segments, rule)
             stats[rule.metric] = stat(~passed, responses)
             keep &= passed
         if self.veto is not None:
@@ -70,7 +70,7 @@ class Correction:
         rejected = spread(~keep)
         weights = torch.ones_like(corr) if per_token else corr.new_ones(responses.shape)
         if self.weighting is not None:
-            importance = importance_weights(logps.logp_old, logps.logp_sampler, segments, self.weighting)
+            importance = importance_weights(corr, segments, self.weighting)
             weights = importance.weights / weight_mean
             rejected = rejected | importance.rejected
             stats["correction/raw_ratio_mean"] = stat(importance.ratio, mask)
@@ -88,7 +88,8 @@ class Correction:
         """
         if self.weighting is None:
             return 1.0
-        weights = importance_weights(logps.logp_old, logps.logp_sampler, segments, self.weighting).weights.double()
+        corr = log_ratio(logps.logp_old, logps.logp_sampler)
+        weights = importance_weights(corr, segments, self.weighting).weights.double()
         if not self.weighting.per_token:
             weights = weights[present(segments)]
         mean = float(weights.mean()) if weights.numel() else 1.0

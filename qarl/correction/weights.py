@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qarl.objectives.ratios import clamped_exp, log_ratio
+from qarl.objectives.ratios import clamped_exp
 from qarl.objectives.segments import Segments
 
 
@@ -45,20 +45,18 @@ class ImportanceWeights(NamedTuple):
 
 @torch.no_grad()
 def importance_weights(
-    logp_old: Tensor,  # (T,) learner at the rollout's snapshot
-    logp_sampler: Tensor,  # (T,) as the sampler reported
+    log_ratio: Tensor,  # (T,) log r_corr: learner at the rollout's snapshot over sampler
     segments: Segments,
     options: Weighting,
 ) -> ImportanceWeights:
     """The bounded ratio learner over sampler."""
-    delta = log_ratio(logp_old, logp_sampler)
     if options.level == "token":
-        exponent = delta
+        exponent = log_ratio
     elif options.level == "sequence":
-        exponent = segments.sum(delta)
+        exponent = segments.sum(log_ratio)
     else:
         assert options.level == "geometric", f"unknown correction level {options.level!r}"
-        exponent = segments.mean(delta)
+        exponent = segments.mean(log_ratio)
     ratio, clamped = clamped_exp(exponent)
 
     if options.mode == "truncate":

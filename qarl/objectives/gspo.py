@@ -25,7 +25,18 @@ def sequence_clipped(
 
     Gradient token-wise through stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses.
     """
-    s, clamped = sequence_ratio(log_ratio, segments)
+    return clipped_at(*sequence_ratio(log_ratio, segments), logp, advantages, segments, band)
+
+
+def clipped_at(
+    s: Tensor,  # (R,)
+    clamped: Tensor,  # (R,) bool, exponents of s clamped to +-20
+    logp: Tensor,  # (T,) learner now, with gradient
+    advantages: Tensor,  # (R,)
+    segments: Segments,
+    band: Band,
+) -> Surrogate:
+    """`sequence_clipped` at sequence ratios that are there already."""
     left = band.left(s, advantages)
     ratio = torch.where(
         segments.expand(left),

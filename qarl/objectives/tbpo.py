@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qarl.objectives.band import Band
-from qarl.objectives.gspo import sequence_clipped
+from qarl.objectives.gspo import clipped_at
 from qarl.objectives.ratios import sequence_ratio
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Surrogate, present, stat
@@ -35,8 +35,8 @@ def tbpo(
     Gradient flows token-wise, stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses, and count the
     responses without gradient on each of the band's three sides.
     """
-    surrogate = sequence_clipped(log_ratio, logp, advantages, segments, band)
-    s, _ = sequence_ratio(log_ratio, segments)
+    s, clamped = sequence_ratio(log_ratio, segments)
+    surrogate = clipped_at(s, clamped, logp, advantages, segments, band)
     positive, negative, mask = advantages > 0, advantages < 0, present(segments)
     return Surrogate(
         surrogate.value,

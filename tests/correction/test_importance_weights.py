@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qarl.correction import Weighting, importance_weights
+from qarl.objectives.ratios import log_ratio
 from qarl.objectives.segments import Segments
 
 LENGTHS = [3, 1, 0, 5]
@@ -11,7 +12,8 @@ LENGTHS = [3, 1, 0, 5]
 
 def run(old: torch.Tensor, sampler: torch.Tensor, lengths: list[int], level="token", mode="truncate", lower=None,
         upper=2.0):  # fmt: skip
-    return importance_weights(old, sampler, Segments.from_lengths(lengths), Weighting(level, mode, lower, upper))
+    corr = log_ratio(old, sampler)
+    return importance_weights(corr, Segments.from_lengths(lengths), Weighting(level, mode, lower, upper))
 
 
 def per_token(weights: torch.Tensor, level: str, lengths: list[int]) -> torch.Tensor:
