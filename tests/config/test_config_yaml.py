@@ -105,8 +105,10 @@ def test_an_empty_section_means_its_defaults(minimal):
         ["rollout.engine=vllm", "rollout.vllm={device: 1, publish: delta, args: {a: [null, {y: 1.5}]}}"],
         ["objective={name: dapo, loss: no_clip, kl_coef: 0.1}", "correction={preset: geo_rs_token_tis, veto: 1e-4}"],
         ["objective={name: gspo, dvp_rho: 2.26e-6}", "correction.preset=bypass_k3_rs"],
-        ["evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
-         "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"],
+        [
+            "evaluation={every: 2, tasks: [{preset: gsm8k, path: /a/b.jsonl}, {name: own, "
+            "data: {source: 'task:arithmetic'}, reward: [{name: exact}]}]}"
+        ],
     ],
     ids=len,
 )

@@ -148,6 +148,15 @@ def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_parcel_by_nccl() ->
     assert fingerprints(unpacked(parcel, torch.empty)) == fingerprints(ragged().items())
 
 
+def test_a_counter_of_a_receiver_is_read_where_torch_keeps_it() -> None:
+    counters = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 0, 5, 0])
+    _, name, _ = counters.untyped_storage()._share_filename_cpu_()  # as torch shares the counters of CUDA IPC
+    handles = [(*[None] * CudaIpcCarrier._COUNTER, name, slot) for slot in range(len(counters))]
+    assert [CudaIpcCarrier()._awaited(handle) for handle in handles] == (counters > 0).tolist()
+    del counters
+    assert not CudaIpcCarrier()._awaited((*[None] * CudaIpcCarrier._COUNTER, b"/torch_no_such_file", 1))
+
+
 def test_a_shipment_survives_the_way_through_a_carrier(carrier, receiver) -> None:
     old = ragged()
     new = {name: tensor.clone() for name, tensor in old.items()}

@@ -36,6 +36,7 @@ BUFFER_BYTES = 512 << 20  # of one NCCL broadcast
 SMALL = 4 << 20  # bytes of a tensor that is quicker copied than opened by CUDA IPC
 BUFFER = "#small"  # the entry of the buffer that holds such tensors
 JOIN_LIMIT_S = 120  # for the other side to join
+COUNTERS_START = 64  # bytes that torch's RefcountedMapAllocator keeps for itself before what it maps
 
 
 class CudaIpcCarrier:
@@ -93,12 +94,15 @@ class CudaIpcCarrier:
         self.release()
 
     def _awaited(self, handle: tuple[Any, ...]) -> bool:
-        """Whether the receiver has not counted down: torch's counters are int64 in a file of shared memory."""
+        """Whether the receiver has not counted down: torch's counters are int64 in a file of shared memory.
+
+        Counting down a second time would make the counter negative, and one that another tensor gets later, too low.
+        """
         counters = Path("/dev/shm", handle[self._COUNTER].decode().lstrip("/"))
         if not counters.exists():
             return False
         with counters.open("rb") as file:
-            file.seek(8 * handle[self._COUNTER_OFFSET])
+            file.seek(COUNTERS_START + 8 * handle[self._COUNTER_OFFSET])
             return int.from_bytes(file.read(8), sys.byteorder, signed=True) > 0
 
 

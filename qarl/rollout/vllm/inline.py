@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qarl.errors import UserError
 from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.process import SamplerFault, Tick
@@ -27,7 +29,7 @@ class InlineSampler:
     def start(self, tick: Tick) -> None:
         tick(0, 0)
         self._log_to_file()
-        with self._faults():
+        with self._faults(), _plain_algorithms():
             from qarl.rollout.vllm.host import Host
 
             self._host = Host(self._settings, self._expected)
@@ -46,7 +48,7 @@ class InlineSampler:
 
         assert self._order is not None
         (operation, payload), self._order = self._order, None
-        with self._faults():
+        with self._faults(), _plain_algorithms():
             return perform(self._host, operation, payload, iter, tick)
 
     def close(self) -> None:
@@ -77,3 +79,20 @@ class InlineSampler:
         logger.handlers[:] = [handler]
         logger.propagate = False
         logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def _plain_algorithms() -> Iterator[None]:
+    """Without the learner's deterministic algorithms, as vLLM runs in a process of its own.
+
+    torch forbids its compiler to time kernels under them, and vLLM does not start then.
+    """
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

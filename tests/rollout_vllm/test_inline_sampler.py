@@ -1,0 +1,65 @@
+"""The sampler in the learner's process: what it changes of that process is put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from qarl.rollout.vllm import host
+from qarl.rollout.vllm.inline import InlineSampler
+from qarl.rollout.vllm.process import SamplerFault
+
+
+@pytest.fixture(autouse=True)
+def _torch_modes():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def modes() -> tuple[bool, bool, bool]:
+    import torch._inductor.config as inductor
+
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        inductor.deterministic,
+    )
+
+
+class RecordingHost:
+    """In place of vLLM: notes torch's modes at the start and at a wake, and fails at a sleep."""
+
+    seen: ClassVar[list[tuple[bool, bool, bool]]] = []
+
+    def __init__(self, settings: Any, expected: Any) -> None:
+        self.seen.append(modes())
+
+    def facts(self) -> dict[str, Any]:
+        return {"host": "recording"}
+
+    def wake(self) -> None:
+        self.seen.append(modes())
+
+    def sleep(self, level: int) -> None:
+        raise RuntimeError(f"no sleep of level {level}")
+
+
+@pytest.mark.parametrize("warn_only", [True, False])
+def test_vllm_runs_without_the_learners_deterministic_algorithms(
+    warn_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "Host", RecordingHost)
+    monkeypatch.setattr(RecordingHost, "seen", [])
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    sampler = InlineSampler(None, {}, tmp_path / "sampler.log")
+    sampler.start(lambda responses, tokens: None)
+    assert sampler.facts == {"host": "recording"} and modes() == (True, warn_only, True)
+    sampler.call("wake", None, lambda responses, tokens: None)
+    with pytest.raises(SamplerFault, match="no sleep of level 2"):
+        sampler.call("sleep", 2, lambda responses, tokens: None)
+    assert modes() == (True, warn_only, True)
+    assert RecordingHost.seen == [(False, False, False)] * 2
+    assert "no sleep of level 2" in (tmp_path / "sampler.log").read_text()
