@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from qarl.diagnostics.crossings import Crossings
+from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.mismatch import probability_deciles
 from qarl.diagnostics.precision import clipped_tokens
 from qarl.objectives.segments import Segments
 
 if TYPE_CHECKING:
     from qarl.objectives.band import Band
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)

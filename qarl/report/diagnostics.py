@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.report.blocks import (
     Block,
     Chart,
@@ -24,7 +25,6 @@ from qarl.report.blocks import (
 )
 from qarl.report.formatting import number
 
-FORMAT_VERSION = 1
 EARLIER = 3  # steps whose deciles stand beside the last one's
 Column = list[float | None]
 

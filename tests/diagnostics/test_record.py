@@ -3,6 +3,7 @@ import math
 
 import torch
 
+from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.objectives.band import Band
 from qarl.objectives.segments import Segments
@@ -23,7 +24,7 @@ def test_it_is_strict_json_and_says_what_it_holds():
     record = diagnostics_record(7, {"a": 1.0, "b": math.nan}, step, {"m": (1, 4)}, [{"text": "x"}], 100, 0)
     again = json.loads(json.dumps(record, allow_nan=False))
     assert again == record
-    assert (record["format_version"], record["step"], record["token_count"]) == (1, 7, 6)
+    assert (record["format_version"], record["step"], record["token_count"]) == (FORMAT_VERSION, 7, 6)
     assert record["metrics"] == {"a": 1.0, "b": None} and record["layers"] == {"m": [1, 4]}
     assert record["tokens"]["logp"][1] is None and record["tokens"]["logp_old"][2] is None
     assert record["tokens"]["advantage"] == [1.0] * 3 + [-1.0] * 3
