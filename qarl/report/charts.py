@@ -84,33 +84,27 @@ def chart_note(chart: Chart) -> str:
             bounded = any(series.low is not None for series in chart.series)
             band = "" if bounded else ", in a band from the lowest to the highest"
             parts.append(f"Each point is the mean of {each} in a row{band}.")
-        if chart.log_y:
-            zeros = sum(y <= 0 for series in chart.series for y in finite(series.y))
-            if not log_scale(chart):
-                parts.append("No value above 0, so the axis is linear.")
-            elif zeros:
-                parts.append(f"{zeros} value{'s' * (zeros > 1)} at 0 or below, which a log axis cannot show.")
+    if isinstance(chart, (LineChart, Scatter)) and chart.log_y:
+        classes = chart.series if isinstance(chart, LineChart) else chart.points
+        count = sum(y <= 0 for values in classes for y in finite(values.y))
+        if not log_scale(chart):
+            parts.append("No value above 0, so the axis is linear.")
+        elif count:
+            parts.append(f"{_counted(count, chart)} at 0 or below, which a log axis cannot show.")
     if isinstance(chart, Scatter):
-        parts += _scatter_notes(chart)
+        count = sum(math.isnan(x) or math.isnan(y) for points in chart.points
+                    for x, y in zip(finite(points.x), finite(points.y), strict=True))  # fmt: skip
+        if count:
+            parts.append(f"{_counted(count, chart)} without a finite value left out.")
+        each = max((math.ceil(len(points.x) / MAX_DOTS) for points in chart.points), default=1)
+        if each > 1:
+            parts.append(f"One point in {each} of the largest class is drawn.")
     return " ".join(parts)
 
 
-def _scatter_notes(chart: Scatter) -> list[str]:
-    notes = []
-    if chart.log_y:
-        zeros = sum(y <= 0 for points in chart.points for y in finite(points.y))
-        if not log_scale(chart):
-            notes.append("No value above 0, so the axis is linear.")
-        elif zeros:
-            notes.append(f"{zeros:,} point{'s' * (zeros > 1)} at 0, which a log axis cannot show.")
-    missing = sum(math.isnan(x) or math.isnan(y) for points in chart.points
-                  for x, y in zip(finite(points.x), finite(points.y), strict=True))  # fmt: skip
-    if missing:
-        notes.append(f"{missing:,} point{'s' * (missing > 1)} without a finite value left out.")
-    each = max((math.ceil(len(points.x) / MAX_DOTS) for points in chart.points), default=1)
-    if each > 1:
-        notes.append(f"One point in {each} of the largest class is drawn.")
-    return notes
+def _counted(count: int, chart: LineChart | Scatter) -> str:
+    """`1 value` of a curve, `1,200 points` of a scatter."""
+    return f"{count:,} {'value' if isinstance(chart, LineChart) else 'point'}{'s' * (count > 1)}"
 
 
 def _save(chart: Chart, form: str) -> bytes:

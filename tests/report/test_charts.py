@@ -108,6 +108,15 @@ def test_a_log_axis_says_what_it_leaves_out():
     assert "the axis is linear" in chart_note(none)
 
 
+def test_curves_and_points_say_the_same_of_a_log_axis():
+    y = [1.0, *[0.0, -1.0] * 600]
+    x = range(len(y))
+    curve = chart_note(LineChart("t", "x", "y", [Series("a", x, y, y, y)], log_y=True))
+    cloud = chart_note(Scatter("t", "x", "y", [Points("a", x, y)], log_y=True))
+    assert curve.endswith("1,200 values at 0 or below, which a log axis cannot show.")
+    assert cloud == "1,200 points at 0 or below, which a log axis cannot show."
+
+
 def test_a_long_curve_is_thinned_to_means_and_says_so():
     values = [float(i % 2) for i in range(4 * MAX_POINTS)]
     series, each = thin(Series("a", range(len(values)), values))
@@ -157,7 +166,7 @@ def test_every_point_that_can_be_drawn_is_a_dot_and_the_others_are_counted():
     assert chart_note(linear) == "2 points without a finite value left out."
     log = Scatter("t", "x", "y", [points], log_y=True)
     assert dots(log) == 2
-    assert "1 point at 0, which a log axis cannot show." in chart_note(log)
+    assert "1 point at 0 or below, which a log axis cannot show." in chart_note(log)
 
 
 def test_a_log_scatter_of_zeros_has_a_linear_axis_and_is_still_drawn():
