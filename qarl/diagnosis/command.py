@@ -15,8 +15,7 @@ from qarl.diagnosis.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 from qarl.inference.target import checkpoint_steps, resolve_target
 from qarl.report.page import write_page
-from qarl.report.run_report import check_replaceable, write_charts
-from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.report.run_report import chart_files, check_replaceable
 from qarl.storage.runs import read_run
 
 FORMAT_VERSION = 1
@@ -75,11 +74,8 @@ def _write(directory: Path, run: Path, diagnosis: Diagnosis, findings: list[Find
         "record": diagnosis.record,
     }
     text = json.dumps(contents, indent=1, allow_nan=False) + "\n"
-    path = directory / "diagnosis.json"
-    with disk_errors(path, len(text), place="--out"):
-        directory.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(path, text)
     sections = diagnosis_sections(diagnosis, findings)
-    write_charts(directory / "plots", sections)
+    beside = {directory / "diagnosis.json": text.encode()} | chart_files(directory / "plots", sections)
     return write_page(directory / "index.html", f"Step {diagnosis.step} of {run.resolve().name}",
-                      "qarl diagnose: log-probs recomputed with the weights after the step", sections)  # fmt: skip
+                      "qarl diagnose: log-probs recomputed with the weights after the step", sections,
+                      beside)  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 import warnings
 import xml.etree.ElementTree as ET
@@ -18,7 +17,7 @@ from qarl.report.axes import Colours, finite
 from qarl.report.blocks import Chart, LineChart, Scatter
 from qarl.report.figures import draw, log_scale, rc, thin
 from qarl.report.scatter import MAX_DOTS
-from qarl.storage.disk import disk_errors
+from qarl.storage.disk import write_together
 from qarl.text import visible
 
 # After Okabe and Ito: apart for every common kind of colour blindness; darkened to 3:1 on white, lightened on black.
@@ -58,21 +57,14 @@ def svg(chart: Chart, prefix: str = "chart-") -> str:
     return ET.tostring(root, encoding="unicode")
 
 
-def write_png(path: Path, chart: Chart) -> None:
-    """The chart with its title and legend, in light colours, 150 dots per inch; replaces `path` at once or not at all.
+def png(chart: Chart) -> bytes:
+    """The chart with its title and legend, in light colours, 150 dots per inch."""
+    return _save(chart, "png")
 
-    Raises UserError if the disk refuses.
-    """
-    data = _save(chart, "png")
-    temporary = path.with_name(f".{path.name}.tmp")
-    with disk_errors(path, len(data), place="OUT"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+
+def write_png(path: Path, chart: Chart) -> None:
+    """`png` to `path`, replacing it at once or not at all. Raises UserError if the disk refuses."""
+    write_together({path: png(chart)}, "--out")
 
 
 def chart_note(chart: Chart) -> str:

@@ -6,6 +6,7 @@ turned control, bidirectional and invisible characters into escapes; only the SV
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from qarl.report.blocks import Block, Chart, Scatter, Section
 from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg
 from qarl.report.figures import has_data, legend_names
 from qarl.report.formatting import number
-from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.disk import write_together
 from qarl.text import visible
 
 GENERATOR = '<meta name="generator" content="qarl">'  # by which we know a page that is ours to replace
@@ -47,12 +48,16 @@ def render_page(title: str, subtitle: str, sections: list[Section]) -> str:
     return template.render(title=title, subtitle=subtitle, sections=shown, **constants)
 
 
-def write_page(path: Path, title: str, subtitle: str, sections: list[Section]) -> Path:
-    """Render to `path`, replacing it at once or not at all; returns it. Raises UserError if the disk refuses."""
+def write_page(
+    path: Path, title: str, subtitle: str, sections: list[Section], beside: Mapping[Path, bytes] | None = None
+) -> Path:
+    """Render to `path`, replacing it at once or not at all; returns it.
+
+    beside: files that belong to the page, replaced together with it. Raises UserError if the disk refuses one of them;
+    then all are as they were.
+    """
     html = render_page(title, subtitle, sections)
-    with disk_errors(path, len(html.encode()), place="OUT"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(path, html)
+    write_together({**(beside or {}), path: html.encode()}, "--out")
     return path
 
 

@@ -24,7 +24,7 @@ from qarl.report.blocks import (
     Table,
     Text,
 )
-from qarl.report.charts import write_png
+from qarl.report.charts import png
 from qarl.report.curves import (
     CORRECTION,
     COST,
@@ -51,7 +51,7 @@ from qarl.storage.runs import RunRecord, read_run
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page and plots/*.png beside it; returns the page's path. Earlier ones are replaced.
+    """Write the page and plots/*.png beside it, together; returns the page's path. Earlier ones are replaced.
 
     out: the page's file, default RUN/report.html.
     Raises UserError: no run directory, an `out` that is something else than such a page, a disk that refuses.
@@ -60,18 +60,16 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     path = run / "report.html" if out is None else out
     check_replaceable(path)
     sections = report_sections(record)
-    write_charts(path.parent / "plots", sections)
     config = record.config
     subtitle = f"{config.model.path} · {config.quant.scheme}, {config.quant.learner} learner · {config.objective.name}"
-    return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections)
+    charts = chart_files(path.parent / "plots", sections)
+    return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
 
 
-def write_charts(directory: Path, sections: list[Section]) -> None:
-    """The charts of a page as PNG, named after their titles. Raises UserError if the disk refuses."""
+def chart_files(directory: Path, sections: list[Section]) -> dict[Path, bytes]:
+    """The charts of a page as PNG in `directory`, named after their titles."""
     charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
-    for chart in charts:
-        if has_data(chart):
-            write_png(directory / f"{_slug(chart.title)}.png", chart)
+    return {directory / f"{_slug(chart.title)}.png": png(chart) for chart in charts if has_data(chart)}
 
 
 def check_replaceable(path: Path) -> None:

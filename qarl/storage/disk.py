@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from qarl.errors import UserError
@@ -28,16 +28,24 @@ def disk_errors(path: Path, needed: int | None = None, place: str = "train.run_d
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            need = "" if needed is None else f"{needed:,} bytes needed, "
-            reason += f" ({need}{free_bytes(path):,} free)"
-            fix = f"free some space, or choose another {place}, on another disk"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            fix = f"make it writable, or choose another {place}"
-        else:
-            fix = f"check the path and the disk, or choose another {place}"
-        raise UserError(f"{path}: cannot be written: {reason}; {fix}") from error
+        raise _refusal(path, needed, place, error) from error
+
+
+def _refusal(path: Path, needed: int | None, place: str, error: OSError) -> UserError:
+    """What `disk_errors` says of an OSError."""
+    reason = error.strerror or str(error)
+    need = "" if needed is None else f"{needed:,} bytes needed, "
+    if error.errno == errno.ENOSPC:
+        reason += f" ({need}{free_bytes(path):,} free)"
+        fix = f"free some space, or choose another {place}, on another disk"
+    elif error.errno == errno.EDQUOT:  # what is free is not what the quota leaves
+        reason += f" ({need}the disk itself has {free_bytes(path):,} free)"
+        fix = f"remove files that count against your quota, or choose another {place}, on another disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = f"make it writable, or choose another {place}"
+    else:
+        fix = f"check the path and the disk, or choose another {place}"
+    return UserError(f"{path}: cannot be written: {reason}; {fix}")
 
 
 def fsync_directory(path: Path) -> None:
@@ -54,7 +62,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
     One writer at a time (the run lock sees to it). Raises OSError, the old file untouched.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -65,3 +73,41 @@ def atomic_write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def write_together(files: Mapping[Path, bytes], place: str) -> None:
+    """Replace all of `files` by their contents, durably: none of them before the disk has taken them all.
+
+    Missing directories are made, and removed again if the disk refuses. One writer at a time.
+    place: what the user gave that says where to write. Raises UserError naming the file that was refused, and the bytes
+    of all of them.
+    """
+    path = Path()
+    try:
+        with ExitStack() as undo:
+            for path, data in files.items():
+                for directory in reversed([d for d in (path.parent, *path.parent.parents) if not d.exists()]):
+                    directory.mkdir(exist_ok=True)
+                    undo.callback(_remove_if_empty, directory)
+                temporary = _temporary(path)
+                with open(temporary, "wb") as file:
+                    undo.callback(temporary.unlink, missing_ok=True)
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for path in files:
+                os.replace(_temporary(path), path)
+            undo.pop_all()
+        for directory in {path.parent for path in files}:
+            fsync_directory(directory)
+    except OSError as error:
+        raise _refusal(path, sum(map(len, files.values())), place, error) from error
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # somebody else wrote there
+        directory.rmdir()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")

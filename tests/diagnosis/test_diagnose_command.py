@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from tiny_runs import settings, write_config
 
+from qarl.diagnosis.command import diagnose_run
 from qarl.diagnosis.measure import weight_metrics
 from qarl.diagnosis.page import MEANINGS, grouped
 from qarl.diagnosis.policies import RunPolicy
@@ -121,6 +124,22 @@ def test_an_out_that_holds_something_else_is_refused_before_the_model_is_read(qa
         assert refused.code == 2 and refused.err.startswith(f"error: --out: {out}: {words}"), refused.err
         assert len(refused.err.splitlines()) == 1
     assert (tmp_path / "file").read_text() == "mine" and len(list((tmp_path / "folder").iterdir())) == 1
+
+
+def test_a_disk_that_is_full_at_a_plot_is_named_and_leaves_nothing(mismatched, tmp_path, monkeypatch):
+    seen = []
+
+    def fsync(fd: int) -> None:
+        seen.append(fd)
+        if len(seen) == 3:  # diagnosis.json and a plot are there by then
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match=r"\.png: cannot be written: No space left .* free\); free some space") as error:
+        diagnose_run(mismatched, step=1, device="cpu", gradients=False, out=tmp_path / "new" / "out", model=None,
+                     say=lambda line: None)  # fmt: skip
+    assert "\n" not in str(error.value) and "another --out" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_tokens_and_a_checkpoint_that_went_are_refused_in_one_line(mismatched):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 from hand_made_runs import make_run, step
@@ -44,6 +46,29 @@ def test_writing_again_gives_the_same_bytes(tmp_path):
     first = write_report(run).read_bytes()
     assert write_report(run).read_bytes() == first
     assert not list(run.rglob("*.tmp"))
+
+
+def test_a_disk_that_is_full_at_a_chart_leaves_page_and_plots_as_they_were(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "a", [{"reward/mean": 0.1}])
+    page = write_report(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    changed = run / "metrics.jsonl"
+    changed.write_text('{"step": 1, "reward/mean": 0.9, "mine": 3}\n')
+    seen = []
+
+    def fsync(fd: int) -> None:
+        seen.append(fd)
+        if len(seen) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match=r"plots/mine.png: cannot be written: No space left on device \(.*") as caught:
+        write_report(run)
+    assert str(caught.value).endswith(" free); free some space, or choose another --out, on another disk")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before | {
+        changed: changed.read_bytes()
+    }
+    assert page in before and run / "plots" / "reward.png" in before
 
 
 def test_a_run_without_steps_says_so(tmp_path):
