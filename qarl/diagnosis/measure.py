@@ -18,8 +18,10 @@ from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.mismatch import log_prob_gap, mismatch_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens, diagnostics_record
+from qarl.errors import UserError
 from qarl.objectives import TokenLogProbs, build_objective, finish_stats
 from qarl.objectives.contribution import contribution_stats
+from qarl.publish.snapshot import Snapshot
 
 EXAMPLES = 8
 Say = Callable[[str], None]
@@ -44,26 +46,15 @@ def diagnose(
 ) -> Diagnosis:
     """Recompute a step's log-probs at the weights after it, and measure.
 
-    previous: the checkpoint of the step before is there, for what the step changed. gradients: run the four backwards
-    too. history: the records of metrics.jsonl up to the step. say: gets a line before whatever takes long.
+    previous: the checkpoint of the step before is there, for what the step changed; a damaged one is left out with a
+    line on why. gradients: run the four backwards too. history: the records of metrics.jsonl up to the step. say: gets
+    a line before whatever takes long. Raises UserError if the step's own checkpoint is damaged.
 
     mismatch/* comes from the saved log-probs, of the rollout's version. Everything else is at the checkpoint's weights,
     after all optimizer steps of the step: the policy has moved as far as it will on these responses.
     """
     policy.check_tokens(saved)
     config, segments = policy.config, saved.segments
-    left_out: list[str] = []
-    before, shadow_before = None, None
-    if config.rollout.engine == "vllm":
-        left_out.append("vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what "
-                        "the two differ by")  # fmt: skip
-    if previous:
-        say(f"the sampler's arithmetic at the weights before step {saved.step}")
-        before = policy.load(saved.step - 1)
-        shadow_before = policy.shadow_logprobs(saved)
-    else:
-        left_out.append(f"what the step changed (deployed/*, crossings): no checkpoint of step {saved.step - 1}; "
-                        "checkpoint.every: 1 and checkpoint.keep_last: 0 keep one of every step")  # fmt: skip
     say(f"learner and sampler at the weights after step {saved.step}")
     after = policy.load(saved.step)
     shadow = policy.shadow_logprobs(saved)
@@ -84,18 +75,9 @@ def diagnose(
     metrics |= finish_stats(contribution_stats(logps, advantages, segments))
     metrics |= weight_metrics(weights)
     metrics |= error_token_metrics(ids, saved.logp_sampler, advantages, segments)
-    layers: Crossings | None = None
-    if before is not None and shadow_before is not None:
-        metrics |= deployed_metrics(shadow_before, shadow, advantages, segments)
-        layers = crossings(before, after)
-        metrics |= crossing_metrics(layers)
-    if not gradients:
-        left_out.append("the four backwards of the gradient (gradients/*): --no-gradients")
-    elif not advantages.any():
-        left_out.append("the gradient (gradients/*): every advantage of the step is 0")
-    else:
-        say("four backwards over the step's first minibatch")
-        metrics |= gradient_metrics(policy.gradient_gram(saved))
+    split, no_gradients = _gradients(policy, saved, gradients, say)
+    changes, layers, no_changes = _changes(policy, saved, previous, after, shadow, say)  # last: it changes the weights
+    metrics |= changes | split
 
     lengths = [len(response) for response in saved.responses]
     examples = error_examples(
@@ -106,6 +88,9 @@ def diagnose(
     record = diagnostics_record(
         saved.step, metrics, tokens, layers, examples, config.diagnostics.tokens, config.train.seed
     )
+    vllm = ["vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what the two differ "
+            "by"]  # fmt: skip
+    left_out = [*(vllm if config.rollout.engine == "vllm" else []), *no_changes, *no_gradients]
     return Diagnosis(saved.step, metrics, record, left_out)
 
 
@@ -122,6 +107,37 @@ def weight_metrics(weights: Tensor | None) -> dict[str, float]:
         "weights/ess_frac": float(values.sum()) ** 2 / (square * values.numel()) if square else 0.0,
         "weights/zero_frac": float((values == 0).double().mean()),
     }
+
+
+def _gradients(policy: RunPolicy, saved: SavedStep, wanted: bool, say: Say) -> tuple[dict[str, float], list[str]]:
+    """gradients/* at the policy's weights, or a line on why they were not measured."""
+    if not wanted:
+        return {}, ["the four backwards of the gradient (gradients/*): --no-gradients"]
+    if not saved.advantages.any():
+        return {}, ["the gradient (gradients/*): every advantage of the step is 0"]
+    say("four backwards over the step's first minibatch")
+    return gradient_metrics(policy.gradient_gram(saved)), []
+
+
+def _changes(
+    policy: RunPolicy, saved: SavedStep, previous: bool, after: Snapshot, shadow: Tensor, say: Say
+) -> tuple[dict[str, float], Crossings | None, list[str]]:
+    """deployed/*, quant/* and the crossings of each layer, or a line on why they were not measured.
+
+    after, shadow: what the step published, and the sampler's log-probs of it. Leaves the weights before the step in.
+    """
+    what = "what the step changed (deployed/*, crossings)"
+    if not previous:
+        return {}, None, [f"{what}: no checkpoint of step {saved.step - 1}; checkpoint.every: 1 and "
+                          "checkpoint.keep_last: 0 keep one of every step"]  # fmt: skip
+    say(f"the sampler's arithmetic at the weights before step {saved.step}")
+    try:
+        before = policy.load(saved.step - 1)
+    except UserError as error:
+        return {}, None, [f"{what}: {error}"]
+    layers = crossings(before, after)
+    deployed = deployed_metrics(policy.shadow_logprobs(saved), shadow, saved.advantages, saved.segments)
+    return deployed | crossing_metrics(layers), layers, []
 
 
 def _inside(logp_old: Tensor, logp_sampler: Tensor) -> dict[str, float]:

@@ -18,7 +18,7 @@ from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.publish.snapshot import Snapshot
-from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.training.batch import Batch, micro_batches, minibatches
 from qarl.training.four_passes import four_pass_gram
 from qarl.training.setup import build_policy, build_sampling, set_determinism
@@ -51,7 +51,10 @@ class RunPolicy:
         if not path.exists():
             raise UserError(f"{path}: the run that goes on has removed it (checkpoint.keep_last); diagnose it again, "
                             "or when it has ended")  # fmt: skip
-        checkpoint = CheckpointStore.load(path, groups=("masters",))
+        try:
+            checkpoint = CheckpointStore.load(path, groups=("masters",))
+        except CheckpointDamaged as error:
+            raise UserError(f"{error}; restore it from a copy, or give another --step") from error
         masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
         for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
             if name not in masters or name not in parameters or masters[name].shape != parameters[name].shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 from tiny_runs import settings, write_config
 
-from qarl.diagnosis.command import diagnose_run
-from qarl.diagnosis.measure import weight_metrics
+from qarl.diagnosis import command
+from qarl.diagnosis.measure import Diagnosis, diagnose, weight_metrics
 from qarl.diagnosis.page import MEANINGS, grouped
 from qarl.diagnosis.policies import RunPolicy
 from qarl.diagnosis.saved import read_rollouts
@@ -126,8 +127,10 @@ def test_an_out_that_holds_something_else_is_refused_before_the_model_is_read(qa
     assert (tmp_path / "file").read_text() == "mine" and len(list((tmp_path / "folder").iterdir())) == 1
 
 
-def test_a_disk_that_is_full_at_a_plot_is_named_and_leaves_nothing(mismatched, tmp_path, monkeypatch):
-    seen = []
+def test_a_disk_that_is_full_at_a_plot_is_named_and_leaves_nothing(mismatched, diagnosis, tmp_path, monkeypatch):
+    record, seen = diagnosis[0]["record"], []
+    monkeypatch.setattr(command, "RunPolicy", lambda target, device: None)
+    monkeypatch.setattr(command, "diagnose", lambda *arguments: Diagnosis(2, record["metrics"], record, []))
 
     def fsync(fd: int) -> None:
         seen.append(fd)
@@ -136,10 +139,45 @@ def test_a_disk_that_is_full_at_a_plot_is_named_and_leaves_nothing(mismatched, t
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(UserError, match=r"\.png: cannot be written: No space left .* free\); free some space") as error:
-        diagnose_run(mismatched, step=1, device="cpu", gradients=False, out=tmp_path / "new" / "out", model=None,
-                     say=lambda line: None)  # fmt: skip
+        out = tmp_path / "new" / "out"
+        command.diagnose_run(mismatched, step=2, device="cpu", gradients=True, out=out, model=None, say=print)
     assert "\n" not in str(error.value) and "another --out" in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def copied(mismatched, tmp_path) -> tuple[RunPolicy, Path]:
+    """The policy of a copy of the run, and the checkpoints of it, to be damaged."""
+    shutil.copytree(mismatched, tmp_path / "run")
+    return RunPolicy(resolve_target(str(tmp_path / "run"), step=2), "cpu"), tmp_path / "run" / "checkpoints"
+
+
+def test_a_damaged_checkpoint_of_the_step_before_leaves_out_what_needs_it_alone(mismatched, diagnosis, copied):
+    policy, checkpoints = copied
+    saved, masters = read_rollouts(mismatched, 2), checkpoints / "000001" / "masters.safetensors"
+    masters.write_bytes(masters.read_bytes()[:100])
+    found = diagnose(policy, saved, True, True, read_metrics(mismatched / "metrics.jsonl"), say=lambda line: None)
+    (line,) = found.left_out
+    where = r"^what the step changed \(deployed/\*, crossings\): .*/000001/masters.safetensors: "
+    assert re.search(where + r"100 bytes, [\d,]+ were written; restore it from a copy, or give another --step$", line)
+    whole = diagnosis[0]["record"]["metrics"]
+    assert found.metrics == pytest.approx(
+        {name: value for name, value in whole.items() if not name.startswith(("deployed/", "quant/"))}
+    )
+    assert found.record["layers"] is None and "gradients/cos_total" in found.metrics
+
+    masters.unlink()
+    (line, _) = diagnose(policy, saved, True, False, [], say=lambda line: None).left_out
+    assert re.search(where + "missing; restore it ", line)
+
+
+def test_a_damaged_checkpoint_of_the_step_itself_is_an_error_before_anything_is_computed(mismatched, copied):
+    policy, checkpoints = copied
+    (checkpoints / "000002" / "manifest.json").unlink()
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"/000002/manifest.json: missing; restore it from a copy, or give another --"):
+        diagnose(policy, read_rollouts(mismatched, 2), True, True, [], said.append)
+    assert said == ["learner and sampler at the weights after step 2"]
 
 
 def test_unknown_tokens_and_a_checkpoint_that_went_are_refused_in_one_line(mismatched):
