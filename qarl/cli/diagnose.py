@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +12,12 @@ import typer
 from qarl.threads import wait_politely
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from qarl.diagnosis.command import Diagnosed
+
+INDENT = 2  # of a metric under what it is about
+BESIDE = 80  # characters beside the metrics' names: the value, the borders, and an explanation of two lines at most
 
 
 def diagnose(
@@ -42,28 +49,47 @@ def diagnose(
 
 def _print(found: Diagnosed) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    from qarl.diagnosis.page import MARKS, grouped
-    from qarl.report.formatting import number
+    from qarl.diagnosis.page import MARKS
 
-    console = Console()
-    table = Table(title=f"Step {found.diagnosis.step}", title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right")
-    for title, rows in grouped(found.diagnosis.metrics):
-        table.add_section()
-        table.add_row(Text(title, "bold"), "")
-        for name, value in rows:
-            table.add_row(Text(f"  {name}"), number(value))
-    console.print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width to keep to
+    console.print(numbers_table(found.diagnosis.metrics, f"Step {found.diagnosis.step}", console.width))
     for finding in found.findings:
         console.print(Text(f"{MARKS[finding.level]}: {finding.text}", {"problem": "red", "watch": "yellow"}.get(
             finding.level, "")), soft_wrap=True)  # fmt: skip
     for line in found.diagnosis.left_out:
         console.print(Text(f"Not measured: {line}."), soft_wrap=True)
     typer.echo(f"page: {found.page}")
+
+
+def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table:
+    """Every number with what it is, as the page has it: beside it where `width` characters allow, else below."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from qarl.diagnosis.page import explained, grouped
+    from qarl.report.formatting import number
+
+    names = max(map(len, metrics), default=0) + INDENT
+    beside = width - names >= BESIDE
+    table = Table(title=title, title_justify="left")
+    table.add_column("metric", width=names if beside else None)
+    table.add_column("value", justify="right", no_wrap=True)
+    if beside:
+        table.add_column("what it is")
+    for heading, rows in grouped(metrics):
+        table.add_section()
+        table.add_row(Text(heading, "bold"))
+        for name, value in rows:
+            shown, words = Text(" " * INDENT + name), Text(explained(name), "dim")
+            if beside:
+                table.add_row(shown, number(value), words)
+            else:
+                table.add_row(Group(shown, Padding(words, (0, 0, 0, 2 * INDENT))), number(value))
+    return table
 
 
 def register(app: typer.Typer) -> None:

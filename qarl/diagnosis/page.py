@@ -73,6 +73,11 @@ def grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, flo
     return found
 
 
+def explained(name: str) -> str:
+    """What a metric is, with its unit, for page and terminal; empty for one that nobody knows."""
+    return MEANINGS.get(name) or meaning(name)
+
+
 def _table(rows: list[tuple[str, float]], title: str) -> Table:
     columns = [Column("metric"), Column("value", "right"), Column("what it is")]
-    return Table(columns, [[name, number(value), MEANINGS.get(name) or meaning(name)] for name, value in rows], title)
+    return Table(columns, [[name, number(value), explained(name)] for name, value in rows], title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -12,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_runs import settings, write_config
 
+from qarl.cli.diagnose import numbers_table
 from qarl.diagnosis import command
 from qarl.diagnosis.measure import Diagnosis, diagnose, weight_metrics
-from qarl.diagnosis.page import MEANINGS, grouped
+from qarl.diagnosis.page import explained, grouped
 from qarl.diagnosis.policies import RunPolicy
 from qarl.diagnosis.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
-from qarl.report.curves import meaning
+from qarl.report.formatting import number
 from qarl.storage.runs import read_metrics
 
 EVERY = {"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 1}
@@ -76,7 +79,27 @@ def test_what_it_recomputes_is_what_the_run_logged(mismatched, diagnosis):
 def test_every_number_of_the_page_says_what_it_is(diagnosis):
     names = [name for _, rows in grouped(diagnosis[0]["record"]["metrics"]) for name, _ in rows]
     assert len(names) > 40
-    assert [name for name in names if not (MEANINGS.get(name) or meaning(name))] == []
+    assert [name for name in names if not explained(name)] == []
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60])
+def test_the_terminal_explains_every_number_in_the_words_of_the_page(diagnosis, width):
+    metrics = diagnosis[0]["record"]["metrics"]
+    file = io.StringIO()
+    Console(file=file, width=width).print(numbers_table(metrics, "Step 2", width))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.strip("│").split("│", 2)] for line in lines if line.startswith("│")]
+    cells = [" ".join(filter(None, column)) for column in zip(*rows, strict=True)]
+    for name, value in metrics.items():
+        words = explained(name)
+        assert f"{name} {words}" in cells[0] if width < 100 else words in cells[2]
+        assert [row[1] for row in rows if row[0] == name] == [number(value)]
+
+
+def test_a_pipe_gets_the_explanations_too(diagnosis):
+    row = next(line for line in diagnosis[1].splitlines() if "precision/phantom_frac" in line)
+    assert explained("precision/phantom_frac") in row
 
 
 def test_the_learner_and_the_sampler_come_back_bit_for_bit(mismatched):
