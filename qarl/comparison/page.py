@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from qarl.comparison.members import evaluation_avg
 from qarl.comparison.summary import Number, cell, used
 from qarl.report.blocks import Bar, BarChart, Block, Column, Facts, LineChart, Section, Series, Table, Text
-from qarl.report.charts import write_png
+from qarl.report.charts import chart_files
 from qarl.report.formatting import MISSING, interval, number
 from qarl.report.page import write_page
 from qarl.storage.disk import disk_errors
@@ -28,17 +27,12 @@ def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunR
     comparison: as in comparison.json. records: member -> its run. Raises UserError if the disk refuses.
     """
     sections = build_sections(comparison, records)
-    plots = out / "plots"
-    charts = [b for section in sections for b in section.blocks if isinstance(b, (LineChart, BarChart))]
-    names = {f"{_slug(chart.title)}.png": chart for chart in charts}
-    with disk_errors(plots, place="--out"):
-        plots.mkdir(exist_ok=True)
-        for path in plots.glob("*.png"):
-            if path.name not in names:
+    charts = chart_files(out / "plots", sections)
+    write_page(out / "comparison.html", comparison["title"], _subtitle(comparison["members"]), sections, charts)
+    with disk_errors(out / "plots", place="--out"):
+        for path in (out / "plots").glob("*.png"):
+            if path not in charts:
                 path.unlink()
-    for name, chart in names.items():
-        write_png(plots / name, chart)
-    write_page(out / "comparison.html", comparison["title"], _subtitle(comparison["members"]), sections)
 
 
 def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) -> list[Section]:
@@ -250,7 +244,3 @@ def _environment(comparison: dict[str, Any]) -> list[Block]:
     if comparison["environment_differences"]:
         blocks.append(Text("The first run's; what differs in others stands above."))
     return blocks
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"\W+", "_", title.lower()).strip("_")

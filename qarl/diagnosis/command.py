@@ -14,8 +14,9 @@ from qarl.diagnosis.reading import Finding, read
 from qarl.diagnosis.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 from qarl.inference.target import checkpoint_steps, resolve_target
+from qarl.report.charts import chart_files
 from qarl.report.page import write_page
-from qarl.report.run_report import chart_files, check_replaceable
+from qarl.report.run_report import check_replaceable
 from qarl.storage.runs import read_run
 
 FORMAT_VERSION = 1

@@ -14,10 +14,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from qarl.report.axes import Colours, finite
-from qarl.report.blocks import Chart, LineChart, Scatter
-from qarl.report.figures import draw, log_scale, rc, thin
+from qarl.report.blocks import Chart, LineChart, Scatter, Section
+from qarl.report.figures import draw, has_data, log_scale, rc, thin
 from qarl.report.scatter import MAX_DOTS
-from qarl.storage.disk import write_together
 from qarl.text import visible
 
 # After Okabe and Ito: apart for every common kind of colour blindness; darkened to 3:1 on white, lightened on black.
@@ -62,9 +61,14 @@ def png(chart: Chart) -> bytes:
     return _save(chart, "png")
 
 
-def write_png(path: Path, chart: Chart) -> None:
-    """`png` to `path`, replacing it at once or not at all. Raises UserError if the disk refuses."""
-    write_together({path: png(chart)}, "--out")
+def chart_files(directory: Path, sections: list[Section]) -> dict[Path, bytes]:
+    """The charts of a page that show something as PNG in `directory`, named after their titles."""
+    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
+    return {directory / f"{_slug(chart.title)}.png": png(chart) for chart in charts if has_data(chart)}
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:80] or "chart"
 
 
 def chart_note(chart: Chart) -> str:

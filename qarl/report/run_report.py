@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import statistics
 from pathlib import Path
@@ -14,7 +13,6 @@ from qarl.report.blocks import (
     Bar,
     BarChart,
     Block,
-    Chart,
     Code,
     Column,
     Facts,
@@ -24,7 +22,7 @@ from qarl.report.blocks import (
     Table,
     Text,
 )
-from qarl.report.charts import png
+from qarl.report.charts import chart_files
 from qarl.report.curves import (
     CORRECTION,
     COST,
@@ -42,7 +40,6 @@ from qarl.report.curves import (
 )
 from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
-from qarl.report.figures import has_data
 from qarl.report.formatting import gib, number, percent, seconds
 from qarl.report.page import GENERATOR, write_page
 from qarl.report.samples import samples_section
@@ -64,12 +61,6 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     subtitle = f"{config.model.path} · {config.quant.scheme}, {config.quant.learner} learner · {config.objective.name}"
     charts = chart_files(path.parent / "plots", sections)
     return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
-
-
-def chart_files(directory: Path, sections: list[Section]) -> dict[Path, bytes]:
-    """The charts of a page as PNG in `directory`, named after their titles."""
-    charts = [block for section in sections for block in section.blocks if isinstance(block, Chart)]
-    return {directory / f"{_slug(chart.title)}.png": png(chart) for chart in charts if has_data(chart)}
 
 
 def check_replaceable(path: Path) -> None:
@@ -236,7 +227,3 @@ def _device(environment: dict[str, Any]) -> str:
 def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
     values = [value for value in values_of(rows, name) if value is not None]
     return statistics.fmean(values) if values else None
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:80] or "chart"

@@ -25,10 +25,9 @@ from qarl.report.blocks import (
     Table,
     Text,
 )
-from qarl.report.charts import write_png
+from qarl.report.charts import png
 from qarl.report.formatting import number
 from qarl.report.page import write_page
-from qarl.storage.disk import disk_errors
 
 Member = dict[str, Any]
 WORST = 4
@@ -40,13 +39,10 @@ GAINS = ("size", "decode", "prefill")
 def write_page_and_plots(out: Path, result: dict[str, Any]) -> None:
     """Write the page and its charts. result: what comparison.json holds. Raises UserError where the disk refuses."""
     charts = comparison_charts(result["members"])
-    with disk_errors(out, place="--out"):
-        (out / "plots").mkdir(exist_ok=True)
-        for name, chart in charts.items():
-            write_png(out / "plots" / f"{name}.png", chart)
-        settings = result["settings"]
-        subtitle = f"{settings['predicted_tokens']} tokens of {_text_name(settings)}, device {settings['device']}"
-        write_page(out / "comparison.html", result["title"], subtitle, page_sections(result, charts))
+    settings = result["settings"]
+    subtitle = f"{settings['predicted_tokens']} tokens of {_text_name(settings)}, device {settings['device']}"
+    files = {out / "plots" / f"{name}.png": png(chart) for name, chart in charts.items()}
+    write_page(out / "comparison.html", result["title"], subtitle, page_sections(result, charts), files)
 
 
 def comparison_charts(members: list[Member]) -> dict[str, Chart]:

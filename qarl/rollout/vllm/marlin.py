@@ -3,8 +3,8 @@
 A Marlin kernel object has a workspace: counters with which its blocks wait for each other, all 0 between launches.
 Every reload of weights gives the object a new one (`process_weights_after_loading`, read in vLLM 0.24), and the old
 one's memory goes to other tensors. A CUDA graph that was captured before goes on with the old address, where its blocks
-may wait for ever. Seen on an H200 with `cudagraph_mode: FULL_DECODE_ONLY` and no sleep: the first rollout after the first
-publish did not end; with the old ones held, runs of 100 steps went through.
+may wait for ever. Seen on an H200 with `cudagraph_mode: FULL_DECODE_ONLY` and no sleep: the first rollout after the
+first publish did not end; with the old ones held, runs of 100 steps went through.
 """
 
 from __future__ import annotations
