@@ -19,7 +19,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from qarl.policy.kernel_operand import KernelOperand
-    from qarl.policy.linear import Operand
+    from qarl.policy.operand import Operand
 
 
 @dataclass(frozen=True)

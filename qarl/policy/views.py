@@ -11,7 +11,8 @@ from qarl_formats.quantize import QuantizedWeight
 from torch import Tensor, nn
 
 from qarl.config import QuantConfig
-from qarl.policy.linear import Operand, QuantLinear, fake_quant_operand, full_precision_operand, operand_of
+from qarl.policy.linear import QuantLinear
+from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand, operand_of
 from qarl.policy.view import View
 from qarl.publish.snapshot import Snapshot, published
 

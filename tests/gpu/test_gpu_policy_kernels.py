@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
 from qarl.policy.kernel_operand import KernelOperand
-from qarl.policy.linear import QuantLinear, operand_of
+from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
+from qarl.policy.operand import operand_of
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
 from qarl.publish.snapshot import published

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl.config import ModelConfig, QuantConfig
-from qarl.policy.linear import Operand, QuantLinear
+from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
+from qarl.policy.operand import Operand
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
 

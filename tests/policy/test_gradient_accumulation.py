@@ -10,7 +10,8 @@ from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
 
 from qarl.policy import linear as linear_module
-from qarl.policy.linear import QuantLinear, operand_of
+from qarl.policy.linear import QuantLinear
+from qarl.policy.operand import operand_of
 
 N, K = 24, 64
 

@@ -14,7 +14,8 @@ from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.kernel_operand import KernelOperand
 from qarl.policy.kernels import use_kernels
-from qarl.policy.linear import Operand, QuantLinear, operand_of
+from qarl.policy.linear import QuantLinear
+from qarl.policy.operand import Operand, operand_of
 from qarl.publish.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

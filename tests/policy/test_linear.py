@@ -9,13 +9,8 @@ from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
 
-from qarl.policy.linear import (
-    QuantLinear,
-    dequantized_input,
-    fake_quant_operand,
-    full_precision_operand,
-    operand_of,
-)
+from qarl.policy.linear import QuantLinear
+from qarl.policy.operand import dequantized_input, fake_quant_operand, full_precision_operand, operand_of
 
 N, K, GROUP = 24, 64, 32
 SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]

@@ -19,7 +19,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.export.vllm_probe import ENVIRONMENT
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.linear import operand_of
+from qarl.policy.operand import operand_of
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import drawing_of

@@ -13,7 +13,7 @@ from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
 
-from qarl.policy.linear import operand_of
+from qarl.policy.operand import operand_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 K = 192
