@@ -1,11 +1,12 @@
 """Compile recorded kernel launches for GPUs that are not here, and read what the compiler made of them.
 
     python tests/kernels/compiling.py module:function --capabilities 8.0 9.0     # one JSON line per kernel
+    python tests/kernels/compiling.py serve                                      # for tests, see `Compiler`
 
 `function` is a generator: it calls the kernels' Python wrappers on CPU (or meta) tensors and yields a label after each
 call. It runs once per capability inside `qarl_kernels.launch.recording`, so nothing executes; every launch since the
 last yield belongs to that label. Triton's own binder specialises the arguments, so that what is compiled is what a GPU
-would run. Tests call `compile_launches`, which starts a subprocess: with TRITON_INTERPRET=1, which the test suite sets,
+would run. Tests have a `Compiler`, which starts a subprocess: with TRITON_INTERPRET=1, which the test suite sets,
 `@triton.jit` makes functions that cannot be compiled.
 """
 
@@ -22,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -207,7 +209,7 @@ def _run(index: int) -> Compiled:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", help="module:function, a generator")
+    parser.add_argument("case", help="module:function, a generator; or `serve`")
     parser.add_argument("--capabilities", nargs="+", default=[f"{a}.{b}" for a, b in CAPABILITIES])
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
@@ -215,30 +217,87 @@ def main() -> None:
         parser.error("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
+    if arguments.case == "serve":
+        return serve()
     capabilities = [(int(major), int(minor)) for major, minor in (text.split(".") for text in arguments.capabilities)]
-    _pending.extend(_jobs(arguments.case, capabilities))
+    compile_case(arguments.case, capabilities, arguments.processes)
+
+
+def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int) -> None:
+    """Print a JSON line per kernel."""
+    _pending.extend(_jobs(case, [(major, minor) for major, minor in capabilities]))
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(arguments.processes, context) as pool:  # notices a compiler that crashes, unlike a Pool
+    with ProcessPoolExecutor(processes, context) as pool:  # notices a compiler that crashes, unlike a Pool
         for compiled in pool.map(_run, range(len(_pending))):
             print(json.dumps(asdict(compiled)), flush=True)
 
 
-def compile_launches(
-    case: str, cache: Path, capabilities: Sequence[tuple[int, int]] = CAPABILITIES, processes: int = 2
-) -> list[Compiled]:
-    """Compile what the generator `case` ("module:function") launches, in a subprocess without the interpreter.
+def serve() -> None:
+    """Compile a case in a fork for every line {case, capabilities, processes, cache, output} of stdin.
 
-    cache: directory for Triton's files. Modules are found as in the test suite, and beside this file.
+    What it prints goes to `output`.out and .err; its exit code to stdout.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [ROOT / "kernels", ROOT / "quant_formats", ROOT, Path(__file__).parent, environment.get("PYTHONPATH", "")]
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
-    command = [sys.executable, __file__, case, "--processes", str(processes), "--capabilities"]
-    command += [f"{major}.{minor}" for major, minor in capabilities]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{case}: {done.stderr[-4000:]}"
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
+    import compile_cases  # noqa: F401 - imported for the forks, with torch and every kernel
+
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                cache, output = order.pop("cache"), order.pop("output")
+                for fd, path in ((0, os.devnull), (1, f"{output}.out"), (2, f"{output}.err")):
+                    target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+                    os.dup2(target, fd)
+                    os.close(target)
+                os.environ["TRITON_CACHE_DIR"] = cache
+                compile_case(**order)
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    os._exit(0)  # taken down, Triton's bindings print pages about what they leak
+
+
+class Compiler:
+    """Compiles in forks of one subprocess, which has no interpreter and imports torch and the kernels once.
+
+    Modules are found as in the test suite, and beside this file.
+    """
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        paths = [ROOT / "kernels", ROOT / "quant_formats", ROOT, Path(__file__).parent, environment.get("PYTHONPATH")]
+        # One thread: a process whose thread pool has started cannot be forked.
+        environment |= {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path), "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, "serve"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def compile(
+        self, case: str, cache: Path, capabilities: Sequence[tuple[int, int]] = CAPABILITIES, processes: int = 2
+    ) -> list[Compiled]:
+        """Compile what the generator `case` ("module:function") launches. cache: directory for Triton's files."""
+        output = cache / "output"
+        order = {"case": case, "capabilities": list(capabilities), "processes": processes, "cache": str(cache),
+                 "output": str(output)}  # fmt: skip
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        code = self._server.stdout.readline().strip()
+        out, err = (Path(f"{output}{suffix}").read_text(errors="replace") for suffix in (".out", ".err"))
+        assert code == "0", f"{case}: exit code {code}: {err[-4000:]}"
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        return [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
+
+    def close(self) -> None:
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+        self._server.stdout.close()
 
 
 if __name__ == "__main__":

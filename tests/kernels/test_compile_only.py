@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiling import CAPABILITIES, Compiled, compile_launches
+from compiling import CAPABILITIES, Compiled, Compiler
 from qarl_kernels.launch import descriptor, launch
 
 # "module:function" of a generator that calls kernels' wrappers and yields a label after each call, the capabilities
@@ -36,13 +36,20 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
 WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 
 
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    made = Compiler()
+    yield made
+    made.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("case", "opcodes"), CASES, ids=[case for case, _ in CASES])
 def test_kernels_compile_fit_and_do_not_spill(
-    case: str, opcodes: dict[tuple[int, int], str | None], tmp_path: Path
+    case: str, opcodes: dict[tuple[int, int], str | None], compiler: Compiler, tmp_path: Path
 ) -> None:
-    kernels = compile_launches(case, tmp_path, list(opcodes))
+    kernels = compiler.compile(case, tmp_path, list(opcodes))
     problems = [problem for kernel in kernels for problem in kernel.problems()]
     for kernel in kernels:
         opcode = opcodes[kernel.capability]
@@ -99,8 +106,10 @@ def hungry_launches() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, tuple[int, int]], Compiled]:
-    kernels = compile_launches("test_compile_only:product_launches", tmp_path_factory.mktemp("products"))
+def products(
+    compiler: Compiler, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, tuple[int, int]], Compiled]:
+    kernels = compiler.compile("test_compile_only:product_launches", tmp_path_factory.mktemp("products"))
     found = {(kernel.label, kernel.capability): kernel for kernel in kernels}
     assert len(found) == len(kernels) == 9, "launches that differ in numbers alone are one kernel"
     return found
@@ -127,8 +136,8 @@ def test_arguments_are_specialised_as_by_the_jit(products) -> None:
     assert "stride" not in products["3 stages", (9, 0)].constants
 
 
-def test_spills_and_errors_are_problems(tmp_path: Path) -> None:
-    kernels = compile_launches("test_compile_only:hungry_launches", tmp_path, [(9, 0)])
+def test_spills_and_errors_are_problems(compiler: Compiler, tmp_path: Path) -> None:
+    kernels = compiler.compile("test_compile_only:hungry_launches", tmp_path, [(9, 0)])
     wide, narrow, wrong = kernels
     assert wide.problems() == [] and wide.count("LDG.E.128") > 0 and wide.stack == 0
     assert narrow.spill_stores > 0 and narrow.spill_loads > 0 and narrow.stack > 0 and narrow.count("STL") > 0
