@@ -186,20 +186,3 @@ def test_bytes_that_the_disk_changed_are_refused_and_leave_nothing(tiny_model, t
     with pytest.raises(UserError, match=r"model\.norm\.weight came back from model\.safetensors with other bytes"):
         run.export(tmp_path / "out")
     assert entries(tmp_path) == ["run"]
-
-
-@pytest.mark.slow
-def test_smollm2_is_quantized_and_loads_in_transformers(smollm2, tmp_path):
-    from qarl.export.job import export_target
-
-    target = resolve_target(smollm2, quant={"scheme": "w4a16", "group_size": 64})
-    report = export_target(target, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=50 * 10**6)
-    assert report.tensor_bytes / report.bf16_bytes < 0.5
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    prompt = tokenizer("The capital of France is", return_tensors="pt")
-    with torch.no_grad():
-        likeliest = model(**prompt).logits[0, -1].topk(5).indices
-    assert " Paris" in [tokenizer.decode(token) for token in likeliest]

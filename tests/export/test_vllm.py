@@ -1,25 +1,30 @@
-"""Exports of SmolLM2 in real vLLM: the native engine's greedy log-probs within the bound of each scheme."""
+"""Exports of SmolLM2: in transformers, and in real vLLM the native engine's greedy log-probs within each bound.
+
+vLLM has a process of its own for the first scheme, as users have it; for the others a fork of one that has it imported.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 from tiny_exports import save_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.export import verify
+from qarl.export import job, readers, verify
 from qarl.export.job import export_target
 from qarl.export.readers import Unsupported
 from qarl.inference.target import resolve_target
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCHEMES = {
     "bf16": {"scheme": "bf16"},
     "w4a16": {"scheme": "w4a16", "group_size": 64},
@@ -29,22 +34,72 @@ SCHEMES = {
 }
 
 
+OWN_PROCESS = "bf16"
+
+
 @pytest.fixture(scope="module")
-def directory(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 as a Hugging Face directory, which loads in a tenth of the time that its GGUF takes."""
-    out = tmp_path_factory.mktemp("smollm2") / "bf16"
-    export_target(resolve_target(smollm2), out, dtype=torch.bfloat16, max_shard_bytes=10**9)
-    return out
+def exports(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """SmolLM2 from its GGUF as bf16 and w4a16. The GGUF is opened once: that takes longer than the rest."""
+    places: dict[str, Path] = {}
+    masters = job.open_masters(resolve_target(smollm2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "open_masters", lambda target: masters)
+        for name in ("bf16", "w4a16"):
+            target = resolve_target(smollm2, quant=SCHEMES[name])
+            places[name] = tmp_path_factory.mktemp("smollm2") / name
+            report = export_target(target, places[name], dtype=torch.bfloat16, max_shard_bytes=50 * 10**6)
+            assert (report.tensor_bytes / report.bf16_bytes < 0.5) == (name == "w4a16")
+    return places
 
 
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Callable[..., subprocess.CompletedProcess]]:
+    """`subprocess.run` of a probe as `read_vllm` calls it, which runs in a fork of the server."""
+    path = os.pathsep.join(place for place in sys.path if place)
+    # One thread: a process whose thread pool has started cannot be forked.
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("probe_server.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+    def run(command: list[str], *, stdout: IO[str], check: bool, **rest) -> subprocess.CompletedProcess:
+        assert command[:3] == [sys.executable, "-m", "qarl.export.vllm_probe"] and check
+        server.stdin.write(json.dumps({"argv": command[3:], "output": stdout.name}) + "\n")
+        server.stdin.flush()
+        if code := int(server.stdout.readline()):
+            raise subprocess.CalledProcessError(code, command)
+        return subprocess.CompletedProcess(command, code)
+
+    yield run
+    server.stdin.close()
+    server.wait(timeout=60)
+    server.stdout.close()
+
+
+def test_smollm2_is_quantized_and_loads_in_transformers(exports):
+    out = exports["w4a16"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    with torch.no_grad():
+        likeliest = model(**prompt).logits[0, -1].topk(5).indices
+    assert " Paris" in [tokenizer.decode(token) for token in likeliest]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_vllm_agrees_with_the_native_engine(name, directory, tmp_path, monkeypatch):
+def test_vllm_agrees_with_the_native_engine(name, exports, tmp_path, monkeypatch, request):
     def unsupported(*arguments):
         raise Unsupported("transformers is not what this test is about")
 
+    if name != OWN_PROCESS:
+        monkeypatch.setattr(readers.subprocess, "run", request.getfixturevalue("forked"))
     monkeypatch.setattr(verify, "MAX_TOKENS", 12)
     monkeypatch.setattr(verify, "read_transformers", unsupported)
-    run = save_run(tmp_path / "run", directory, steps=(1,), noise=0.0, **SCHEMES[name])
+    run = save_run(tmp_path / "run", exports["bf16"], steps=(1,), noise=0.0, **SCHEMES[name])
     run.export(tmp_path / "out", unpacked=name == "w4a8")
     record = verify.verify_export(resolve_target(str(run.path)), tmp_path / "out", device="cpu", say=print)
     found = {agreement["reader"]: agreement for agreement in record["readers"]}
