@@ -40,6 +40,14 @@ def optimizer_bytes(name: str, matrix_parameters: int, other_parameters: int) ->
     return (4 if name == "muon" else 8) * matrix_parameters + 8 * other_parameters
 
 
+def saved_bytes(config: Config, architecture: Architecture) -> int:
+    """A training checkpoint on the disk: masters and optimizer state, without its kilobytes of headers."""
+    other = architecture.parameters - architecture.matrix_parameters
+    return master_bytes(architecture.parameters) + optimizer_bytes(
+        config.optim.name, architecture.matrix_parameters, other
+    )
+
+
 def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
     """Codes, scales and zero points of one weight as stored (compressed-tensors layout).
 

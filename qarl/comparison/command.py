@@ -12,6 +12,7 @@ from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.page import write_outputs
 from qarl.comparison.plan import Axes, Member, find_finished, plan
 from qarl.comparison.progress import ProgressView
+from qarl.comparison.space import space_warning
 from qarl.comparison.study import Study, load_study, plan_study
 from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
 from qarl.errors import UserError
@@ -61,6 +62,8 @@ def _train_and_compare(
             if member.state != "waiting":
                 what = f"reused, {member.run_dir}" if member.reused else f"{member.state}: {member.reason}"
                 view.say(f"{member.name}: {what}")
+        if (line := space_warning(members, out, jobs)) is not None:
+            view.say(line)
         signum = train_members(members, out, view, start, jobs)
         for member in members:
             if member.state == "waiting":

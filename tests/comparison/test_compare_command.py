@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from tiny_runs import ROOT, settings, write_config
 
+from qarl.config import check_model
+from qarl.memory import saved_bytes
+from qarl.storage.runs import read_run
+
 pytestmark = pytest.mark.slow
 
 # A member's process as a fork of the comparison's, which costs a tenth of a new one; all else is as it is.
@@ -105,6 +109,14 @@ def test_each_member_has_its_numbers(compared, folder):
     assert all(fine[name] > 0 for name in numbers)
     assert (fine["scheme"], fine["learner"], fine["seed"], fine["objective"]) == ("w8a8", "full_precision", 0, "grpo")
     assert fine["mismatch_delta_abs_max"] > 0 == found["w8a8-aligned-seed0"]["mismatch_delta_abs_max"]
+
+
+def test_a_member_leaves_the_checkpoint_that_is_counted_on(compared, folder):
+    run = folder / "runs/compare-tiny/runs/w8a8-aligned-seed0"
+    config = read_run(run).config
+    counted = saved_bytes(config, check_model(config.model).architecture)
+    found = sum(path.stat().st_size for path in (run / "checkpoints/latest").resolve().rglob("*"))
+    assert counted < found < counted + 32 * 1024  # headers, manifest, state.json
 
 
 def test_the_page_names_each_member_and_escapes_what_a_reward_raised(compared, folder):

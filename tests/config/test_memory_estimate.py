@@ -50,6 +50,12 @@ def test_adamw_holds_8_bytes_and_muon_4_on_matrices():
     assert memory.optimizer_bytes("muon", 100, 10) == 480
 
 
+@pytest.mark.parametrize(("name", "bytes_a_matrix_parameter"), [("adamw", 12), ("muon", 8)])
+def test_a_checkpoint_holds_masters_and_optimizer_state(name, bytes_a_matrix_parameter):
+    expected = bytes_a_matrix_parameter * MATRICES + 12 * (PARAMETERS - MATRICES)
+    assert memory.saved_bytes(config(optim={"name": name}), TINY) == expected
+
+
 def test_checkpointing_keeps_layer_inputs_and_one_layer():
     shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
     one_layer = memory.activation_bytes(**{**shape, "layers": 1}, checkpointing=False)

@@ -1,0 +1,48 @@
+"""What the members of a comparison leave on the disk, said before the first of them trains. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qarl.comparison.plan import Member
+from qarl.config import Config, check_model
+from qarl.errors import UserError
+from qarl.memory import saved_bytes
+from qarl.report.formatting import bytes_
+from qarl.storage.disk import free_bytes
+
+
+def space_warning(members: Sequence[Member], out: Path, jobs: int) -> str | None:
+    """A line if the checkpoints of the members that wait will not fit on the disk of `out`, None where they do.
+
+    jobs: members trained at once, each of which holds one more checkpoint while it writes one. What stopped members
+    have there already is counted again. A model whose shape is not known counts nothing.
+    """
+    waiting = [member.config for member in members if member.state == "waiting" and member.config is not None]
+    each = [(_checkpoint(config), _kept(config)) for config in waiting]
+    writing = sum(sorted((size for size, _ in each), reverse=True)[:jobs])
+    needed = writing + sum(size * kept for size, kept in each)
+    free = free_bytes(out)
+    if needed <= free:
+        return None
+    return (
+        f"warning: {out}: {len(waiting)} members will leave checkpoints of about {bytes_(needed)}, and "
+        f"{bytes_(free)} are free; free some space, choose --out on another disk, or train fewer members. One that "
+        "finds the disk full fails alone, and the same command goes on with it."
+    )
+
+
+def _checkpoint(config: Config) -> int:
+    try:
+        architecture = check_model(config.model).architecture
+    except UserError:  # said where the member is trained
+        return 0
+    return 0 if architecture is None else saved_bytes(config, architecture)
+
+
+def _kept(config: Config) -> int:
+    """Checkpoints that a finished run has."""
+    keep, steps = config.checkpoint, config.train.steps
+    written = steps // keep.every + (1 if keep.save_final and steps % keep.every else 0)
+    return min(written, keep.keep_last) if keep.keep_last else written
