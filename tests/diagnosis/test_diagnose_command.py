@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import fill_disk
 from rich.console import Console
 from tiny_runs import settings, write_config
 
@@ -151,16 +150,10 @@ def test_an_out_that_holds_something_else_is_refused_before_the_model_is_read(qa
 
 
 def test_a_disk_that_is_full_at_a_plot_is_named_and_leaves_nothing(mismatched, diagnosis, tmp_path, monkeypatch):
-    record, seen = diagnosis[0]["record"], []
+    record = diagnosis[0]["record"]
     monkeypatch.setattr(command, "RunPolicy", lambda target, device: None)
     monkeypatch.setattr(command, "diagnose", lambda *arguments: Diagnosis(2, record["metrics"], record, []))
-
-    def fsync(fd: int) -> None:
-        seen.append(fd)
-        if len(seen) == 3:  # diagnosis.json and a plot are there by then
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    fill_disk(monkeypatch, after=2)  # diagnosis.json and a plot are there by then
     with pytest.raises(UserError, match=r"\.png: cannot be written: No space left .* free\); free some space") as error:
         out = tmp_path / "new" / "out"
         command.diagnose_run(mismatched, step=2, device="cpu", gradients=True, out=out, model=None, say=print)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
 
 import pytest
+from full_disk import fill_disk
 from tiny_exports import TinyRun, entries, save_run
 
 from qarl.errors import UserError
@@ -43,16 +43,8 @@ def test_a_real_write_failure_half_way_through_a_file_leaves_nothing(run, tmp_pa
 
 @pytest.mark.parametrize("files", [0, 3, 5, 8])
 def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, monkeypatch, files):
-    real, seen = os.fsync, []
-
-    def fsync(fd: int) -> None:
-        seen.append(fd)
-        if len(seen) > files:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(fd)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
+        fill_disk(patch, files)
         with pytest.raises(UserError, match=r"out: cannot be written: No space left on device .*choose another OUT"):
             run.export(tmp_path / "out")
     assert entries(tmp_path) == ["run"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import IO
 
 import pytest
 import torch
+from forks import ForkServer
 from tiny_exports import save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,26 +55,16 @@ def exports(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.fixture(scope="module")
 def forked() -> Iterator[Callable[..., subprocess.CompletedProcess]]:
     """`subprocess.run` of a probe as `read_vllm` calls it, which runs in a fork of the server."""
-    path = os.pathsep.join(place for place in sys.path if place)
-    # One thread: a process whose thread pool has started cannot be forked.
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("probe_server.py"))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+    server = ForkServer(Path(__file__).with_name("probe_server.py"))
 
     def run(command: list[str], *, stdout: IO[str], check: bool, **rest) -> subprocess.CompletedProcess:
         assert command[:3] == [sys.executable, "-m", "qarl.export.vllm_probe"] and check
-        server.stdin.write(json.dumps({"argv": command[3:], "output": stdout.name}) + "\n")
-        server.stdin.flush()
-        if code := int(server.stdout.readline()):
+        if code := server.run(stdout.name, stdout.name, argv=command[3:]):
             raise subprocess.CalledProcessError(code, command)
         return subprocess.CompletedProcess(command, code)
 
     yield run
-    server.stdin.close()
-    server.wait(timeout=60)
-    server.stdout.close()
+    server.close()
 
 
 def test_smollm2_is_quantized_and_loads_in_transformers(exports):

@@ -23,13 +23,12 @@ import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import triton
 from qarl_kernels.launch import INTERPRETED, Launch, recording
@@ -218,7 +217,7 @@ def main() -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     if arguments.case == "serve":
-        return serve()
+        serve_cases()
     capabilities = [(int(major), int(minor)) for major, minor in (text.split(".") for text in arguments.capabilities)]
     compile_case(arguments.case, capabilities, arguments.processes)
 
@@ -232,72 +231,40 @@ def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: in
             print(json.dumps(asdict(compiled)), flush=True)
 
 
-def serve() -> None:
-    """Compile a case in a fork for every line {case, capabilities, processes, cache, output} of stdin.
-
-    What it prints goes to `output`.out and .err; its exit code to stdout.
-    """
+def serve_cases() -> Never:
+    """For `Compiler`: orders are what `compile_case` takes, and `cache`, a directory for Triton's files."""
     import compile_cases  # noqa: F401 - imported for the forks, with torch and every kernel
+    from forks import serve
 
-    while line := sys.stdin.readline():
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                cache, output = order.pop("cache"), order.pop("output")
-                for fd, path in ((0, os.devnull), (1, f"{output}.out"), (2, f"{output}.err")):
-                    target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-                    os.dup2(target, fd)
-                    os.close(target)
-                os.environ["TRITON_CACHE_DIR"] = cache
-                compile_case(**order)
-                code = 0
-            except Exception:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-    os._exit(0)  # taken down, Triton's bindings print pages about what they leak
+    def work(cache: str, **order: Any) -> None:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        compile_case(**order)
+
+    serve(work)
 
 
 class Compiler:
-    """Compiles in forks of one subprocess, which has no interpreter and imports torch and the kernels once.
-
-    Modules are found as in the test suite, and beside this file.
-    """
+    """Compiles in forks of one subprocess, which has no interpreter and imports torch and the kernels once."""
 
     def __init__(self) -> None:
+        from forks import ForkServer
+
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        paths = [ROOT / "kernels", ROOT / "quant_formats", ROOT, Path(__file__).parent, environment.get("PYTHONPATH")]
-        # One thread: a process whose thread pool has started cannot be forked.
-        environment |= {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path), "OMP_NUM_THREADS": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, __file__, "serve"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        self._server = ForkServer(Path(__file__), "serve", environment=environment)
 
     def compile(
         self, case: str, cache: Path, capabilities: Sequence[tuple[int, int]] = CAPABILITIES, processes: int = 2
     ) -> list[Compiled]:
         """Compile what the generator `case` ("module:function") launches. cache: directory for Triton's files."""
-        output = cache / "output"
-        order = {"case": case, "capabilities": list(capabilities), "processes": processes, "cache": str(cache),
-                 "output": str(output)}  # fmt: skip
-        self._server.stdin.write(json.dumps(order) + "\n")
-        self._server.stdin.flush()
-        code = self._server.stdout.readline().strip()
-        out, err = (Path(f"{output}{suffix}").read_text(errors="replace") for suffix in (".out", ".err"))
-        assert code == "0", f"{case}: exit code {code}: {err[-4000:]}"
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        out, err = cache / "output.out", cache / "output.err"
+        code = self._server.run(out, err, case=case, capabilities=list(capabilities), processes=processes,
+                                cache=str(cache))  # fmt: skip
+        assert code == 0, f"{case}: exit code {code}: {err.read_text(errors='replace')[-4000:]}"
+        lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
         return [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
 
     def close(self) -> None:
-        self._server.stdin.close()
-        self._server.wait(timeout=60)
-        self._server.stdout.close()
+        self._server.close()
 
 
 if __name__ == "__main__":

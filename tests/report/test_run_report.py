@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 
 import pytest
+from full_disk import fill_disk
 from hand_made_runs import make_run, step
 from typer.testing import CliRunner
 
@@ -54,14 +53,7 @@ def test_a_disk_that_is_full_at_a_chart_leaves_page_and_plots_as_they_were(tmp_p
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     changed = run / "metrics.jsonl"
     changed.write_text('{"step": 1, "reward/mean": 0.9, "mine": 3}\n')
-    seen = []
-
-    def fsync(fd: int) -> None:
-        seen.append(fd)
-        if len(seen) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    fill_disk(monkeypatch, after=1)
     with pytest.raises(UserError, match=r"plots/mine.png: cannot be written: No space left on device \(.*") as caught:
         write_report(run)
     assert str(caught.value).endswith(" free); free some space, or choose another --out, on another disk")

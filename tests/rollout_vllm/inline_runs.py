@@ -11,14 +11,13 @@ import os
 import sys
 from pathlib import Path
 
+from forks import redirect
+
 from qarl import cli
 
 
 def run(argv: list[str], output: str, before: str) -> None:
-    for fd, suffix in ((1, "out"), (2, "err")):
-        target = os.open(f"{output}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(target, fd)
-        os.close(target)
+    redirect({1: f"{output}.out", 2: f"{output}.err"})
     exec(before, {})
     try:
         cli.main(argv)

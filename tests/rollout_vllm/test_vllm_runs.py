@@ -106,7 +106,7 @@ def inline(config: Path) -> dict[str, Done]:
         for name, (overrides, before) in INLINE.items()
     ]  # fmt: skip
     (folder / "orders.json").write_text(json.dumps(orders))
-    path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")])
+    path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests")])
     subprocess.run(
         [sys.executable, str(Path(__file__).with_name("inline_runs.py")), str(folder / "orders.json")],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True, timeout=280, capture_output=True,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_disk import fill_disk
 
 from qarl.errors import UserError
 from qarl.storage import checkpoint as module
@@ -38,19 +39,6 @@ def assert_is_step(found: module.Checkpoint, step: int) -> None:
     for name, tensor in small(step)["masters"].items():
         assert torch.equal(found.tensors["masters"][name], tensor), name
     assert found.state == {"step": step}
-
-
-def fail_disk_after(monkeypatch: pytest.MonkeyPatch, files: int, code: int) -> None:
-    """The fsync of file number `files` fails, as it does on a disk that delays allocation."""
-    real, seen = os.fsync, []
-
-    def fsync(fd: int) -> None:
-        seen.append(fd)
-        if len(seen) > files:
-            raise OSError(code, os.strerror(code))
-        real(fd)
-
-    monkeypatch.setattr(module.os, "fsync", fsync)
 
 
 def test_state_comes_back_equal(tmp_path):
@@ -172,7 +160,7 @@ def test_a_refusing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypat
     checkpoints = store(tmp_path, 1)
     checkpoints.save(1, small(1), {"step": 1})
     with monkeypatch.context() as patch:
-        fail_disk_after(patch, files, code)
+        fill_disk(patch, files, code)
         with pytest.raises(UserError) as caught:
             checkpoints.save(2, small(2), {"step": 2})
     message = str(caught.value)

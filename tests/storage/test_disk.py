@@ -7,22 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from full_disk import fill_disk
 
 from qarl.errors import UserError
 from qarl.storage.disk import write_together
-
-
-def refuse(monkeypatch: pytest.MonkeyPatch, code: int, after: int) -> None:
-    """A disk that takes so many files, and then fails with that errno."""
-    real, seen = os.fsync, []
-
-    def fsync(fd: int) -> None:
-        seen.append(fd)
-        if len(seen) > after:
-            raise OSError(code, os.strerror(code))
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -43,7 +31,7 @@ def test_all_are_written_and_replaced(tmp_path):
 ])  # fmt: skip
 def test_where_the_disk_refuses_one_of_them_all_are_as_they_were_and_it_is_named(tmp_path, monkeypatch, code, words):
     write_together({tmp_path / "a": b"old"}, "--out")
-    refuse(monkeypatch, code, after=1)
+    fill_disk(monkeypatch, after=1, code=code)
     with pytest.raises(UserError, match=rf"new/b: cannot be written: {words}") as caught:
         write_together({tmp_path / "a": b"x" * 30, tmp_path / "new" / "b": b"y" * 40}, "--out")
     assert "\n" not in str(caught.value)
@@ -53,7 +41,7 @@ def test_where_the_disk_refuses_one_of_them_all_are_as_they_were_and_it_is_named
 def test_a_directory_that_holds_something_else_stays(tmp_path, monkeypatch):
     (tmp_path / "plots").mkdir()
     (tmp_path / "plots" / "mine").write_bytes(b"mine")
-    refuse(monkeypatch, errno.ENOSPC, after=0)
+    fill_disk(monkeypatch)
     with pytest.raises(UserError, match="free some space"):
         write_together({tmp_path / "plots" / "a.png": b"a"}, "--out")
     assert contents(tmp_path) == {"plots/mine": b"mine"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from full_disk import fill_disk
 
 from qarl.config import Config
 from qarl.errors import UserError
@@ -228,11 +229,7 @@ def test_a_read_only_disk_is_a_user_error(make, monkeypatch):
 
 def test_a_full_disk_leaves_no_new_directory(make, monkeypatch):
     config = make()
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module.os, "fsync", full)
+    fill_disk(monkeypatch)
     refused = pytest.raises(UserError, match=r"No space left on device \([\d,]+ free\); free some space")
     with refused, RunDirectory.open(config, "auto") as run:
         run.begin()

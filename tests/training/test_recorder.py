@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from full_disk import fill_disk
 from safetensors.torch import load_file
 
 from qarl.config.logging import LoggingConfig
@@ -79,11 +80,8 @@ def test_a_full_disk_is_a_user_error_and_takes_the_partial_line_back(tmp_path, m
     recorder = Recorder(tmp_path, settings())
     recorder.log(1, {"x": 1})
 
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(module.os, "fsync", full)
+        fill_disk(patch)
         with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: No space .*bytes needed") as caught:
             recorder.log(2, {"x": 2})
     assert "\n" not in str(caught.value)

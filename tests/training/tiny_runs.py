@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 
 import torch
 import yaml
+from forks import ForkServer
 
 from qarl.config import Config
 from qarl.policy.load import load_model, load_tokenizer
@@ -100,14 +97,12 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
 class Started:
     """A run under way in a fork of the server."""
 
-    def __init__(self, server: subprocess.Popen, output: Path) -> None:
-        self._server, self._output = server, output
-        self.pid = int(server.stdout.readline())
+    def __init__(self, server: ForkServer, pid: int, out: Path, err: Path) -> None:
+        self._server, self.pid, self._out, self._err = server, pid, out, err
 
     def wait(self) -> Finished:
-        code = int(self._server.stdout.readline())
-        read = [Path(f"{self._output}{suffix}").read_text(errors="replace") for suffix in (".out", ".err")]
-        return Finished(code, *read)
+        code = self._server.wait()
+        return Finished(code, self._out.read_text(errors="replace"), self._err.read_text(errors="replace"))
 
 
 @dataclass
@@ -122,28 +117,18 @@ class Qarl:
 
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
-        path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")])
-        # One thread: a process whose thread pool has started cannot be forked.
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        self._server = ForkServer(Path(__file__).with_name("fork_server.py"))
 
     def start(self, *argv: object, before: str = "", cwd: Path | None = None) -> Started:
-        output = self.cwd / "output"
-        order = {"argv": [str(a) for a in argv], "cwd": str(cwd or self.cwd), "output": str(output), "before": before}
-        self._server.stdin.write(json.dumps(order) + "\n")
-        self._server.stdin.flush()
-        return Started(self._server, output)
+        out, err = self.cwd / "output.out", self.cwd / "output.err"
+        pid = self._server.start(out, err, argv=[str(a) for a in argv], cwd=str(cwd or self.cwd), before=before)
+        return Started(self._server, pid, out, err)
 
     def run(self, *argv: object, before: str = "", cwd: Path | None = None) -> Finished:
         return self.start(*argv, before=before, cwd=cwd).wait()
 
     def close(self) -> None:
-        self._server.stdin.close()
-        self._server.wait(timeout=60)
-        self._server.stdout.close()
+        self._server.close()
 
 
 def write_config(path: Path, data: dict[str, Any]) -> Path:
