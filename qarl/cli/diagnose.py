@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from qarl.cli.tables import table_console
 from qarl.threads import wait_politely
 
 if TYPE_CHECKING:
@@ -48,12 +48,11 @@ def diagnose(
 
 
 def _print(found: Diagnosed) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from qarl.diagnosis.page import MARKS
 
-    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width to keep to
+    console = table_console()
     console.print(numbers_table(found.diagnosis.metrics, f"Step {found.diagnosis.step}", console.width))
     for finding in found.findings:
         console.print(Text(f"{MARKS[finding.level]}: {finding.text}", {"problem": "red", "watch": "yellow"}.get(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qarl.cli.tables import table_console
 from qarl.storage.runs import METRICS, RunRecord, find_runs
 
 
@@ -54,7 +55,6 @@ def summary(record: RunRecord, root: Path) -> dict[str, Any]:
 
 def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -63,7 +63,7 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
     if not rows:
         typer.echo(f"no runs in {root}")
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width to keep to
+    console = table_console()
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("run", lambda row: row["name"]),
         ("state", lambda row: row["state"]),

@@ -16,6 +16,7 @@ from qarl.comparison.space import space_warning
 from qarl.comparison.study import Study, load_study, plan_study
 from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
 from qarl.errors import UserError
+from qarl.storage.disk import names_in_out
 from qarl.storage.runs import RunRecord, find_runs, read_run
 
 REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped": "not finished"}
@@ -154,14 +155,8 @@ def _check_out(out: Path, own_runs: bool) -> None:
 
     own_runs: of members that are trained in it; those have out/configs from the start.
     """
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError(f"--out: {out}: not a directory; choose another")
-    names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
-    foreign = names - {"comparison.json", "comparison.html", "plots", "runs", "logs", "configs"}
-    if foreign:
-        raise UserError(f"--out: {out}: holds {min(foreign)!r}, which is not of a comparison; choose another directory")
+    ours = ("comparison.json", "comparison.html", "plots", "runs", "logs", "configs")
+    names = names_in_out(out, ours, "a comparison")
     if names and (own_runs != ("configs" in names) or _kind(out / "comparison.json") not in (None, "runs")):
         raise UserError(f"--out: {out}: holds a comparison of another kind; choose another directory")
 

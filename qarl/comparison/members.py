@@ -13,6 +13,7 @@ from qarl.comparison.intervals import mean_interval
 from qarl.comparison.plan import Member
 from qarl.comparison.study import StudyColumn
 from qarl.config import Config, check_model
+from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.memory import DTYPE_BYTES
@@ -48,15 +49,20 @@ def numbers_of(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def architecture_of(config: Config) -> Architecture | None:
+    """The model's shape; None where it is not known, or the model moved: a run's own numbers are there all the same."""
+    try:
+        return check_model(config.model).architecture
+    except UserError:
+        return None
+
+
 def checkpoint_bytes(config: Config) -> int | None:
     """Bytes of the tensors that `qarl export` writes for a run of `config`; None where the model's shape is not known.
 
     Quantized Linear layers as compressed-tensors stores them, everything else in `model.dtype`, tied weights once.
     """
-    try:
-        architecture = check_model(config.model).architecture
-    except UserError:  # the base model moved: the run's own numbers are there all the same
-        return None
+    architecture = architecture_of(config)
     if architecture is None:
         return None
     quant = config.quant

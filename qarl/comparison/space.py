@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from qarl.comparison.members import architecture_of
 from qarl.comparison.plan import Member
-from qarl.config import Config, check_model
-from qarl.errors import UserError
+from qarl.config import Config
 from qarl.memory import saved_bytes
 from qarl.report.formatting import bytes_
 from qarl.storage.disk import free_bytes
@@ -34,10 +34,7 @@ def space_warning(members: Sequence[Member], out: Path, jobs: int) -> str | None
 
 
 def _checkpoint(config: Config) -> int:
-    try:
-        architecture = check_model(config.model).architecture
-    except UserError:  # said where the member is trained
-        return 0
+    architecture = architecture_of(config)
     return 0 if architecture is None else saved_bytes(config, architecture)
 
 

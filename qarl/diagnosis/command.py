@@ -12,11 +12,11 @@ from qarl.diagnosis.page import diagnosis_sections
 from qarl.diagnosis.policies import RunPolicy
 from qarl.diagnosis.reading import Finding, read
 from qarl.diagnosis.saved import pick_step, read_rollouts
-from qarl.errors import UserError
 from qarl.inference.target import checkpoint_steps, resolve_target
 from qarl.report.charts import chart_files
 from qarl.report.page import write_page
 from qarl.report.run_report import check_replaceable
+from qarl.storage.disk import names_in_out
 from qarl.storage.runs import read_run
 
 FORMAT_VERSION = 1
@@ -45,25 +45,14 @@ def diagnose_run(
     saved = read_rollouts(run, chosen)
     target = resolve_target(str(run), step=chosen, model=model)
     directory = run / "diagnose" / f"{chosen:06d}" if out is None else out
-    _check_out(directory)
+    names_in_out(directory, ("diagnosis.json", "index.html", "plots"), "a diagnosis")
+    check_replaceable(directory / "index.html")
     previous = chosen - 1 in checkpoint_steps(run)
     history = [row for row in record.metrics if row["step"] <= chosen]
     say("model")
     diagnosis = diagnose(RunPolicy(target, device), saved, previous, gradients, history, say)
     findings = read(diagnosis.metrics)
     return Diagnosed(diagnosis, findings, _write(directory, run, diagnosis, findings))
-
-
-def _check_out(directory: Path) -> None:
-    """Raise UserError if `directory` is none, or holds something else than an earlier diagnosis."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"--out: {directory}: not a directory; choose another")
-    names = {entry.name for entry in directory.iterdir()} if directory.exists() else set()
-    foreign = {name for name in names if not name.startswith(".")} - {"diagnosis.json", "index.html", "plots"}
-    if foreign:
-        raise UserError(f"--out: {directory}: holds {min(foreign)!r}, which is not of a diagnosis; choose another "
-                        "directory")  # fmt: skip
-    check_replaceable(directory / "index.html")
 
 
 def _write(directory: Path, run: Path, diagnosis: Diagnosis, findings: list[Finding]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -48,6 +48,21 @@ def _refusal(path: Path, needed: int | None, place: str, error: OSError) -> User
     return UserError(f"{path}: cannot be written: {reason}; {fix}")
 
 
+def names_in_out(out: Path, ours: Collection[str], what: str) -> set[str]:
+    """What stands in the directory of `--out`, hidden files aside; empty where there is none yet.
+
+    Raises UserError if it is no directory, or holds something else than `ours`, the names of `what`.
+    """
+    if not out.exists():
+        return set()
+    if not out.is_dir():
+        raise UserError(f"--out: {out}: not a directory; choose another")
+    names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
+    if foreign := names.difference(ours):
+        raise UserError(f"--out: {out}: holds {min(foreign)!r}, which is not of {what}; choose another directory")
+    return names
+
+
 def fsync_directory(path: Path) -> None:
     """Make renames and new entries in `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -62,16 +77,9 @@ def atomic_write_text(path: Path, text: str) -> None:
 
     One writer at a time (the run lock sees to it). Raises OSError, the old file untouched.
     """
-    temporary = _temporary(path)
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with ExitStack() as undo:
+        os.replace(_written(path, text.encode(), undo), path)
+        undo.pop_all()
     fsync_directory(path.parent)
 
 
@@ -85,18 +93,14 @@ def write_together(files: Mapping[Path, bytes], place: str) -> None:
     path = Path()
     try:
         with ExitStack() as undo:
+            temporaries = {}
             for path, data in files.items():
                 for directory in reversed([d for d in (path.parent, *path.parent.parents) if not d.exists()]):
                     directory.mkdir(exist_ok=True)
                     undo.callback(_remove_if_empty, directory)
-                temporary = _temporary(path)
-                with open(temporary, "wb") as file:
-                    undo.callback(temporary.unlink, missing_ok=True)
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            for path in files:
-                os.replace(_temporary(path), path)
+                temporaries[path] = _written(path, data, undo)
+            for path, temporary in temporaries.items():
+                os.replace(temporary, path)
             undo.pop_all()
         for directory in {path.parent for path in files}:
             fsync_directory(directory)
@@ -109,5 +113,12 @@ def _remove_if_empty(directory: Path) -> None:
         directory.rmdir()
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
+def _written(path: Path, data: bytes, undo: ExitStack) -> Path:
+    """A temporary beside `path` that holds `data`, on the disk; `undo` removes it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        undo.callback(temporary.unlink, missing_ok=True)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary

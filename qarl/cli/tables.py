@@ -1,0 +1,16 @@
+"""Where tables are printed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def table_console() -> Console:
+    """Standard output, as wide as the terminal; a pipe has no width to keep to."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160)
