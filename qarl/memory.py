@@ -7,6 +7,7 @@ than the ones named here are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from qarl_formats.scheme import Scheme, is_ignored
@@ -14,6 +15,7 @@ from qarl_formats.scheme import Scheme, is_ignored
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
+from qarl.machine import machine_bytes
 
 Device = Literal["cpu", "cuda"]
 Phase = Literal["always", "update", "publish"]
@@ -184,7 +186,7 @@ def learner_items(
 
     rest: bytes of the parameters beside the linears, for a learner in a dtype of its own. shadow: of the sampler's
     operands of a version that is not published yet. reference: of what a learner's forward stands on. An aligned
-    learner is its own shadow, and its four gradients are one.
+    learner is its own shadow, and its gradients are one, or two where the objective clips.
     """
     every, aligned = config.diagnostics, config.quant.learner == "aligned"
     shadowed = every.shadow_every or every.deployed_every or every.gradients_every or config.objective.ratio == "shadow"
@@ -195,8 +197,9 @@ def learner_items(
         items.append(Item("reference policy", reference, "always"))
     if shadowed and not aligned:
         items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))
-    if every.gradients_every and not aligned and device == "cpu":  # a GPU's are held by the host
-        items.append(Item("gradients of the decomposition (float32)", 3 * gradient_bytes(parameters), "update"))
+    held = (0 if aligned else 3) + config.objective.clips * (1 if aligned else 2)
+    if every.gradients_every and held and device == "cpu":  # a GPU's are held by the host
+        items.append(Item("gradients of the decomposition (float32)", held * gradient_bytes(parameters), "update"))
     return items
 
 
@@ -233,6 +236,41 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
         Item(f"vLLM {cache}", kv_cache, "always"),
         Item("tensors on their way to vLLM", on_the_way, "publish"),
     ]
+
+
+def certain_bytes(config: Config, architecture: Architecture, device: Device) -> int:
+    """What a run holds in this machine's own memory at the same time, whatever else it does: a lower bound.
+
+    On a CPU masters, their gradients and the optimizer's state; for a GPU the masters, which are read here first.
+    """
+    masters = master_bytes(architecture.parameters)
+    if device == "cuda":
+        return masters
+    return saved_bytes(config, architecture) + gradient_bytes(architecture.parameters)
+
+
+def too_large(config: Config, architecture: Architecture, device: Device) -> str | None:
+    """One line where a run cannot fit this machine's memory, whatever is freed; None where it may.
+
+    What a GPU has, only its driver could say: it is not counted.
+    """
+    certain, there = certain_bytes(config, architecture, device), machine_bytes()
+    if certain <= there:
+        return None
+    what = "masters alone, which are read before they go to the GPU," if device == "cuda" else (
+        "masters, gradients and optimizer state alone"
+    )  # fmt: skip
+    return (
+        f"model.path: '{config.model.path}': {what} take {certain / 2**30:,.1f} GiB, and this machine gives "
+        f"{there / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"
+    )
+
+
+def expected_device(config: Config) -> Device:
+    """Where the run will compute, without torch: what the driver shows, since only torch could say what it will use."""
+    if config.model.device == "auto":
+        return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    return config.model.device
 
 
 def peak_bytes(items: list[Item]) -> int:

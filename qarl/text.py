@@ -9,6 +9,8 @@ _HOSTILE_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and other
 
 def visible(text: str, keep_newlines: bool = False) -> str:
     """`text` with control, bidirectional and invisible characters as escapes, so that it drives no terminal or page."""
+    if text.isprintable() or (keep_newlines and text.replace("\n", "").isprintable()):
+        return text
     return "".join(
         char.encode("unicode_escape", "surrogatepass").decode("ascii")
         if unicodedata.category(char) in _HOSTILE_CATEGORIES and not (keep_newlines and char == "\n")

@@ -139,13 +139,23 @@ def test_an_error_of_the_loop_is_one_line_without_traceback(config, loop, capsys
     assert capsys.readouterr().err == "error: data.columns: no column 'question'\n"
 
 
-def test_a_bug_is_not_hidden(config, loop):
+def test_a_bug_is_one_line_and_a_file_with_its_traceback(config, loop, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     def fail(given):
-        raise ZeroDivisionError
+        raise ZeroDivisionError("of a\nkind")
 
     loop.train = fail
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(SystemExit) as stopped:
         cli.main(["train", str(config)])
+    assert stopped.value.code == 70
+    line = capsys.readouterr().err
+    (file,) = tmp_path.glob("qarl-fault-*.txt")
+    assert line == (
+        "error: a fault of qarl's own: ZeroDivisionError: of a kind; "
+        f"please report it with the traceback in {file}\n"
+    )
+    assert "in fail" in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
 def test_a_leftover_interrupt_exits_130(config, loop):

@@ -96,7 +96,7 @@ def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels):
+    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels, retained):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.truncation, ctx.chunk, ctx.master_grad = truncation, chunk, master is not None and master.requires_grad
         ctx.kernels = kernels
@@ -106,7 +106,12 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             rows = logits_of(hidden[part], weight, kernels)
+            if retained is not None:
+                whole = torch.logsumexp(rows if truncation.divisor == 1.0 else rows / truncation.divisor, -1)
             cut = truncate_(rows, truncation)
+            if retained is not None:
+                # What is cut still counts exp(-50) of the largest each: 3e-17 in a vocabulary of 150,000.
+                retained[part] = torch.logsumexp(rows, -1).sub_(whole).exp_().clamp_(max=1.0)
             rows = torch.log_softmax(rows, -1)
             target = targets[part, None]
             logp[part] = rows.gather(-1, target)[:, 0]
@@ -118,7 +123,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_entropy):
         if grad is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.master_grad else None
@@ -139,7 +144,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden[part] = (rows @ wide).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(rows.t(), hidden[part].float())
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _logit_grad(
@@ -172,7 +177,7 @@ def _logit_grad(
 
 def token_logprobs(
     hidden: Tensor, master: Tensor | None, weight: Tensor, targets: Tensor, truncation: Truncation, chunk: int,
-    kernels: bool = True,
+    kernels: bool = True, retained: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-prob of each target token and the entropy of its distribution.
 
@@ -183,5 +188,12 @@ def token_logprobs(
 
     A target outside the truncated distribution has logp -inf and gives no gradient (DVP: a token that the learner's own
     vocabulary excludes has ratio 0). The truncation itself is constant: the kept set does not move with the logits.
+
+    retained: where the distribution is truncated, gets the probability that the kept set had before, (R,) float32,
+    appended (DVP, proposition 5.5); one reduction more over each chunk, without gradient.
     """
-    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels)
+    mass = None
+    if retained is not None and truncation.active:
+        mass = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        retained.append(mass)
+    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass)

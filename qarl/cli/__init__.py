@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from qarl import __version__
 from qarl.cli import compare, diagnose, export, generate, quantize, report, runs
 from qarl.cli import eval as evaluation
+from qarl.cli.arguments import UsageError, usage_line
 from qarl.config import Config, check_inputs, load_config
-from qarl.errors import UserError
+from qarl.config.weights import check_weights
+from qarl.errors import UNEXPECTED, UserError, unexpected
+from qarl.machine import machine_bytes
+from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
+from qarl.terminal.streams import inert_output
 from qarl.threads import wait_politely
-
-if TYPE_CHECKING:
-    from qarl.memory import Item
 
 app = typer.Typer(
     help="Train language-model policies on the low-bit tensors they are served with.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # what is wrong on the command line goes the one way to the terminal, see qarl.terminal
 )
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration; see configs/.")]
@@ -32,17 +34,28 @@ Overrides = Annotated[
 ]
 
 
+@inert_output()
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 2 a fault of the user's (one line each on stderr), 130 interrupted."""
+    """Run the command line and exit: 0 done, 2 a fault of the user's (one line each on stderr), 70 one of qarl's own
+    (one line, and a file with the traceback), 130 interrupted."""
     try:
-        app(args=argv, prog_name="qarl")
+        code = app(args=argv, prog_name="qarl", standalone_mode=False)  # wrong usage is a line as all faults are
     except UserError as error:
-        for line in str(error).splitlines():
+        for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # not in every typer
+            error.show()
+        else:
+            print(f"error: {usage_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
-    raise SystemExit(0)
+    except Exception as error:  # the last handler of the program
+        print(f"error: {unexpected(error)}", file=sys.stderr)
+        raise SystemExit(UNEXPECTED) from None
+    raise SystemExit(code or 0)
 
 
 def _version(show: bool) -> None:
@@ -62,7 +75,11 @@ def _options(
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train a policy."""
     loaded = load_config(config, overrides)
-    check_inputs(loaded, config, overrides or [])
+    inspection = check_inputs(loaded, config, overrides or [])
+    if inspection.architecture is not None:
+        check_weights(loaded.model, inspection.architecture)
+        if fault := too_large(loaded, inspection.architecture, expected_device(loaded)):
+            raise UserError(fault)
     wait_politely()
     from qarl.training.loop import train as run  # torch: only once the configuration is known to be good
 
@@ -74,6 +91,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Validate a configuration, print it with every default, and estimate its memory. Loads no model and no torch."""
     loaded = load_config(config, overrides)
     inspection = check_inputs(loaded, config, overrides or [])
+    if inspection.architecture is not None:
+        check_weights(loaded.model, inspection.architecture)
     typer.echo(loaded.to_yaml())
     typer.echo(
         f"{loaded.responses_per_step} responses a step, {loaded.minibatch_size} per optimizer step; run directory "
@@ -85,13 +104,10 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     if inspection.architecture is None:
         typer.echo(inspection.note)
         return
-    from qarl.memory import estimate
-
-    device = loaded.model.device
-    if device == "auto":
-        # What the driver shows, since only torch could say what it will use.
-        device = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    device = expected_device(loaded)
     _print_estimate(estimate(loaded, inspection.architecture, device), device)
+    if fault := too_large(loaded, inspection.architecture, device):
+        typer.echo(f"warning: will not train here: {fault}")
 
 
 @app.command()
@@ -101,11 +117,9 @@ def schema() -> None:
 
 
 def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"]) -> None:
-    import psutil
-    from rich.console import Console
     from rich.table import Table
 
-    from qarl.memory import peak_bytes
+    from qarl.terminal.console import Console
 
     table = Table(title=f"Memory estimate ({device})", title_justify="left")
     table.add_column("what")
@@ -116,7 +130,7 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"]) -> None:
     table.add_section()
     table.add_row("peak", "always + the larger of update, publish", f"{peak_bytes(items) / 2**30:.2f}")
     if device == "cpu":
-        table.add_row("this machine", "", f"{psutil.virtual_memory().total / 2**30:.2f}")
+        table.add_row("this machine, swap included", "", f"{machine_bytes() / 2**30:.2f}")
     Console().print(table)
 
 

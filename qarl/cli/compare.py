@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.config.limits import TOKENS, WORKERS
 from qarl.errors import UserError
 
 
@@ -31,34 +33,63 @@ def compare(
         str | None, typer.Option(metavar="LIST", help="Such as 0,1,2; default the configuration's.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of table, page, plots and members; default runs/compare-NAME.")
+        Path | None,
+        typer.Option(
+            parser=path_of("--out"),
+            metavar="DIR",
+            help="Directory of table, page, plots and members; default runs/compare-NAME.",
+        ),
     ] = None,
     reuse: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="Take finished runs of the same configuration from below; repeatable."),
+        typer.Option(
+            parser=path_of("--reuse"),
+            metavar="DIR",
+            help="Take finished runs of the same configuration from below; repeatable.",
+        ),
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a STUDY: one of its sizes, such as gpu.", show_default=False)
+        str | None,
+        typer.Option(
+            parser=text_of("--profile"),
+            metavar="NAME",
+            help="Of a STUDY: one of its sizes, such as gpu.",
+            show_default=False,
+        ),
     ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="LIST", help="Of a STUDY: these variants alone.", show_default=False)
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Members trained at once; default 1.", show_default=False)
+        int | None, typer.Option(min=1, max=WORKERS, help="Members trained at once; default 1.", show_default=False)
     ] = None,
     offline: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compare --schemes of a model or run without RL.")
+        str | None,
+        typer.Option(
+            parser=name_of("--offline"), metavar="MODEL", help="Compare --schemes of a model or run without RL."
+        ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --offline: UTF-8 text; default one that comes with qarl.")
+        Path | None,
+        typer.Option(
+            parser=path_of("--text", stream=True),
+            metavar="FILE",
+            help="With --offline: UTF-8 text; default one that comes with qarl.",
+        ),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="With --offline: of w4a16 and w4a8; default 128.", show_default=False)
+        int | None,
+        typer.Option(min=-1, max=128, help="With --offline: of w4a16 and w4a8; default 128.", show_default=False),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="With --offline: tokens of the text used; default 4096.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=TOKENS, help="With --offline: tokens of the text used; default 4096.", show_default=False
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="With --offline: auto, cpu or cuda.", show_default=False)] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --offline; default auto.", show_default=False)
+    ] = None,
 ) -> None:
     """Compare schemes, learners and seeds of a configuration, a study's variants, or runs that are there.
 
@@ -75,13 +106,14 @@ def compare(
     _refuse(only_offline, "is for --offline; leave it out")
     if not targets:
         raise UserError("compare: nothing given; give a CONFIG, two run directories, or --offline MODEL")
-    if not Path(targets[0]).exists():
+    first = path_of("compare")(targets[0])
+    if not first.exists():
         raise UserError(f"{targets[0]}: no such file or directory; give a CONFIG, or run directories")
-    if Path(targets[0]).is_dir():
+    if first.is_dir():
         from qarl.comparison.command import compare_runs
 
         _refuse({"--schemes": schemes, **only_config}, "is for a CONFIG; finished runs are compared as they are")
-        raise typer.Exit(compare_runs([Path(target) for target in targets], out))
+        raise typer.Exit(compare_runs([path_of("compare")(target) for target in targets], out))
     from qarl.comparison.command import compare_config, compare_study
     from qarl.comparison.plan import parse_axes, parse_seeds, split_list
     from qarl.comparison.study import is_study
@@ -108,7 +140,7 @@ def _offline(model: str, schemes: str | None, out: Path | None, options: dict[st
     from qarl.comparison.offline.command import compare_offline  # torch
 
     keywords = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
-    where = out or Path("runs") / f"offline-{Path(model).name.replace(':', '-')}"
+    where = out or Path("runs") / f"offline-{Path(model).name.replace(':', '-')[:100]}"
     return compare_offline(model, names, out=where, **keywords)
 
 

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from qarl.cli.arguments import MovedModel, path_of
 from qarl.cli.tables import table_console
+from qarl.config.limits import STEPS
+from qarl.storage.runs import read_run_config
 from qarl.threads import wait_politely
 
 if TYPE_CHECKING:
@@ -21,15 +24,21 @@ BESIDE = 80  # characters beside the metrics' names: the value, the borders, and
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with rollouts and checkpoints.")],
+    run: Annotated[
+        Path,
+        typer.Argument(parser=path_of("RUN"), metavar="RUN", help="A run directory with rollouts and checkpoints."),
+    ],
     step: Annotated[
-        int | None, typer.Option(help="Which step; default the last one with both rollouts and a checkpoint.")
+        int | None,
+        typer.Option(min=0, max=STEPS, help="Which step; default the last one with both rollouts and a checkpoint."),
     ] = None,
     gradients: Annotated[
         bool, typer.Option("--gradients/--no-gradients", help="Four backwards over the step's first minibatch.")
     ] = True,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default RUN/diagnose/NNNNNN.")] = None,
-    model: Annotated[str | None, typer.Option(help="Where the run's base model is now, if it moved.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=path_of("--out"), metavar="DIR", help="Default RUN/diagnose/NNNNNN.")
+    ] = None,
+    model: MovedModel = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")] = "auto",
 ) -> None:
     """Recompute a step's log-probs in the learner's and in the sampler's arithmetic, and read the numbers.
@@ -37,6 +46,7 @@ def diagnose(
     Says which failure mode they point to: mismatch, phantom clipping, a gradient or an update that precision turns,
     error tokens. The run itself stays as it is.
     """
+    read_run_config(run)  # what is no run is refused before torch is imported
     wait_politely()
     from qarl.diagnosis.command import diagnose_run
     from qarl.training.noise import quiet_libraries

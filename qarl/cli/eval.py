@@ -7,36 +7,61 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
 from qarl.config.evaluation_presets import PRESETS
+from qarl.config.limits import ITEMS, ROWS, STEPS
+from qarl.config.messages import shown
 from qarl.errors import UserError
 from qarl.threads import wait_politely
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="What to evaluate.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to evaluate."
+        ),
+    ],
     data: Annotated[
         list[str] | None,
         typer.Option(
+            parser=text_of("--data"),
             metavar="NAME[=PATH]",
             help=f"A set ({', '.join(PRESETS)}), from the hub or from a local file with its columns; may be given "
             "again. Without it: the run's evaluation.tasks, or else its training data.",
         ),
     ] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="Quantize to this scheme; default: the run's own, bf16 for a model.")
+        str | None,
+        typer.Option(
+            parser=text_of("--scheme"),
+            metavar="SCHEME",
+            help="Quantize to this scheme; default: the run's own, bf16 for a model.",
+        ),
     ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Of the scheme's weights; -1: one group a row.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=-1, max=128, help="Of the scheme's weights; -1: one group a row.")
+    ] = None,
     samples: Annotated[int | None, typer.Option(help="Responses per prompt; default 4, greedy 1.")] = None,
     k: Annotated[str | None, typer.Option(help="Every k of pass@k, as in 1,4; default 1 and --samples.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
     max_response_length: Annotated[
         int | None, typer.Option(help="Tokens; default: as the run evaluates, 1024 with --data.")
     ] = None,
-    max_prompts: Annotated[int | None, typer.Option(help="Only the first prompts of each set.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the random streams; default 0.")] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run; default the newest.")] = None,
-    model: Annotated[str | None, typer.Option(help="Where the run's base model is now, if it moved.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Results directory; default RUN/eval/... or eval/...")] = None,
+    max_prompts: Annotated[
+        int | None, typer.Option(min=1, max=ROWS, help="Only the first prompts of each set.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the random streams; default 0.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
+    ] = None,
+    model: MovedModel = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path_of("--out"), metavar="DIR", help="Results directory; default RUN/eval/... or eval/..."
+        ),
+    ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")] = "auto",
 ) -> None:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % confidence intervals. Rerun to go on."""
@@ -57,18 +82,19 @@ def evaluate(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--k {text}: must be whole numbers with commas between, as in 1,4") from None
+    """The numbers of --k; whether they fit --samples, the evaluation section tells."""
+    parts = [part.strip() for part in text.split(",", ITEMS)]
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 9 for part in parts):
+        raise UserError(f"--k {shown(text)}: must be whole numbers with commas between, as in 1,4")
+    return tuple(map(int, parts))
 
 
 def _print(results: dict[str, Any], label: str) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from qarl.report.formatting import interval, number, percent
+    from qarl.terminal.console import Console
 
     n, ks = results["samples"], [k for k in results["overall"]["pass"] if k != "1"]  # pass@1 is avg
     table = Table(title=Text(f"{label}: mean [95 % interval]"), title_justify="left")

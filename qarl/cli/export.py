@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
+from qarl.config.limits import STEPS
 from qarl.errors import UserError
 from qarl.export.shards import parse_size
 from qarl.export.staging import require_vacant
@@ -18,17 +20,33 @@ from qarl.threads import wait_politely
 if TYPE_CHECKING:
     from qarl.export.writer import ExportReport
 
-ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Tensors in one file at most, e.g. 5GB or 500MB.")]
+ShardSize = Annotated[
+    str,
+    typer.Option(
+        "--max-shard-size",
+        parser=text_of("--max-shard-size"),
+        metavar="SIZE",
+        help="Tensors in one file at most, e.g. 5GB or 500MB.",
+    ),
+]
 Unpacked = Annotated[
     bool, typer.Option("--unpacked", help="int4 codes one to a byte (int-quantized), which some W4A8 kernels want.")
 ]
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or one of its checkpoints.")],
-    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="New directory; default RUN/export.")] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; default the newest.")] = None,
-    model: Annotated[str | None, typer.Option(help="Where the run's base model is now, if it moved.")] = None,
+    run: Annotated[
+        str,
+        typer.Argument(parser=name_of("RUN"), metavar="RUN", help="Run directory, or one of its checkpoints."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(parser=path_of("OUT"), metavar="[OUT]", help="New directory; default RUN/export."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint; default the newest.")
+    ] = None,
+    model: MovedModel = None,
     dtype: Annotated[Literal["bf16"] | None, typer.Option(help="Export the masters, unquantized.")] = None,
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,
@@ -87,14 +105,14 @@ def show(report: ExportReport) -> None:
 @contextmanager
 def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Bytes written, at a terminal; nothing else where."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from qarl.terminal.console import Console
+
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(escape(label), total=None)
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

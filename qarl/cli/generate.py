@@ -8,14 +8,27 @@ from typing import Annotated, Literal
 
 import typer
 
+from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
+from qarl.config.limits import SAMPLES, STEPS, TOKENS
 from qarl.inference.target import resolve_target
 from qarl.threads import wait_politely
 
 
 def generate(
-    target: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="What to ask.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it more than once for several.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file that is one more prompt.")] = None,
+    target: Annotated[
+        str,
+        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to ask."),
+    ],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(parser=text_of("--prompt"), metavar="TEXT", help="A prompt; give it more than once for several."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path_of("--prompt-file", stream=True), metavar="FILE", help="A UTF-8 file that is one more prompt."
+        ),
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -23,17 +36,31 @@ def generate(
             help="Wrap prompts in the chat template. Default: as the run was trained; for a model, if it has one.",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message. Default: the run's data.system_prompt.")] = None,
-    n: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            parser=text_of("--system"), metavar="TEXT", help="System message. Default: the run's data.system_prompt."
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Samples per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this probability; 1 is off.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 128,
-    scheme: Annotated[str | None, typer.Option(help="Default: the run's or checkpoint's; for a model bf16.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Of w4a16 and w4a8: 32, 64, 128 or -1.")] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run; default the newest.")] = None,
-    model: Annotated[str | None, typer.Option(help="Where a run's base model is now, if it moved.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Longest completion.")] = 128,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            parser=text_of("--scheme"), metavar="SCHEME", help="Default: the run's or checkpoint's; for a model bf16."
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=-1, max=128, help="Of w4a16 and w4a8: 32, 64, 128 or -1.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
+    ] = None,
+    model: MovedModel = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto is CUDA where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the random stream.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random stream.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a completion, with token ids and log-probs.")
     ] = False,

@@ -7,20 +7,39 @@ from typing import Annotated, Any
 
 import typer
 
+from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.export import ShardSize, Unpacked, show, write
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, hub name, or package:NAME.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New directory.")],
-    scheme: Annotated[str, typer.Option(help="w4a16, w8a8, fp8, w4a8, or bf16 for none.")],
-    group_size: Annotated[int | None, typer.Option(help="Inputs that share a scale, w4*: 32, 64, 128, or -1.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(parser=name_of("MODEL"), metavar="MODEL", help="Directory, hub name, or package:NAME."),
+    ],
+    out: Annotated[Path, typer.Argument(parser=path_of("OUT"), metavar="OUT", help="New directory.")],
+    scheme: Annotated[
+        str,
+        typer.Option(parser=text_of("--scheme"), metavar="SCHEME", help="w4a16, w8a8, fp8, w4a8, or bf16 for none."),
+    ],
+    group_size: Annotated[
+        int | None, typer.Option(min=-1, max=128, help="Inputs that share a scale, w4*: 32, 64, 128, or -1.")
+    ] = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points, w4a16.")] = False,
-    grid: Annotated[str | None, typer.Option(help="symmetric7: codes -7 to 7 instead of -8 to 7, w4*.")] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            parser=text_of("--grid"), metavar="GRID", help="symmetric7: codes -7 to 7 instead of -8 to 7, w4*."
+        ),
+    ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Layer to leave unquantized, besides lm_head; or re:REGEX.")
+        list[str] | None,
+        typer.Option(
+            parser=text_of("--ignore"),
+            metavar="NAME",
+            help="Layer to leave unquantized, besides lm_head; or re:REGEX.",
+        ),
     ] = None,
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,

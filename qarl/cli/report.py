@@ -7,11 +7,20 @@ from typing import Annotated
 
 import typer
 
+from qarl.cli.arguments import path_of
+
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, finished or not.")],
+    run: Annotated[
+        Path, typer.Argument(parser=path_of("RUN"), metavar="RUN", help="A run directory, finished or not.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page's file; plots/ goes beside it. RUN/report.html.")
+        Path | None,
+        typer.Option(
+            parser=path_of("--out"),
+            metavar="FILE",
+            help="The page's file; plots/ goes beside it. RUN/report.html.",
+        ),
     ] = None,
 ) -> None:
     """Write a run's page: curves, mismatch, samples, evaluation, configuration. One HTML file, and plots as PNG."""

@@ -11,12 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
+from qarl.cli.arguments import path_of
 from qarl.cli.tables import table_console
 from qarl.storage.runs import METRICS, RunRecord, find_runs
 
 
 def runs(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="Where to look, at any depth.")] = Path("runs"),
+    root: Annotated[
+        Path, typer.Argument(parser=path_of("ROOT"), metavar="ROOT", help="Where to look, at any depth.")
+    ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List runs with their state, step and reward. Loads no torch."""

@@ -6,11 +6,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from qarl.terminal.console import Console
 
 
 def table_console() -> Console:
     """Standard output, as wide as the terminal; a pipe has no width to keep to."""
-    from rich.console import Console
+    from qarl.terminal.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160)

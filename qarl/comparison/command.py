@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ from qarl.comparison.space import space_warning
 from qarl.comparison.study import Study, load_study, plan_study
 from qarl.comparison.summary import build, configurations, differing, environments_of, print_table, write_json
 from qarl.errors import UserError
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
 from qarl.storage.disk import names_in_out
 from qarl.storage.runs import RunRecord, find_runs, read_run
 
@@ -34,7 +35,7 @@ def compare_config(
     Returns 0, 1 where a member failed or was refused, 128 + the signal where one interrupted.
     Raises UserError before anything is written: nothing to compare, all members refused, directories of other runs.
     """
-    out = out or Path("runs") / f"compare-{Path(file).stem}"
+    out = out or Path("runs") / f"compare-{Path(file).stem[:100]}"
     members = plan(file, overrides, axes, out)
     return _train_and_compare(f"Comparison of {file}", members, out, reuse, jobs, start)
 
@@ -45,7 +46,7 @@ def compare_study(
 ) -> int:  # fmt: skip
     """As `compare_config`, for the variants of a study file. profile: which of its sizes; only: which variants."""
     study = load_study(file)
-    out = out or Path("runs") / f"compare-{Path(file).stem}"
+    out = out or Path("runs") / f"compare-{Path(file).stem[:100]}"
     members = plan_study(study, file, overrides, out, profile, only, seeds)
     return _train_and_compare(study.title, members, out, reuse, jobs, start, study)
 
@@ -163,6 +164,6 @@ def _check_out(out: Path, own_runs: bool) -> None:
 
 def _kind(path: Path) -> str | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("kind")
-    except (OSError, ValueError, AttributeError):
+        return read_json_object(path, nonfinite=True).get("kind")
+    except Unreadable:
         return None

@@ -23,6 +23,7 @@ from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView
 from qarl.errors import UserError
 from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.lock import open_lock
 
 POLL_SECONDS = 0.2
 
@@ -64,7 +65,7 @@ def locked(out: Path) -> Iterator[None]:
     """Create `out` and hold it for this process. Raises UserError if another comparison does, or if it cannot be."""
     with disk_errors(out, place="--out"):
         out.mkdir(parents=True, exist_ok=True)
-        fd = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_lock(out / ".lock")
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

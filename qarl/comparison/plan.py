@@ -7,6 +7,7 @@ refused there is nothing to compare, and the command ends before it writes anyth
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from qarl.config import Config, check_inputs, load_config
+from qarl.config import Config, check_inputs
 from qarl.config.config import QuantConfig
-from qarl.config.load import read_yaml
+from qarl.config.load import make_config, read_yaml
+from qarl.config.messages import capped, shown
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.config.quant import QUANTIZED_ACTIVATIONS, WEIGHT_INT4
 from qarl.config.yaml_io import parse_yaml
@@ -24,6 +26,7 @@ from qarl.errors import UserError
 from qarl.storage.rundir import config_difference
 from qarl.storage.runs import RunRecord
 
+MEMBERS = 1000  # of a comparison
 SCHEMES: tuple[str, ...] = get_args(QuantConfig.model_fields["scheme"].annotation)
 LEARNERS: tuple[str, ...] = get_args(QuantConfig.model_fields["learner"].annotation)
 
@@ -80,7 +83,7 @@ def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
     names = split_list(option, text, known[0])
     for name in names:
         if name not in known:
-            raise UserError(f"{option}: '{name}' is unknown; choose from {', '.join(known)}")
+            raise UserError(f"{option}: '{shown(name)}' is unknown; choose from {', '.join(known)}")
     return names
 
 
@@ -93,12 +96,15 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path) -> list[Member]
     """
     check_overrides(overrides, _taken(axes))
     data = read_yaml(file)
-    if isinstance(data, dict):
-        apply_overrides(data, overrides)
-    quant, train = (_section(data, name) for name in ("quant", "train"))
+    own = copy.deepcopy(data)
+    if isinstance(own, dict):
+        apply_overrides(own, overrides)
+    quant, train = (_section(own, name) for name in ("quant", "train"))
     schemes = axes.schemes or [quant.get("scheme", "w4a16")]
     learners = axes.learners or [quant.get("learner", "aligned")]
     seeds = axes.seeds or [train.get("seed", 0)]
+    if (count := len(schemes) * len(learners) * len(seeds)) > MEMBERS:
+        raise UserError(f"compare: {count:,} schemes x learners x seeds; at most {MEMBERS:,} are possible")
     members, checked, faults = [], 0, []
     for scheme, learner, seed in product(schemes, learners, seeds):
         name = f"{scheme}-{learner}-seed{seed}"
@@ -117,7 +123,7 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path) -> list[Member]
         ]
         checked += 1
         try:
-            member.config = load_config(file, changes)
+            member.config = make_config(copy.deepcopy(data), file, changes)
             check_inputs(member.config, file, changes)
         except UserError as error:
             member.state, member.reason, member.config = "refused", "; ".join(str(error).splitlines()), None
@@ -125,7 +131,7 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path) -> list[Member]
     if not checked:
         raise UserError("compare: scheme bf16 has nothing to quantize; give another of --schemes, or of --learners")
     if all(member.config is None for member in members):
-        raise UserError("\n".join(faults))
+        raise UserError("\n".join(capped(faults, file)))
     return members
 
 
@@ -191,7 +197,7 @@ def _taken(axes: Axes) -> dict[str, str]:
 
 def check_overrides(overrides: list[str], taken: dict[str, str]) -> None:
     """Raise UserError for an override of a key that an option sets. taken: key -> option."""
-    for key in sorted(".".join(map(str, path)) for path in override_keys(overrides)):
+    for key in sorted(".".join(path) for path in override_keys(overrides)):
         if key in taken:
             raise UserError(f"command line: {key}: {taken[key]} sets it in a comparison; leave one of the two out")
 
@@ -222,8 +228,9 @@ def parse_seeds(text: str) -> list[int]:
     """The numbers of --seeds, each at most once. Raises UserError."""
     seeds = split_list("--seeds", text, "0,1,2")
     for seed in seeds:
-        if not (seed.isascii() and seed.isdecimal() and int(seed) < 2**31):
-            raise UserError(f"--seeds: '{seed}' is no seed; give whole numbers from 0 to {2**31 - 1}, such as 0,1,2")
+        if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 2**31):
+            valid = f"give whole numbers from 0 to {2**31 - 1}, such as 0,1,2"
+            raise UserError(f"--seeds: '{shown(seed)}' is no seed; {valid}")
     numbers = [int(seed) for seed in seeds]
     _check_unique("--seeds", numbers)
     return numbers
@@ -233,7 +240,9 @@ def split_list(option: str, text: str, example: str) -> list[str]:
     """The entries of a comma-separated list, each at most once. Raises UserError; `example` stands in its line."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise UserError(f"{option}: '{text}' has an empty entry; give a list such as {example}")
+        raise UserError(f"{option}: '{shown(text)}' has an empty entry; give a list such as {example}")
+    if len(parts) > MEMBERS:
+        raise UserError(f"{option}: has {len(parts):,} entries; at most {MEMBERS:,} are possible")
     _check_unique(option, parts)
     return parts
 
@@ -241,4 +250,4 @@ def split_list(option: str, text: str, example: str) -> list[str]:
 def _check_unique(option: str, values: Sequence[object]) -> None:
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise UserError(f"{option}: {value} is given twice; leave one out")
+            raise UserError(f"{option}: {shown(str(value))} is given twice; leave one out")

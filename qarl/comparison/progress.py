@@ -6,19 +6,19 @@ every `QUIET_SECONDS`.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
 from qarl.comparison.plan import Member
+from qarl.inputs.files import Unreadable, open_regular
 from qarl.report.formatting import number, seconds
+from qarl.storage.runs import Metrics, parse_record
+from qarl.terminal.console import Console
 from qarl.text import visible
 
 QUIET_SECONDS = 60.0
@@ -30,7 +30,7 @@ class ProgressView:
 
     def __init__(self, members: list[Member], stream: TextIO | None = None) -> None:
         self._waiting = [member.name for member in members if member.state == "waiting"]
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = Console(stream, soft_wrap=True)
         self._status: Status | None = None
         self._began: dict[str, float] = {}  # by name, of the members that train
         self._said = time.monotonic()
@@ -87,16 +87,10 @@ class ProgressView:
 def last_record(path: Path) -> dict | None:
     """The last whole record of a metrics.jsonl that may be growing, None where there is none yet."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except (Unreadable, OSError):  # none yet, or a member's directory that somebody else touched: it says so itself
         return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:  # still being written, or cut at the front
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
+    # The last one may still be being written, the first is cut at the front.
+    return next((record for line in reversed(lines) if (record := parse_record(line, Metrics)) is not None), None)

@@ -13,34 +13,39 @@ import copy
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from qarl.comparison.plan import Member, check_overrides
+from qarl.comparison.plan import MEMBERS, Member, check_overrides
 from qarl.config import check_inputs
-from qarl.config.base import Field, Section
+from qarl.config.base import Fault, Field, Section
+from qarl.config.limits import ITEMS, NAME, SCORE, TEXT
 from qarl.config.load import key_place, read_yaml, validate
-from qarl.config.messages import fault_lines
+from qarl.config.messages import capped, fault_lines, shown
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
 class StudyColumn(Section):
     """One number of each member, from one metric over its steps; with a bound, whether it was reached."""
 
-    head: str = Field(min_length=1, description="The column's head.")
-    metric: str = Field(min_length=1, description="A metric's name in metrics.jsonl.")
+    head: str = Field(min_length=1, max_length=NAME, description="The column's head.")
+    metric: str = Field(min_length=1, max_length=NAME, description="A metric's name in metrics.jsonl.")
     over: Literal["mean", "first", "last", "max", "min", "first_quarter", "last_quarter"] = Field(
         "mean", description="Which steps, and how they become one number; the quarters are means."
     )
-    at_least: float | None = Field(None, description="Show yes where the number is at least this, else no.")
-    at_most: float | None = Field(None, description="Show yes where the number is at most this, else no.")
-    help: str = Field("", description="What it means, in a few words.")
+    at_least: float | None = Field(
+        None, ge=-SCORE, le=SCORE, description="Show yes where the number is at least this, else no."
+    )
+    at_most: float | None = Field(
+        None, ge=-SCORE, le=SCORE, description="Show yes where the number is at most this, else no."
+    )
+    help: str = Field("", max_length=TEXT, description="What it means, in a few words.")
 
     def value(self, records: Sequence[dict[str, Any]]) -> float | None:
         """The number over a run's metrics; None where no step has the metric. Steps without it are left out: costly
@@ -65,21 +70,31 @@ class StudyColumn(Section):
 class StudyCurve(Section):
     """One chart of a metric over the steps, a curve for each member."""
 
-    metric: str = Field(min_length=1, description="A metric's name in metrics.jsonl.")
-    title: str = Field(min_length=1, description="The chart's title.")
-    unit: str = Field("as logged", description="What the y axis is, with its unit.")
+    metric: str = Field(min_length=1, max_length=NAME, description="A metric's name in metrics.jsonl.")
+    title: str = Field(min_length=1, max_length=NAME, description="The chart's title.")
+    unit: str = Field("as logged", max_length=NAME, description="What the y axis is, with its unit.")
     log_y: bool = Field(False, description="A logarithmic y axis.")
 
 
 class Study(Section):
     """A study file."""
 
-    title: str = Field(min_length=1, description="Of the page.")
+    title: str = Field(min_length=1, max_length=NAME, description="Of the page.")
     config: dict[str, Any] = Field(description="The configuration that the variants change.")
-    profiles: dict[str, dict[str, Any]] = Field({}, description="Changes of size or device, chosen with --profile.")
-    variants: dict[str, dict[str, Any] | None] = Field(min_length=1, description="Name -> changes of the member.")
-    columns: list[StudyColumn] = Field([], description="Numbers of the table.")
-    curves: list[StudyCurve] = Field([], description="Charts of the page.")
+    profiles: dict[str, dict[str, Any]] = Field(
+        {}, max_length=ITEMS, description="Changes of size or device, chosen with --profile."
+    )
+    variants: dict[str, dict[str, Any] | None] = Field(
+        min_length=1, max_length=ITEMS, description="Name -> changes of the member."
+    )
+    columns: list[StudyColumn] = Field([], max_length=ITEMS, description="Numbers of the table.")
+    curves: list[StudyCurve] = Field([], max_length=ITEMS, description="Charts of the page.")
+
+    def faults(self) -> Iterator[Fault]:
+        heads = [column.head for column in self.columns]
+        for index, head in enumerate(heads):
+            if head in heads[:index]:
+                yield Fault(("columns", index, "head"), head, "heads another column already; give it one of its own")
 
 
 def is_study(file: str) -> bool:
@@ -97,7 +112,7 @@ def load_study(file: str) -> Study:
         raise UserError("\n".join(fault_lines(error, Study, data, lambda loc: file))) from None
     for name in (*study.variants, *study.profiles):
         if not _NAME.fullmatch(name):
-            raise UserError(f"{file}: '{name}' names a directory; use letters, digits, . _ + and -")
+            raise UserError(f"{file}: '{shown(name)}' names a directory; use letters, digits, . _ + and -, 100 at most")
     return study
 
 
@@ -113,6 +128,8 @@ def plan_study(
     """
     profile_changes = _chosen_profile(study, file, profile)
     names = _chosen(study, file, only)
+    if (count := len(names) * len(seeds or [0])) > MEMBERS:
+        raise UserError(f"{file}: {count:,} variants x seeds; at most {MEMBERS:,} are possible")
     members, faults = [], []
     options = {"train.run_dir": "--out"} | ({"train.seed": "--seeds"} if seeds else {})
     check_overrides(overrides, options)
@@ -123,7 +140,7 @@ def plan_study(
                 raise UserError(f"{file}: variant {name}: {key}: {option} sets it; leave it out")
         taken = [key for key in given if _sets(study.variants[name] or {}, key)]
         if taken:
-            key = ".".join(map(str, taken[0]))
+            key = ".".join(taken[0])
             raise UserError(f"command line: {key}: variant '{name}' sets it; leave one of the two out")
         for seed in seeds or [None]:
             member_name = name if seed is None or len(seeds or ()) == 1 else f"{name}-seed{seed}"
@@ -146,7 +163,7 @@ def plan_study(
             member.scheme, member.learner, member.seed = quant.scheme, quant.learner, member.config.train.seed
             members.append(member)
     if faults:
-        raise UserError("\n".join(faults))
+        raise UserError("\n".join(capped(faults, file)))
     return members
 
 
@@ -154,15 +171,16 @@ def _chosen_profile(study: Study, file: str, profile: str | None) -> dict[str, A
     if profile is None:
         return {}
     if profile not in study.profiles:
-        known = ", ".join(study.profiles) or "none"
-        raise UserError(f"--profile: '{profile}' is not in {file}; it has {known}")
+        known = shown(", ".join(study.profiles), 200) or "none"
+        raise UserError(f"--profile: '{shown(profile)}' is not in {file}; it has {known}")
     return study.profiles[profile]
 
 
 def _chosen(study: Study, file: str, only: list[str] | None) -> list[str]:
     for name in only or ():
         if name not in study.variants:
-            raise UserError(f"--only: '{name}' is no variant of {file}; choose from {', '.join(study.variants)}")
+            known = shown(", ".join(study.variants), 200)
+            raise UserError(f"--only: '{shown(name)}' is no variant of {file}; choose from {known}")
     return [name for name in study.variants if only is None or name in only]
 
 
@@ -182,7 +200,7 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
             below[key] = value
 
 
-def _sets(changes: dict[str, Any], path: tuple[str | int, ...]) -> bool:
+def _sets(changes: dict[str, Any], path: tuple[str, ...]) -> bool:
     """Whether the nested `changes` give the key at `path` a value, or something above or below it."""
     here: Any = changes
     for step in path:

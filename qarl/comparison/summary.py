@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +20,7 @@ from qarl.report.formatting import MISSING, bytes_, gib, interval, number, secon
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord
+from qarl.terminal.console import Console
 from qarl.text import visible
 
 FORMAT_VERSION = 1
@@ -138,7 +137,7 @@ def _study_number(column: StudyColumn) -> Number:
 
 def print_table(comparison: dict[str, Any], console: Console | None = None) -> None:
     """The members' table, the groups', and a line for each reason."""
-    console = console or Console(file=sys.stdout, highlight=False)
+    console = console or Console()
     members, groups = comparison["members"], comparison["groups"]
     states = lambda entry: [entry["state"], number(entry.get("steps"))]  # noqa: E731
     _print_fitting(console, members, used(members, comparison), ["state", "steps"], states)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qarl.config.gguf_header import read_gguf_header
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+from qarl.config.gguf_header import GGUFArray, read_gguf_header
+from qarl.config.model_schema import DEFAULT_KV_HEADS, FAMILIES, ConfigJson, GGUFModel, valid
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json
 
 
 class UnknownFamily(ValueError):
@@ -38,14 +39,53 @@ class Architecture:
     vocab_size: int
     context_length: int | None
     tied_embeddings: bool
-    attention_bias: bool = False  # q, k, v and o
+    attention_bias: bool = False  # q, k, v and o; Qwen2 has those of q, k and v without it
     mlp_bias: bool = False
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every parameter by its Hugging Face name, with its shape; tied weights once."""
+        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        biased = {name for name, _ in self._biases()}
+        for name, n, k in self.linears():
+            yield f"{name}.weight", (n, k)
+            if name.split(".", 3)[3] in biased:
+                yield f"{name}.bias", (n,)
+        for layer in range(self.num_layers):
+            for norm, size in self._norms():
+                yield f"model.layers.{layer}.{norm}.weight", (size,)
+        yield "model.norm.weight", (self.hidden_size,)
+        if not self.tied_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+
+    def _norms(self) -> list[tuple[str, int]]:
+        """Of one layer, with their sizes."""
+        norms = [("input_layernorm", self.hidden_size), ("post_attention_layernorm", self.hidden_size)]
+        if self.family == "qwen3":
+            norms += [("self_attn.q_norm", self.head_dim), ("self_attn.k_norm", self.head_dim)]
+        return norms
+
+    def _biases(self) -> list[tuple[str, int]]:
+        """The Linears of one layer that have a bias, with its size."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = []
+        if self.attention_bias or self.family == "qwen2":
+            biases += [("self_attn.q_proj", heads), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+        if self.attention_bias:
+            biases += [("self_attn.o_proj", hidden)]
+        if self.mlp_bias:
+            biases += [("mlp.gate_proj", inner), ("mlp.up_proj", inner), ("mlp.down_proj", hidden)]
+        return biases
 
     def linears(self) -> list[LinearShape]:
         """Every Linear but the output layer, in the order of the forward."""
+        layer = self._layer_linears()
+        return [LinearShape(f"model.layers.{i}.{name}", n, k) for i in range(self.num_layers) for name, n, k in layer]
+
+    def _layer_linears(self) -> list[tuple[str, int, int]]:
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = [
+        return [
             ("self_attn.q_proj", heads, hidden),
             ("self_attn.k_proj", kv, hidden),
             ("self_attn.v_proj", kv, hidden),
@@ -54,7 +94,6 @@ class Architecture:
             ("mlp.up_proj", inner, hidden),
             ("mlp.down_proj", hidden, inner),
         ]
-        return [LinearShape(f"model.layers.{i}.{name}", n, k) for i in range(self.num_layers) for name, n, k in layer]
 
     @property
     def embedding_parameters(self) -> int:
@@ -64,22 +103,13 @@ class Architecture:
     @property
     def vector_parameters(self) -> int:
         """Norm weights and biases."""
-        heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 2 * self.hidden_size
-        if self.family == "qwen3":
-            layer += 2 * self.head_dim  # q and k norms
-        if self.family == "qwen2":
-            layer += heads + 2 * kv
-        elif self.attention_bias:
-            layer += heads + 2 * kv + self.hidden_size
-        if self.mlp_bias:
-            layer += 2 * self.intermediate_size + self.hidden_size
+        layer = sum(size for _, size in self._norms() + self._biases())
         return self.num_layers * layer + self.hidden_size
 
     @property
     def matrix_parameters(self) -> int:
         """Of the Linear layers but the output layer: what muon updates and a scheme quantizes."""
-        return sum(n * k for _, n, k in self.linears())
+        return self.num_layers * sum(n * k for _, n, k in self._layer_linears())
 
     @property
     def parameters(self) -> int:
@@ -90,64 +120,68 @@ class Architecture:
 def read_config_json(path: Path) -> Architecture:
     """Architecture of a Hugging Face config.json.
 
-    Raises ValueError (one line, without the path): no JSON, a missing key; UnknownFamily.
+    Raises ValueError (one line, without the path): no JSON, a key that is missing or holds what no model can have;
+    UnknownFamily.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"is not JSON ({error})") from None
+        config = read_json(path, nonfinite=True)  # as Python writes it
+    except Unreadable as error:
+        reason = error.reason
+        damaged = reason.removeprefix("not valid JSON ")
+        raise ValueError(f"is not JSON {damaged}" if damaged != reason else f"cannot be used: {reason}") from None
     if not isinstance(config, dict):
         raise ValueError("is not a JSON object")
-    family = _family(config.get("model_type"))
-    heads = _size(config, "num_attention_heads")
-    hidden = _size(config, "hidden_size")
+    family = _family(config, "model_type")
+    found = valid(ConfigJson, {"num_key_value_heads": DEFAULT_KV_HEADS[family]} | config)
+    heads, hidden = found.num_attention_heads, found.hidden_size
     return Architecture(
         family=family,
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
+        intermediate_size=found.intermediate_size,
+        num_layers=found.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=found.num_key_value_heads or heads,
         # transformers' own default; Qwen3 gives head_dim always, 128
-        head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
-        vocab_size=_size(config, "vocab_size"),
-        context_length=config.get("max_position_embeddings"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        head_dim=found.head_dim or (128 if family == "qwen3" else hidden // heads),
+        vocab_size=found.vocab_size,
+        context_length=found.max_position_embeddings,
+        tied_embeddings=found.tie_word_embeddings,
+        attention_bias=found.attention_bias and family in ("llama", "qwen3"),
+        mlp_bias=found.mlp_bias and family == "llama",
     )
 
 
 def read_gguf(path: Path) -> Architecture:
     """Architecture of a GGUF file. Raises ValueError as `read_config_json` does."""
     header = read_gguf_header(path)
-    metadata = header.metadata
-    family = _family(metadata.get("general.architecture"))
-    hidden, heads = _size(metadata, f"{family}.embedding_length"), _size(metadata, f"{family}.attention.head_count")
+    family = _family(header.metadata, "general.architecture")
+    values = {
+        key.removeprefix(f"{family}."): value for key, value in header.metadata.items() if key.startswith(f"{family}.")
+    }
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    values.setdefault("vocab_size", tokens.length if isinstance(tokens, GGUFArray) else tokens)
+    found = valid(GGUFModel, values)
+    hidden, heads = found.hidden_size, found.num_attention_heads
     return Architecture(
         family=family,
         hidden_size=hidden,
-        intermediate_size=_size(metadata, f"{family}.feed_forward_length"),
-        num_layers=_size(metadata, f"{family}.block_count"),
+        intermediate_size=found.intermediate_size,
+        num_layers=found.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=metadata.get(f"{family}.attention.head_count_kv") or heads,
-        head_dim=metadata.get(f"{family}.attention.key_length") or hidden // heads,
-        vocab_size=metadata.get(f"{family}.vocab_size") or _size(metadata, "tokenizer.ggml.tokens"),
-        context_length=metadata.get(f"{family}.context_length"),
+        num_kv_heads=found.num_key_value_heads or heads,
+        head_dim=found.head_dim or hidden // heads,
+        vocab_size=found.vocab_size,
+        context_length=found.max_position_embeddings,
         tied_embeddings="output.weight" not in header.tensors,
     )
 
 
-def _family(name: Any) -> str:
+def _family(config: Mapping[str, Any], key: str) -> str:
+    name = config.get(key)
+    if not isinstance(name, str):
+        raise ValueError(f"has {key} = {str(name)[:60]!r}; must be one of {', '.join(FAMILIES)}")
     if name not in FAMILIES:
         raise UnknownFamily(
-            f"is of the family {name}, whose layers are not known here; known are {', '.join(FAMILIES)}"
+            f"is of the family {name[:60]}, whose layers are not known here; known are {', '.join(FAMILIES)}"
         )
     return name
-
-
-def _size(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"has {key} = {value!r}; must be a positive integer")
-    return value

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Fault", "Field", "Section", "refusal"]
+from qarl.config.limits import DEPTH, VALUES
+from qarl.inputs.paths import path_fault
+
+__all__ = ["Fault", "Field", "Section", "path_faults", "refusal"]
 
 
 class Fault(NamedTuple):
@@ -30,6 +33,48 @@ def refusal(faults: list[Fault]) -> PydanticCustomError:
     return PydanticCustomError("refused", template, {"faults": faults})
 
 
+def path_faults(key: str, text: str | None) -> Iterator[Fault]:
+    """Why a text can be no path, on any machine; a home directory (`~name`) is looked up where the path is used."""
+    if text is not None and (fault := path_fault(text, home=False)):
+        yield Fault((key,), text, fault)
+
+
+def value_faults(value: Any, key: tuple[str | int, ...]) -> Iterator[Fault]:
+    """Texts that no file can hold, and what is nested or large beyond use, in the values of a section. No recursion.
+
+    A value of a section is a number, text, or lists and mappings of them; sections in it have seen to themselves.
+    """
+    pending, count = [(key, value, 0)], 0
+    while pending:
+        here, part, depth = pending.pop()
+        count += 1
+        if isinstance(part, str):
+            if not _encodes(part):
+                yield Fault(here, part, "holds a lone surrogate, which is no character; write the character itself")
+        elif isinstance(part, int) and not -(2**63) <= part < 2**63:
+            yield Fault(here, f"{'-' if part < 0 else ''}2^{part.bit_length()}", "must fit 64 bits")
+        elif isinstance(part, (list, tuple, dict)):
+            if depth == DEPTH:
+                yield Fault(key, "...", f"is nested deeper than {DEPTH} levels")
+                return
+            for name in part if isinstance(part, dict) else ():
+                if not _encodes(name):
+                    yield Fault(here, name, "is a key with a lone surrogate, which is no character")
+            items = part.items() if isinstance(part, dict) else enumerate(part)
+            pending += [((*here, name), child, depth + 1) for name, child in items]
+        if count > VALUES:
+            yield Fault(key, "...", f"holds more than {VALUES:,} values")
+            return
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Section(BaseModel):
     """One section of the configuration. Immutable: change a value with an override, or `model_copy(update=...)`."""
 
@@ -45,7 +90,8 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _finish(self) -> Section:
-        faults = list(self.faults())
+        values = [fault for name in type(self).model_fields for fault in value_faults(getattr(self, name), (name,))]
+        faults = values or list(self.faults())
         if faults:
             raise refusal(faults)
         self.__dict__.update(self.resolved())  # the section is frozen for its users, not for itself

@@ -10,16 +10,16 @@ from qarl_formats.scheme import check_shape, is_ignored
 
 from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
 from qarl.config.base import Fault
+from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
 from qarl.config.config import Config
-from qarl.config.data import LOCAL_SUFFIXES, DataConfig
 from qarl.config.load import key_place
-from qarl.config.messages import Loc, fault_line
+from qarl.config.messages import Loc, capped, fault_line
 from qarl.config.model import ModelConfig
 from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
-from qarl.config.reward import RewardFunction
 from qarl.errors import UserError
+from qarl.text import visible
 
 # Projections that vLLM keeps in one weight, by the name of that.
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -39,7 +39,7 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
 
     Relative paths count from the working directory. Raises UserError with one line per fault.
     """
-    faults = list(_file_faults(config))
+    faults = [*file_faults(config), *task_faults(config), *thread_faults(config)]
     inspection = Inspection(None)
     try:
         inspection = _inspect(config.model)
@@ -48,10 +48,9 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
     if inspection.architecture is not None:
         faults += _model_faults(config, inspection.architecture)
     if faults:
-        keys = override_keys(overrides)
-        raise UserError(
-            "\n".join(f"{key_place(f.key, file, keys)}: {fault_line(f.key, f.value, f.text)}" for f in faults)
-        )
+        keys, place = override_keys(overrides), visible(file)
+        lines = [f"{key_place(f.key, place, keys)}: {fault_line(f.key, f.value, f.text)}" for f in faults]
+        raise UserError("\n".join(capped(lines, place)))
     return inspection
 
 
@@ -66,50 +65,19 @@ def check_model(model: ModelConfig) -> Inspection:
         raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
 
 
-def _file_faults(config: Config) -> Iterator[Fault]:
-    yield from _source_faults(("data", "source"), config.data)
-    yield from _reward_faults(("reward", "functions"), config.reward.functions)
-    for index, task in enumerate(config.evaluation.tasks):
-        key = ("evaluation", "tasks", index)
-        yield from _source_faults((*key, "path") if task.preset else (*key, "data", "source"), task.dataset)
-        yield from _reward_faults((*key, "reward"), task.reward)
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
-        yield Fault(("checkpoint", "resume"), resume, "no such checkpoint directory; give auto, never or its path")
-
-
-def _source_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
-    source, path = data.source, Path(data.source).expanduser()
-    suffixes = ", ".join(LOCAL_SUFFIXES)
-    if data.kind == "local" and not path.exists():
-        yield Fault(key, source, f"no such file or directory below {Path.cwd()}; give an existing path")
-    elif data.kind in ("local", "hub") and path.is_file() and path.suffix.lower() not in LOCAL_SUFFIXES:
-        yield Fault(key, source, f"unknown type of file; must be one of {suffixes}")
-    elif (
-        data.kind == "local" and path.is_dir() and not any(f.suffix.lower() in LOCAL_SUFFIXES for f in path.rglob("*"))
-    ):
-        yield Fault(key, source, f"the directory holds none of {suffixes}; give one that does")
-
-
-def _reward_faults(key: Loc, functions: list[RewardFunction]) -> Iterator[Fault]:
-    for index, function in enumerate(functions):
-        if function.file is not None and not Path(function.file).expanduser().is_file():
-            text = f"no such file below {Path.cwd()}; give an existing file.py:function"
-            yield Fault((*key, index, "name"), function.name, text)
-
-
 def _inspect(model: ModelConfig) -> Inspection:
-    path = Path(model.path).expanduser()
     if model.path.startswith(PREFIX):
         return _read(model, package_gguf(model))
-    if path.is_dir():
-        name = model.gguf_file or "config.json"
-        if not (path / name).is_file():
+    path, found = _look("path", model.path)
+    if found == "directory":
+        key, name = ("gguf_file", model.gguf_file) if model.gguf_file is not None else ("path", "config.json")
+        file, what = _look(key, str(path / name))
+        if what != "file":
             if model.gguf_file is not None:
                 raise UnusableModel("gguf_file", model.gguf_file, f"no such file in {path}")
             raise UnusableModel("path", model.path, "holds no config.json; give a model directory, or model.gguf_file")
-        return _read(model, path / name)
-    if path.exists():
+        return _read(model, file)
+    if found != "missing":
         raise UnusableModel("path", model.path, "is a file; give its directory (and model.gguf_file for a GGUF)")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1:
         what = "no such directory; give a model directory, a hub name, or package:NAME"
@@ -129,6 +97,13 @@ def _inspect(model: ModelConfig) -> Inspection:
             f"context, need the model's config.json locally (hf download {model.path} config.json)",
         )
     return _read(model, Path(cached))
+
+
+def _look(key: str, text: str) -> tuple[Path, str]:
+    try:
+        return look(text)
+    except Unusable as error:
+        raise UnusableModel(key, text, str(error)) from None
 
 
 def _read(model: ModelConfig, path: Path) -> Inspection:
@@ -160,9 +135,18 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             )
     if config.rollout.engine == "vllm":
         yield from _fused_faults(config, [linear.name for linear in linears])
+    for index, token in enumerate(config.rollout.stop_token_ids):
+        if token >= architecture.vocab_size:
+            text = f"the model's vocabulary has {architecture.vocab_size:,} tokens, from 0"
+            yield Fault(("rollout", "stop_token_ids", index), token, text)
+            break
     limit = architecture.context_length
     if limit is None:
         return
+    context, pool = min(limit, config.model.max_length or limit), config.rollout.kv_cache_tokens
+    if config.rollout.engine == "vllm" and pool is not None and pool < context:
+        text = f"vLLM demands room for the whole context; must be {context} or more, or lower model.max_length"
+        yield Fault(("rollout", "kv_cache_tokens"), pool, text)
     if config.model.max_length is not None and config.model.max_length > limit:
         yield Fault(
             ("model", "max_length"), config.model.max_length, f"the model's context is {limit} tokens; lower it"
@@ -179,7 +163,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             f"with data.max_prompt_length = {config.data.max_prompt_length} it exceeds the model's context of {limit} "
             f"tokens; must be {limit - config.data.max_prompt_length} or less, or shorten the prompts",
         )
-    yield from _evaluation_faults(config, min(limit, config.model.max_length or limit))
+    yield from _evaluation_faults(config, context)
 
 
 def _fused_faults(config: Config, linears: list[str]) -> Iterator[Fault]:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from qarl.config.base import Field, Section
+from collections.abc import Iterator
+from typing import Literal
+
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.limits import FILES, STEPS
+from qarl.inputs.paths import PATH_BYTES
 
 
 class CheckpointConfig(Section):
     """Checkpoints: when, how many, and which one to go on from."""
 
-    every: int = Field(50, ge=1, description="Steps between checkpoints.")
-    keep_last: int = Field(2, ge=0, description="Newest checkpoints kept; 0 keeps all.")
+    every: int = Field(50, ge=1, le=STEPS, description="Steps between checkpoints.")
+    keep_last: int = Field(2, ge=0, le=FILES, description="Newest checkpoints kept; 0 keeps all.")
     resume: str = Field(
         "auto",
         min_length=1,
+        max_length=PATH_BYTES,
         description="auto: the newest intact checkpoint of the run directory, if any; never: start over; or the path "
         "of a checkpoint.",
     )
     save_final: bool = Field(True, description="Also save after the last step.")
+    allow_changed: list[Literal["data", "model", "reward"]] = Field(
+        default_factory=list,
+        max_length=3,
+        description="What may have changed since the checkpoint that a run goes on from: the data's prompts and "
+        "columns, the base model's weights, tokenizer and stop tokens, the source of the reward functions. A change "
+        "of what is not named is refused.",
+    )
+
+    def faults(self) -> Iterator[Fault]:
+        yield from path_faults("resume", self.resume)

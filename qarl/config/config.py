@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.evaluation import EvaluationConfig
+from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
-from qarl.config.objective import GROUP_ADVANTAGES, RATIO_OBJECTIVES, ObjectiveConfig
+from qarl.config.objective import GROUP_ADVANTAGES, RATIO_OBJECTIVES, ObjectiveConfig, dvp_outside_of
 from qarl.config.optim import FLOAT16_LOSS_SCALE, OptimConfig
 from qarl.config.quant import WEIGHT_INT4, QuantConfig
 from qarl.config.reward import RewardConfig
@@ -26,8 +28,8 @@ from qarl.config.yaml_io import dump_yaml
 
 
 class Config(Section):
-    """A training run. Defaults that depend on one section are filled in, and objective.ratio, which a preset of the
-    correction may set; others that span sections are properties."""
+    """A training run. Defaults that depend on one section are filled in, and objective.ratio and dvp_outside,
+    which depend on the correction; others that span sections are properties."""
 
     model: ModelConfig = Field(description="The model to train.")
     quant: QuantConfig = Field(default_factory=QuantConfig, description="Quantization scheme and regime.")
@@ -74,6 +76,12 @@ class Config(Section):
     def min_p(self) -> float:
         """Sampler and learner drop tokens less probable than this fraction of the most probable; 0 is off."""
         return self.objective.dvp_rho or self.rollout.min_p
+
+    @property
+    def truncated(self) -> bool:
+        """Sampler and learner cut the vocabulary, so a sampled token may be outside the learner's."""
+        rollout = self.rollout
+        return self.min_p > 0 or rollout.top_p < 1 or rollout.top_k > 0
 
     @property
     def learner_dtype(self) -> str:
@@ -128,26 +136,49 @@ class Config(Section):
                 f"must divide train.prompts_per_step * rollout.n = {self.responses_per_step}; "
                 f"nearest: {_nearest_divisor(self.responses_per_step, self.minibatch_size)}",
             )
+        yield from self._size_faults()
         lengths = (
             f"data.max_prompt_length + rollout.max_response_length = {self.data.max_prompt_length} + "
             f"{self.rollout.max_response_length} = {self.max_sequence_length}"
         )
         if self.model.max_length is not None and self.max_sequence_length > self.model.max_length:
             yield Fault(("model", "max_length"), self.model.max_length, f"must hold {lengths}")
-        if self.rollout.kv_cache_tokens is not None and self.rollout.kv_cache_tokens < self.max_sequence_length:
-            yield Fault(
-                ("rollout", "kv_cache_tokens"),
-                self.rollout.kv_cache_tokens,
-                f"must hold one full sequence: {lengths} or more",
-            )
+        pool = self.rollout.kv_cache_tokens
+        if pool is not None and pool < self.max_sequence_length:
+            yield Fault(("rollout", "kv_cache_tokens"), pool, f"must hold one full sequence: {lengths} or more")
+        elif pool is not None and self._whole_pages(pool) < self.max_sequence_length:
+            text = f"its whole pages of {KV_PAGE} tokens must hold one full sequence: {lengths}"
+            need = -(-self.max_sequence_length // KV_PAGE) * KV_PAGE
+            yield Fault(("rollout", "kv_cache_tokens"), pool, f"{text}; must be {need} or more")
         if self.rollout.engine == "vllm":
             yield from self._vllm_faults()
 
+    def _whole_pages(self, pool: int) -> int:
+        """Tokens of a KV pool that the sampler can use."""
+        return pool // KV_PAGE * KV_PAGE if self.rollout.engine == "native" else pool
+
+    def _size_faults(self) -> Iterator[Fault]:
+        """Products of sizes that are each within their bounds."""
+        responses, longest, rollout = self.responses_per_step, self.max_sequence_length, self.rollout
+        if responses > RESPONSES:
+            text = f"with train.prompts_per_step = {self.train.prompts_per_step} {responses:,} responses a step"
+            yield Fault(("rollout", "n"), rollout.n, f"{text}; at most {RESPONSES:,} are possible")
+        elif responses * longest > STEP_TOKENS:
+            text = f"{responses:,} responses a step have {responses * longest:,} tokens with their prompts"
+            key = ("rollout", "max_response_length")
+            yield Fault(key, rollout.max_response_length, f"{text}; at most {STEP_TOKENS:,} are possible")
+        elif self.kv_cache_tokens > POOL_TOKENS:
+            text = f"sequences of {longest:,} tokens need a KV pool of {self.kv_cache_tokens:,}"
+            fix = f"at most {POOL_TOKENS:,} are possible; lower it, or set rollout.kv_cache_tokens"
+            yield Fault(("rollout", "max_num_seqs"), rollout.max_num_seqs, f"{text}; {fix}")
+
     def resolved(self) -> dict[str, Any]:
-        ratio = self.objective.ratio or self.correction.expansion.ratio or "train"
-        if self.objective.name not in RATIO_OBJECTIVES or ratio == self.objective.ratio:
-            return {}
-        return {"objective": self.objective.model_copy(update={"ratio": ratio})}
+        objective, found = self.objective, {}
+        if objective.name in RATIO_OBJECTIVES and objective.ratio is None:
+            found["ratio"] = self.correction.expansion.ratio or "train"
+        if self.truncated and objective.dvp_outside is None:
+            found["dvp_outside"] = dvp_outside_of(objective.name, self.correction.level)
+        return {"objective": objective.model_copy(update=found)} if found else {}
 
     def _objective_faults(self) -> Iterator[Fault]:
         """What the objective, the correction and the loop demand of each other."""
@@ -174,6 +205,13 @@ class Config(Section):
                 "correction.level must be none (reject and veto may stay)"
             )
             yield Fault(("correction", weight[0]), weight[1], text)
+        without_ratio = name not in (*RATIO_OBJECTIVES, "tbpo") or objective.ratio == "one"
+        if correction.expansion.policy_gradient and not without_ratio:
+            text = f"is for a policy gradient without a ratio, and {name} has one; use reinforce, rloo or on_policy"
+            yield Fault(("correction", "preset"), preset, text)
+        elif correction.signal == "rollout" and correction.level != "none" and not without_ratio:
+            text = f"the ratio of {name} holds the learner's movement; use corr, or reinforce, rloo or on_policy"
+            yield Fault(("correction", "signal"), correction.signal, text)
         if name == "mis_gspo" and any(r.identity == ("corr", "ratio", "mean") for r in correction.reject or ()):
             key = "reject" if "reject" in correction.model_fields_set else "preset"
             text = "mis_gspo rejects by the mean ratio itself; set objective.mis_ratio_low and mis_ratio_high"
@@ -186,6 +224,9 @@ class Config(Section):
         if objective.dvp_rho is not None and self.rollout.min_p not in (0.0, objective.dvp_rho):
             text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
             yield Fault(("rollout", "min_p"), self.rollout.min_p, text)
+        if objective.dvp_outside is not None and not self.truncated:
+            text = "no token is outside of a distribution that is not truncated; leave null, or set objective.dvp_rho"
+            yield Fault(("objective", "dvp_outside"), objective.dvp_outside, text)
 
     def _vllm_faults(self) -> Iterator[Fault]:
         """What vLLM cannot hold or multiply (0.24 to 0.32, its compressed-tensors schemes and linear kernels)."""
@@ -213,4 +254,6 @@ class Config(Section):
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
+    """The divisor of `total` nearest to `wanted`, the smaller of two. Looks at sqrt(total) numbers."""
+    low = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    return min((*low, *(total // d for d in low)), key=lambda d: (abs(d - wanted), d))

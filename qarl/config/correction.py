@@ -7,12 +7,15 @@ from typing import Any, Literal
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.correction_presets import PRESETS, Preset, PresetName
+from qarl.config.limits import FACTOR, ITEMS, SCORE
 
-_WEIGHT_DEFAULTS: dict[str, Any] = {"mode": "truncate", "lower": None, "upper": 2.0, "normalize": False}
+_WEIGHT_DEFAULTS: dict[str, Any] = {
+    "mode": "truncate", "lower": None, "upper": 2.0, "signal": "corr", "normalize": False,
+}  # fmt: skip
 
 
 class RejectRule(Section):
-    """Responses are dropped when their score leaves its bounds. Bounds are of learner over sampler."""
+    """Responses, or tokens, are dropped when their score leaves its bounds. Bounds are of learner over sampler."""
 
     estimator: Literal["k1", "k2", "k3", "ratio"] = Field(
         description="What a token shows, with r learner over sampler: k1 = -log r, k2 = (log r)^2 / 2, "
@@ -21,12 +24,17 @@ class RejectRule(Section):
     signal: Literal["corr", "rollout"] = Field(
         "corr", description="r of the learner at the rollout's snapshot (corr) or of the learner now (rollout)."
     )
-    aggregate: Literal["sum", "mean", "max"] = Field(
+    aggregate: Literal["sum", "mean", "max", "token"] = Field(
         description="Over the response's tokens. For ratio: sum is the product of the ratios, mean their geometric "
-        "mean, max demands that every token's ratio is inside."
+        "mean, max demands that every token's ratio is inside. token: no response is dropped, but each token outside, "
+        "beside whatever the weight is."
     )
-    lower: float | None = Field(None, description="Dropped below this; for k1 and ratio. null: no lower bound.")
-    upper: float | None = Field(None, description="Dropped above this. null: no upper bound (ratio only).")
+    lower: float | None = Field(
+        None, ge=-SCORE, le=SCORE, description="Dropped below this; for k1 and ratio. null: no lower bound."
+    )
+    upper: float | None = Field(
+        None, ge=-SCORE, le=SCORE, description="Dropped above this. null: no upper bound (ratio only)."
+    )
 
     def faults(self) -> Iterator[Fault]:
         ratio = self.estimator == "ratio"
@@ -68,14 +76,23 @@ class CorrectionConfig(Section):
         description="Weight: ratio per token, product over the response, or geometric mean over the response; none "
         "(default): no weight.",
     )
-    mode: Literal["truncate", "mask"] | None = Field(
-        None, description="Clip the ratio to [lower, upper] (TIS, default), or zero it outside (MIS, IcePop)."
+    mode: Literal["truncate", "mask", "raw"] | None = Field(
+        None,
+        description="Clip the ratio to [lower, upper] (TIS, default), zero it outside (MIS, IcePop), or take it as it "
+        "is (raw; exponents stay within +-20, and a warning says where that bound was met).",
     )
-    lower: float | None = Field(None, gt=0, description="Lower bound of the ratio; null: none.")
-    upper: float | None = Field(None, gt=0, description="Upper bound of the ratio (default 2).")
+    signal: Literal["corr", "rollout"] | None = Field(
+        None,
+        description="The weight's ratio: learner at the rollout's snapshot over sampler (corr, default), or learner "
+        "now over sampler (rollout), for objectives without a ratio of their own.",
+    )
+    lower: float | None = Field(None, gt=0, le=FACTOR, description="Lower bound of the ratio; null: none.")
+    upper: float | None = Field(None, gt=0, le=FACTOR, description="Upper bound of the ratio (default 2).")
     normalize: bool = Field(False, description="Divide the weights by their mean over the minibatch.")
     reject: list[RejectRule] | None = Field(
-        None, description="Rules that drop whole responses; a response has to pass all of them."
+        None,
+        max_length=ITEMS,
+        description="Rules that drop responses, or tokens; what is trained on has passed all of them.",
     )
     veto: float | None = Field(
         None,
@@ -99,7 +116,9 @@ class CorrectionConfig(Section):
         parts = []
         if self.level != "none":
             normalized = ", normalized" if self.normalize else ""
-            parts.append(f"{self.level} {self.mode} {_interval(self.lower, self.upper)}{normalized}")
+            bounds = "" if self.mode == "raw" else f" {_interval(self.lower, self.upper)}"
+            of = " of rollout" if self.signal == "rollout" else ""
+            parts.append(f"{self.level} {self.mode}{of}{bounds}{normalized}")
         parts += [f"reject {rule}" for rule in self.reject or ()]
         if self.veto is not None:
             parts.append(f"veto below {self.veto:g}")
@@ -112,6 +131,10 @@ class CorrectionConfig(Section):
                 value = getattr(self, key)
                 if value is not None and value != default:
                     yield Fault((key,), value, "has no effect with level none; set level token, sequence or geometric")
+        elif self.mode == "raw":
+            for key in ("lower", "upper"):
+                if getattr(self, key) is not None:
+                    yield Fault((key,), getattr(self, key), "has no effect with mode raw; use truncate or mask")
         elif values["lower"] is not None and values["lower"] >= values["upper"]:
             yield Fault(("lower",), values["lower"], f"must be below correction.upper ({values['upper']:g})")
         seen: set[tuple[str, str, str]] = set()
@@ -131,6 +154,8 @@ class CorrectionConfig(Section):
             "level": level,
             "reject": [RejectRule(**rule) for rule in preset.reject],
         }
+        if self.mode == "raw":
+            values["lower"] = values["upper"] = None
         return {key: value for key, value in values.items() if getattr(self, key) is None and value is not None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -9,10 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import JsonValue
 
-from qarl.config.base import Fault, Field, Section
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.limits import ITEMS, NAME, ROWS, TEXT, TOKENS
+from qarl.inputs.paths import PATH_BYTES
 
 LOCAL_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 TASKS = ("arithmetic",)
+WIDTH_LIMIT = 1000  # of a field of data.prompt_template, in characters
 
 
 class DataConfig(Section):
@@ -20,22 +24,33 @@ class DataConfig(Section):
 
     source: str = Field(
         min_length=1,
+        max_length=PATH_BYTES,
         description="Hub dataset name; local .json, .jsonl, .parquet or .csv (file, or directory of them); "
         "`task:arithmetic`; or `reasoning-gym:NAME`.",
     )
-    split: str = Field("train", min_length=1, description="Split of a dataset.")
-    subset: str | None = Field(None, min_length=1, description="Configuration name of a hub dataset.")
+    split: str = Field("train", min_length=1, max_length=NAME, description="Split of a dataset.")
+    subset: str | None = Field(
+        None, min_length=1, max_length=NAME, description="Configuration name of a hub dataset."
+    )
     task: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task generator (size, seed, ...).")
-    columns: dict[str, Annotated[str, Field(min_length=1)]] = Field(
-        {}, description="Our name -> dataset column, e.g. {prompt: question}. A `prompt` must exist afterwards."
+    columns: dict[str, Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
+        {},
+        max_length=ITEMS,
+        description="Our name -> dataset column, or a field inside one, e.g. {prompt: question, answer: "
+        "reward_model.ground_truth}. A `prompt` must exist afterwards.",
     )
     prompt_template: str | None = Field(
-        None, min_length=1, description="str.format template over the row's columns, e.g. '{prompt} ='."
+        None,
+        min_length=1,
+        max_length=TEXT,
+        description="str.format template over the row's columns, e.g. '{prompt} ='.",
     )
     chat_template: bool = Field(True, description="Wrap the prompt in the tokenizer's chat template.")
-    system_prompt: str | None = Field(None, description="System message of the chat template.")
-    max_prompt_length: int = Field(512, ge=1, description="Tokens; rows with longer prompts are dropped and counted.")
-    max_rows: int | None = Field(None, ge=1, description="Use only the first rows of the source.")
+    system_prompt: str | None = Field(None, max_length=TEXT, description="System message of the chat template.")
+    max_prompt_length: int = Field(
+        512, ge=1, le=TOKENS, description="Tokens; rows with longer prompts are dropped and counted."
+    )
+    max_rows: int | None = Field(None, ge=1, le=ROWS, description="Use only the first rows of the source.")
     shuffle: bool = Field(True, description="New order every epoch, from train.seed; false: in the source's order.")
 
     @property
@@ -49,6 +64,7 @@ class DataConfig(Section):
         return "local" if looks_like_a_path or PurePath(self.source).suffix.lower() in LOCAL_SUFFIXES else "hub"
 
     def faults(self) -> Iterator[Fault]:
+        yield from path_faults("source", self.source)
         generated = self.kind in ("task", "reasoning_gym")
         if self.kind == "task" and self.source.removeprefix("task:") not in TASKS:
             yield Fault(("source",), self.source, f"unknown task; use {' or '.join('task:' + name for name in TASKS)}")
@@ -78,3 +94,8 @@ class DataConfig(Section):
             yield Fault(("prompt_template",), template, 'must use a column, e.g. "{prompt} ="')
         if any(not name.isidentifier() for name in names):
             yield Fault(("prompt_template",), template, "fields must be column names; write {{ for a brace")
+        for spec in (spec for _, _, spec, _ in string.Formatter().parse(template) if spec):
+            if "{" in spec:
+                yield Fault(("prompt_template",), template, "a width or precision must be a number, not a field")
+            elif any(len(digits) > 4 or int(digits) > WIDTH_LIMIT for digits in re.findall("[0-9]+", spec)):
+                yield Fault(("prompt_template",), template, f"a width or precision can be at most {WIDTH_LIMIT:,}")

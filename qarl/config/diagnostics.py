@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from qarl.config.base import Field, Section
+from qarl.config.limits import STEPS, TOKENS
 
 Costly = Literal["shadow", "deployed", "crossings", "gradients"]
 COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients")
@@ -16,23 +17,28 @@ class DiagnosticsConfig(Section):
     shadow_every: int = Field(
         0,
         ge=0,
+        le=STEPS,
         description="precision/*: what the learner's precision alone does to the ratios; a shadow forward (the "
         "sampler's arithmetic at the learner's weights) for every training forward.",
     )
     deployed_every: int = Field(
         0,
         ge=0,
+        le=STEPS,
         description="deployed/*: whether the step moved the served policy towards its advantages; a shadow forward "
         "over the step's responses before and after it.",
     )
-    crossings_every: int = Field(0, ge=0, description="Changed codes (or 16-bit values) of each layer.")
+    crossings_every: int = Field(0, ge=0, le=STEPS, description="Changed codes (or 16-bit values) of each layer.")
     gradients_every: int = Field(
         0,
         ge=0,
+        le=STEPS,
         description="gradients/*: four backwards over the step's first minibatch, with the ratio and the score of "
-        "learner and shadow; three more gradients in host memory.",
+        "learner and shadow, and up to two with what either ratio clips; up to five more gradients in host memory.",
     )
-    tokens: int = Field(2000, ge=1, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots.")
+    tokens: int = Field(
+        2000, ge=1, le=TOKENS, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots."
+    )
 
     def due(self, step: int) -> frozenset[Costly]:
         """The costly diagnostics of training step `step`, counted from 1 as in metrics.jsonl."""

@@ -5,27 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from qarl.config.base import Fault, Field, Section
+from qarl.config.base import Fault, Field, Section, path_faults
 from qarl.config.data import DataConfig
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
+from qarl.config.limits import (
+    ITEMS,
+    NAME,
+    ROWS,
+    SAMPLES,
+    SCORE,
+    SMALLEST_TEMPERATURE,
+    STEPS,
+    TEMPERATURE,
+    TOKENS,
+    VOCABULARY,
+)
 from qarl.config.reward import RewardFunction
+from qarl.inputs.paths import PATH_BYTES
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
+TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
+TASK_NAME_LENGTH = 100  # so that a file name holds several
 
 
 class EvalTask(Section):
     """One set of prompts with its reward: a preset, or a data section with reward functions."""
 
-    preset: str | None = Field(None, description=f"One of the papers' sets: {', '.join(PRESETS)}.")
+    preset: str | None = Field(None, max_length=NAME, description=f"One of the papers' sets: {', '.join(PRESETS)}.")
     path: str | None = Field(
-        None, min_length=1, description="Local file or directory with the preset's columns, instead of the hub."
+        None,
+        min_length=1,
+        max_length=PATH_BYTES,
+        description="Local file or directory with the preset's columns, instead of the hub.",
     )
-    name: str | None = Field(None, pattern=NAME, description="Under which it is reported; default the preset's.")
+    name: str | None = Field(
+        None,
+        pattern=TASK_NAME,
+        max_length=TASK_NAME_LENGTH,
+        description="Under which it is reported; default the preset's.",
+    )
     data: DataConfig | None = Field(None, description="Prompts of a set of your own.")
-    reward: list[RewardFunction] = Field([], description="Reward functions of a set of your own.")
-    max_prompts: int | None = Field(None, ge=1, description="Use only the first prompts.")
+    reward: list[RewardFunction] = Field([], max_length=ITEMS, description="Reward functions of a set of your own.")
+    max_prompts: int | None = Field(None, ge=1, le=ROWS, description="Use only the first prompts.")
 
     def faults(self) -> Iterator[Fault]:
+        yield from path_faults("path", self.path)
         if self.preset is None:
             if self.data is None:
                 yield Fault(("preset",), None, f"give a preset ({', '.join(PRESETS)}), or name, data and reward")
@@ -65,31 +88,40 @@ class EvalTask(Section):
 class EvaluationConfig(Section):
     """Evaluations of the published, quantized policy. They change nothing in the training steps."""
 
-    tasks: list[EvalTask] = Field([], description="What to evaluate on; empty: no evaluation.")
-    every: int | None = Field(None, ge=1, description="Training steps between evaluations; null: not in between.")
+    tasks: list[EvalTask] = Field([], max_length=ITEMS, description="What to evaluate on; empty: no evaluation.")
+    every: int | None = Field(
+        None, ge=1, le=STEPS, description="Training steps between evaluations; null: not in between."
+    )
     before_training: bool = Field(True, description="Evaluate the policy that training starts from (step 0).")
     at_end: bool = Field(True, description="Evaluate after the last step.")
-    samples: int = Field(4, ge=1, description="Responses per prompt (the k of avg@k).")
-    pass_at: list[Annotated[int, Field(ge=1)]] | None = Field(
-        None, min_length=1, description="Every k of pass@k; null: 1 and `samples`."
+    samples: int = Field(4, ge=1, le=SAMPLES, description="Responses per prompt (the k of avg@k).")
+    pass_at: list[Annotated[int, Field(ge=1, le=SAMPLES)]] | None = Field(
+        None, min_length=1, max_length=ITEMS, description="Every k of pass@k; null: 1 and `samples`."
     )
-    temperature: float = Field(1.0, ge=0, description="Of the logits; 0 is greedy, with samples: 1.")
+    temperature: float = Field(1.0, ge=0, le=TEMPERATURE, description="Of the logits; 0 is greedy, with samples: 1.")
     top_p: float = Field(1.0, gt=0, le=1, description="Smallest set of tokens with this probability; 1 is off.")
-    top_k: int = Field(0, ge=0, description="Only the k most probable tokens; 0 is off.")
+    top_k: int = Field(0, ge=0, le=VOCABULARY, description="Only the k most probable tokens; 0 is off.")
     min_p: float = Field(
         0.0, ge=0, lt=1, description="Drop tokens less probable than this fraction of the most probable; 0 is off."
     )
-    max_response_length: int | None = Field(None, ge=1, description="Tokens; null: rollout.max_response_length.")
-    stop: list[Annotated[str, Field(min_length=1)]] | None = Field(
-        None, description="Strings that end a response; null: those of rollout.stop."
+    max_response_length: int | None = Field(
+        None, ge=1, le=TOKENS, description="Tokens; null: rollout.max_response_length."
+    )
+    stop: list[Annotated[str, Field(min_length=1, max_length=NAME)]] | None = Field(
+        None, max_length=ITEMS, description="Strings that end a response; null: those of rollout.stop."
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of the random streams: one each task, prompt and sample.")
-    correct_threshold: float = Field(1.0, description="A completion is correct if its total reward is at least this.")
+    correct_threshold: float = Field(
+        1.0, ge=-SCORE, le=SCORE, description="A completion is correct if its total reward is at least this."
+    )
 
     def faults(self) -> Iterator[Fault]:
         for index, k in enumerate(self.pass_at or []):
             if k > self.samples:
                 yield Fault(("pass_at", index), k, f"must be {self.samples} (samples) or less, or draw more samples")
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            text = f"must be 0 (greedy), or {SMALLEST_TEMPERATURE:g} or more"
+            yield Fault(("temperature",), self.temperature, text)
         if self.temperature == 0 and self.samples > 1:
             yield Fault(("samples",), self.samples, "greedy responses (temperature 0) are all the same; must be 1")
         seen: set[str | None] = set()

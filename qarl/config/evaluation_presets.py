@@ -5,9 +5,9 @@ Plain data: the configuration turns it into a `data` section, so it imports noth
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 # The instruction of Qwen2.5-Math's and most RL papers' evaluations; the reward `math` reads the box.
@@ -28,7 +28,7 @@ class Preset:
         """The `data` section of the set. path: a local copy (file or directory) with the same columns."""
         where: dict[str, Any] = {"source": self.source, "subset": self.subset, "split": self.split}
         if path is not None:
-            one_file = not Path(path).expanduser().is_dir()
+            one_file = not os.path.isdir(os.path.expanduser(path))  # never raises; `check_inputs` refuses the path
             where = {"source": path, "split": "train" if one_file else self.split}
         columns = {"prompt": self.prompt, "answer": self.answer}
         return {**where, "columns": columns, "prompt_template": BOXED, "shuffle": False}

@@ -11,26 +11,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qarl.inputs.files import Unreadable, read_prefix
+
 _SCALAR = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+# Tops far above any real file, so that no header takes longer than a second to read.
+_ENTRIES = 2**16  # keys of the metadata
+_TENSORS = 2**18
+_ITEMS = 2**21  # texts of a list: a vocabulary has some hundred thousand
+_TEXT_BYTES = 2**24  # of a key, a name, a text: a chat template has some thousand
+_DIMENSIONS = 4  # GGML_MAX_DIMS
+
+
+@dataclass(frozen=True)
+class GGUFArray:
+    """A list of the metadata, of which only the length is read."""
+
+    length: int
 
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """metadata: key -> value; of an array only its length (an int). tensors: names in the order of the file."""
+    """metadata: key -> value, lists as `GGUFArray`. tensors: name -> shape as torch has it, the
+    output features of a matrix first, in the order of the file."""
 
     metadata: dict[str, Any]
-    tensors: list[str]
+    tensors: dict[str, tuple[int, ...]]
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read a GGUF file's metadata and tensor names.
+    """Read a GGUF file's metadata and the names and shapes of its tensors.
 
-    Raises ValueError (one line, without the path) when it is no GGUF of a known version or is cut short.
+    Raises ValueError (one line, without the path) when it is no regular file, no GGUF of a known version, cut short,
+    or holds more than any model does.
     """
-    if path.stat().st_size < 24:
+    try:
+        start, size = read_prefix(path, 24)
+    except Unreadable as error:
+        raise ValueError(error.reason) from None
+    if len(start) < 24:
         raise ValueError("is too short for a GGUF file")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
         try:
             return _Reader(data).header()
         except (struct.error, UnicodeDecodeError, KeyError):
@@ -43,13 +64,23 @@ class _Reader:
         self.at = 0
 
     def number(self, format: str) -> Any:
+        if self.at > len(self.data):  # further than struct could count
+            raise struct.error
         (value,) = struct.unpack_from(format, self.data, self.at)
         self.at += struct.calcsize(format)
         return value
 
+    def count(self, most: int, what: str) -> int:
+        value = self.number("<Q")
+        if value > most:
+            raise ValueError(f"is a damaged GGUF file: it claims {value:,} {what}; at most {most:,} are read")
+        return value
+
     def string(self) -> str:
-        length = self.number("<Q")
+        length = self.count(_TEXT_BYTES, "bytes of one text")
         self.at += length
+        if self.at > len(self.data):
+            raise struct.error
         return self.data[self.at - length : self.at].decode()
 
     def value(self, kind: int) -> Any:
@@ -57,14 +88,19 @@ class _Reader:
             return self.string()
         if kind != _ARRAY:
             return self.number(_SCALAR[kind])
-        kind, length = self.number("<I"), self.number("<Q")
+        kind = self.number("<I")
         if kind == _STRING:
+            length = self.count(_ITEMS, "texts in one list")
+            at, end, size = self.at, len(self.data), struct.Struct("<Q")
             for _ in range(length):
-                skip = self.number("<Q")  # moves self.at, so not within the next line
-                self.at += skip
+                if at > end:
+                    raise struct.error
+                at += 8 + size.unpack_from(self.data, at)[0]
+            self.at = at
         else:
+            length = self.number("<Q")
             self.at += length * struct.calcsize(_SCALAR[kind])
-        return length
+        return GGUFArray(length)
 
     def header(self) -> GGUFHeader:
         magic = self.data[:4]
@@ -72,14 +108,23 @@ class _Reader:
         version = self.number("<I")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("is not a GGUF file of version 2 or 3")
-        tensor_count, metadata_count = self.number("<Q"), self.number("<Q")
-        metadata = {}
+        tensor_count, metadata_count = self.count(_TENSORS, "tensors"), self.count(_ENTRIES, "keys")
+        metadata: dict[str, Any] = {}
         for _ in range(metadata_count):
             key = self.string()
+            if key in metadata:
+                raise ValueError(f"is a damaged GGUF file: it holds the key {key[:60]!r} twice")
             metadata[key] = self.value(self.number("<I"))
-        tensors = []
+        tensors: dict[str, tuple[int, ...]] = {}
         for _ in range(tensor_count):
-            tensors.append(self.string())
+            name = self.string()
+            if name in tensors:
+                raise ValueError(f"is a damaged GGUF file: it holds the tensor {name[:60]!r} twice")
             dimensions = self.number("<I")
-            self.at += 8 * dimensions + 4 + 8  # sizes, type, offset
+            if dimensions > _DIMENSIONS:
+                raise ValueError(f"is a damaged GGUF file: {name[:60]!r} has {dimensions:,} dimensions")
+            tensors[name] = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
+            self.at += 4 + 8  # type, offset
+        if self.at > len(self.data):
+            raise struct.error
         return GGUFHeader(metadata, tensors)

@@ -12,60 +12,89 @@ from qarl.config.config import Config
 from qarl.config.messages import Loc, fault_lines
 from qarl.config.overrides import KeyPath, apply_overrides, override_keys
 from qarl.config.yaml_io import parse_yaml
+from qarl.config.yaml_nodes import NODES, YAML_BYTES
 from qarl.errors import UserError
+from qarl.inputs.files import NoSuchFile, Unreadable, read_text
+from qarl.inputs.paths import user_path
+from qarl.text import visible
+
+# A value takes no more than this in YAML: its indentation and key's punctuation, and a character as an escape.
+_NODE_BYTES, _CHARACTER_BYTES = 80, 14
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read, override and validate a configuration.
 
-    path: a YAML file. overrides: `key.path=value`, the value read as YAML. A run directory that is not given becomes
-    runs/<stem of path>, and stands in the result, so that a copy of it elsewhere still names the same run.
+    path: a YAML file, or a pipe. overrides: `key.path=value`, the value read as YAML. A run directory that is not
+    given becomes runs/<stem of path>, and stands in the result, so that a copy of it elsewhere names the same run.
     Raises UserError with one line per fault.
     """
+    return make_config(read_yaml(path, stream=True), path, overrides)
+
+
+def make_config(data: Any, path: str | Path, overrides: list[str] | None = None) -> Config:
+    """As `load_config`, of what the file holds; `data` is changed."""
     path = Path(path)
-    data = read_yaml(path)
+    place = visible(str(path))
     if data is None:
-        raise UserError(f"{path}: the file is empty; a configuration needs model, data, reward and train")
+        raise UserError(f"{place}: the file is empty; a configuration needs model, data, reward and train")
     if not isinstance(data, dict):
-        raise UserError(f"{path}: holds a {type(data).__name__}; must be a mapping of sections (model, quant, ...)")
+        raise UserError(f"{place}: holds a {type(data).__name__}; must be a mapping of sections (model, quant, ...)")
     if "variants" in data:
-        raise UserError(f"{path}: is a study of several runs; give it to `qarl compare`")
+        raise UserError(f"{place}: is a study of several runs; give it to `qarl compare`")
     overrides = overrides or []
     apply_overrides(data, overrides)
     train = data.get("train")
     if isinstance(train, dict) and train.get("run_dir") is None:
         train["run_dir"] = f"runs/{path.stem}"
     keys = override_keys(overrides)
-    return validate(data, lambda loc: key_place(loc, str(path), keys))
+    return validate(data, lambda loc: key_place(loc, place, keys))
 
 
 def validate(data: dict[str, Any], place: Callable[[Loc], str]) -> Config:
     """The configuration that `data` describes. place: where a key's value was given, for messages.
 
-    Raises UserError with one line per fault.
+    Raises UserError with one line per fault, and where its own YAML would be more than is read of such a file.
     """
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
     except ValidationError as error:
         raise UserError("\n".join(fault_lines(error, Config, data, place))) from None
+    nodes, characters = _size(config.model_dump())
+    if nodes > NODES:
+        raise UserError(f"{place(())}: has {nodes:,} values with its defaults; at most {NODES:,} are possible")
+    if nodes * _NODE_BYTES + characters * _CHARACTER_BYTES > YAML_BYTES:
+        length = len(config.to_yaml().encode())
+        if length > YAML_BYTES:
+            most = f"at most {YAML_BYTES:,} are possible"
+            raise UserError(f"{place(())}: takes {length:,} bytes with its defaults; {most}")
+    return config
 
 
-def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds. Raises UserError where it cannot be read or is not YAML."""
-    return parse_yaml(_read(Path(path)), str(path))
+def read_yaml(path: str | Path, stream: bool = False) -> Any:
+    """What a YAML file holds. stream: whether it may be a pipe. Raises UserError: it cannot be read, or is not YAML."""
+    file, place = user_path(path, "CONFIG"), visible(str(path))
+    try:
+        return parse_yaml(read_text(file, YAML_BYTES, stream), place)
+    except Unreadable as error:
+        fix = "; give the path of a YAML configuration, see configs/" if isinstance(error, NoSuchFile) else ""
+        raise UserError(f"{place}: {error.reason}{fix}") from None
 
 
 def key_place(loc: Loc, file: str, overridden: set[KeyPath]) -> str:
-    """Where the value of a key was given: the file, or the command line."""
-    return "command line" if any(loc[: len(path)] == path for path in overridden) else file
+    """Where the value of a key was given: the file, or the command line, which may have made the sections above it."""
+    keys = tuple(map(str, loc))
+    given = any(all(ours == theirs for ours, theirs in zip(keys, path, strict=False)) for path in overridden)
+    return "command line" if keys and given else file
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give the path of a YAML configuration, see configs/") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); give a YAML configuration") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; give a YAML file") from None
+def _size(value: Any) -> tuple[int, int]:
+    """Values and keys in `value`, and the characters of them."""
+    if isinstance(value, dict):
+        parts = [_size(child) for child in value.values()]
+        return 1 + len(value) + sum(n for n, _ in parts), sum(map(len, value)) + sum(c for _, c in parts)
+    if isinstance(value, (list, tuple)):
+        parts = [_size(child) for child in value]
+        return 1 + sum(n for n, _ in parts), sum(c for _, c in parts)
+    return 1, len(value) if isinstance(value, str) else 0
+

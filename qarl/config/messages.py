@@ -13,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 Loc = tuple[str | int, ...]
 
+MOST_LINES = 20  # of faults; a list of a thousand wrong entries says no more than its first
+
 
 def fault_lines(
     error: ValidationError, root: type[BaseModel], data: dict[str, Any], place: Callable[[Loc], str]
@@ -20,14 +22,30 @@ def fault_lines(
     """One line for each fault of `error`.
 
     root: the model that was validated. data: what it was given. place: says for a key where its value stands (file
-    or command line).
+    or command line). Of more than MOST_LINES the last says how many more there are.
     """
-    return [f"{place(loc)}: {line}" for loc, line in _lines(error, root, data)]
+    return capped([f"{place(loc)}: {line}" for loc, line in _lines(error, root, data)], place(()))
+
+
+def capped(lines: list[str], place: str) -> list[str]:
+    """The first MOST_LINES of `lines`, and how many more there are."""
+    more = len(lines) - MOST_LINES
+    return lines if more <= 0 else [*lines[:MOST_LINES], f"{place}: and {more:,} more faults"]
 
 
 def fault_line(loc: Loc, value: Any, text: str) -> str:
     """`key.path = value: text`, the value shortened to fit a line."""
-    return f"{'.'.join(map(str, loc)) or 'top level'} = {_show(value)}: {text}"
+    return f"{_key(loc) or 'top level'} = {_show(value)}: {text}"
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """`text` on one line, cut to `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _key(loc: Loc) -> str:
+    return shown(".".join(map(str, loc)), 120)
 
 
 def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) -> Iterator[tuple[Loc, str]]:
@@ -40,10 +58,10 @@ def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) 
             case "missing":
                 section = _strip(_annotation(root, loc[:-1]))
                 if get_origin(section) is tuple:
-                    yield loc[:-1], f"{'.'.join(map(str, loc[:-1]))}: must be a list of {len(get_args(section))}"
+                    yield loc[:-1], f"{_key(loc[:-1])}: must be a list of {len(get_args(section))}"
                     continue
                 description = section.model_fields[str(loc[-1])].description
-                yield loc, f"{'.'.join(map(str, loc))}: required, and not given. {description}"
+                yield loc, f"{_key(loc)}: required, and not given. {description}"
             case "extra_forbidden":
                 yield loc, fault_line(loc, item["input"], _unknown_key(root, loc))
             case _:
@@ -61,9 +79,9 @@ def _keys_only(loc: Loc, data: Any) -> Loc:
     return tuple(keys)
 
 
-def _show(value: Any, limit: int = 60) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _show(value: Any) -> str:
+    """As JSON writes it, so that a text stands in quotes."""
+    return shown(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _valid(message: str, value: Any, annotation: Any) -> str:

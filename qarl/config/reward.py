@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from pydantic import JsonValue
 
-from qarl.config.base import Fault, Field, Section
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.limits import FACTOR, ITEMS, SECONDS, WORKERS
+from qarl.inputs.paths import PATH_BYTES
 
 BUILTIN_REWARDS = ("math", "exact", "regex", "length", "format", "reasoning_gym")
 _USER_FUNCTION = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
@@ -19,9 +21,10 @@ class RewardFunction(Section):
 
     name: str = Field(
         min_length=1,
+        max_length=PATH_BYTES,
         description=f"Built-in ({', '.join(BUILTIN_REWARDS)}), path/to/file.py:function, or package.module:function.",
     )
-    weight: float = Field(1.0, description="Factor in the total reward; 0 only logs it.")
+    weight: float = Field(1.0, ge=-FACTOR, le=FACTOR, description="Factor in the total reward; 0 only logs it.")
     options: dict[str, JsonValue] = Field({}, description="Keyword arguments of the function.")
 
     @property
@@ -31,6 +34,7 @@ class RewardFunction(Section):
         return path if path.endswith(".py") else None
 
     def faults(self) -> Iterator[Fault]:
+        yield from path_faults("name", self.file)
         if self.name in BUILTIN_REWARDS or _USER_FUNCTION.fullmatch(self.name):
             return
         near = difflib.get_close_matches(self.name, BUILTIN_REWARDS, n=1)
@@ -42,11 +46,23 @@ class RewardConfig(Section):
     """The reward: a weighted sum of functions that run in worker processes with a time limit."""
 
     functions: list[RewardFunction] = Field(
-        min_length=1, description="Reward functions; the total is their weighted sum."
+        min_length=1, max_length=ITEMS, description="Reward functions; the total is their weighted sum."
     )
-    workers: int = Field(1, ge=1, description="Worker processes.")
+    workers: int = Field(1, ge=1, le=WORKERS, description="Worker processes.")
     timeout_s: float = Field(
-        10.0, gt=0, description="Seconds one worker may take for its chunk of completions; after that they score 0."
+        10.0,
+        gt=0,
+        le=SECONDS,
+        description="Seconds one worker may take for its chunk of completions; past them they are scored one by one, "
+        "within 6 x timeout_s in all, and once two hung each within timeout_s / 10. What has no score then scores 0 "
+        "and counts as failed.",
+    )
+    memory_gib: float | None = Field(
+        16.0,
+        gt=0,
+        le=2**20,
+        description="Resident memory that a worker and what it starts may take; over it the worker is killed, and its "
+        "call failed. null: no limit (nor is there one without /proc).",
     )
     max_failed_frac: float = Field(
         0.5, ge=0, le=1, description="The run stops when a larger fraction of a step's scores failed."

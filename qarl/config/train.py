@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from qarl.config.base import Field, Section
+from collections.abc import Iterator
+
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKENS
+from qarl.inputs.paths import PATH_BYTES
 
 
 class TrainConfig(Section):
     """Sizes and seeds of the training loop."""
 
-    steps: int = Field(ge=1, description="Training steps: rollout, update, publish.")
-    prompts_per_step: int = Field(8, ge=1, description="Prompts of a step; each gets rollout.n responses.")
+    steps: int = Field(ge=1, le=STEPS, description="Training steps: rollout, update, publish.")
+    prompts_per_step: int = Field(8, ge=1, le=PROMPTS, description="Prompts of a step; each gets rollout.n responses.")
     minibatch_size: int | None = Field(
         None,
         ge=1,
+        le=RESPONSES,
         description="Responses per optimizer step; must divide prompts_per_step * rollout.n, which is the default.",
     )
     micro_batch_tokens: int = Field(
-        4096, ge=1, description="Tokens (prompt and response) of one forward and backward; never less than a response."
+        4096,
+        ge=1,
+        le=TOKENS,
+        description="Tokens (prompt and response) of one forward and backward; never less than a response.",
     )
-    epochs: int = Field(1, ge=1, description="Passes over a step's responses.")
+    epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
     gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward instead of keeping them.")
-    logprob_chunk: int = Field(128, ge=1, description="Rows of logits held at once.")
+    logprob_chunk: int = Field(128, ge=1, le=TOKENS, description="Rows of logits held at once.")
     seed: int = Field(0, ge=0, lt=2**31, description="Of data order, sampling and everything else that is random.")
     deterministic: bool = Field(True, description="Bit-reproducible algorithms, also across a resume.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of torch; default torch's own choice.")
+    threads: int | None = Field(None, ge=1, le=THREADS, description="CPU threads of torch; default torch's own choice.")
     max_skipped_steps: int = Field(
-        3, ge=0, description="Optimizer steps in a row that may be skipped for a non-finite gradient before stopping."
+        3,
+        ge=0,
+        le=STEPS,
+        description="Optimizer steps in a row that may be skipped for a non-finite gradient before stopping.",
     )
     run_dir: str | None = Field(
-        None, min_length=1, description="Where everything is written; default runs/<config file stem>."
+        None,
+        min_length=1,
+        max_length=PATH_BYTES,
+        description="Where everything is written; default runs/<config file stem>.",
     )
+
+    def faults(self) -> Iterator[Fault]:
+        yield from path_faults("run_dir", self.run_dir)

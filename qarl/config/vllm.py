@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from qarl.config.base import Fault, Field, Section
+from qarl.config.limits import DEVICES, FILES, SECONDS
 
 # vLLM engine arguments that other keys decide.
 ARGS_BY_KEY = {
@@ -50,7 +51,10 @@ class VLLMConfig(Section):
         description="Where vLLM lives: a process of its own, restarted when it fails, or the learner's.",
     )
     device: int | None = Field(
-        None, ge=0, description="CUDA index of the sampler's own GPU; null: the learner's, which they share."
+        None,
+        ge=0,
+        lt=DEVICES,
+        description="CUDA index of the sampler's own GPU; null: the learner's, which they share.",
     )
     memory_frac: float = Field(0.4, gt=0, lt=1, description="Share of the GPU for vLLM's weights and KV cache.")
     enforce_eager: bool | None = Field(
@@ -70,8 +74,12 @@ class VLLMConfig(Section):
         description="On a GPU, keep the published tensors of layers that vLLM repacks beside them, so that a publish "
         "replays the repacking as one CUDA graph; costs as much memory as these layers. delta keeps them anyway.",
     )
-    timeout_s: float = Field(600.0, gt=0, description="Without a sign of life for so long the sampler counts as hung.")
-    max_restarts: int = Field(2, ge=0, description="Restarts of a failed sampler in a run; one more failure ends it.")
+    timeout_s: float = Field(
+        600.0, gt=0, le=SECONDS, description="Without a sign of life for so long the sampler counts as hung."
+    )
+    max_restarts: int = Field(
+        2, ge=0, le=FILES, description="Restarts of a failed sampler in a run; one more failure ends it."
+    )
     args: dict[str, JsonValue] = Field(
         {}, description="Further vLLM engine arguments by name, e.g. {kv_cache_dtype: fp8}."
     )

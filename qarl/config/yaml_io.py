@@ -1,7 +1,7 @@
 """YAML in and out: YAML 1.2 scalars (1e-6 is a number, `no` is a string), and no key twice.
 
 PyYAML reads YAML 1.1, where `lr: 1e-6` is a string, `no` is false and `1:30` is 90. The loader here keeps PyYAML's
-safe constructors and replaces the patterns that decide what a plain scalar is by those of YAML 1.2's core schema.
+scanner and parser, and replaces the patterns that decide what a plain scalar is by those of YAML 1.2's core schema.
 """
 
 from __future__ import annotations
@@ -11,23 +11,15 @@ from typing import Any, ClassVar
 
 import yaml
 
+from qarl.config.messages import capped, shown
+from qarl.config.yaml_nodes import SCALARS, YAML_BYTES, LimitedComposer, Refused, Values
 from qarl.errors import UserError
+from qarl.text import visible
 
-_SCALARS = [
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
-    (
-        "tag:yaml.org,2002:float",
-        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+0123456789."),
-    ),
-    ("tag:yaml.org,2002:merge", r"<<", ["<"]),
-]
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(LimitedComposer, yaml.SafeLoader):
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
 
@@ -37,70 +29,66 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # Single quotes turn these line ends of Unicode into spaces or line feeds; double quotes have escapes for them.
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _LINE_ENDS.search(text) else None)
 
-for _tag, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})$"), _first)
-    _Dumper.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})$"), _first)
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+for _tag, (_pattern, _first) in SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """The value of one YAML document.
+    """The value of one YAML document: None, bool, int of 64 bits, float, str, and lists and dicts of them.
 
     place: what the text is (a file name), for messages.
-    Raises UserError: not YAML, several documents, an unsafe tag, a key that is no string or stands twice.
+    Raises UserError: not YAML, several documents, beyond the limits of `qarl.config.yaml_nodes`, a tag of another type,
+    a key that is no string or stands twice.
     """
+    if len(text) > YAML_BYTES:
+        raise UserError(f"{place}: has {len(text):,} characters, more than the {YAML_BYTES:,} that are read of YAML")
+    values = Values()
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        faults = [f"{place}: {fault}" for fault in _key_faults(node, (), set())]
-        if faults:
-            raise UserError("\n".join(faults))
-        return loader.construct_document(node)
+        try:
+            node = loader.get_single_node()
+        except (ValueError, OverflowError):  # of PyYAML's scanner: chr() of an escape, int() of a directive
+            raise Refused(loader.get_mark(), "not valid YAML: no such character or version") from None
+        value = None if node is None else values.of(node)
+    except Refused as error:
+        raise UserError(f"{place}: {_where(error.mark)}{error.text}") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        where = f"line {before.count(chr(10)) + 1}, column {error.position - before.rfind(chr(10))}"
+        what = f"the character U+{ord(text[error.position]):04X}"
+        raise UserError(f"{place}: {where}: not valid YAML: {what}: {error.reason}; write it as an escape") from None
     except yaml.YAMLError as error:
         raise UserError(f"{place}: {_one_line(error)}") from None
+    if values.faults:
+        keys = [(shown(".".join(path), 120) or "top level", text) for path, text in values.faults.values()]
+        raise UserError("\n".join(capped([f"{place}: {key}: {text}" for key, text in keys], place)))
+    return value
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
-    """Block-style YAML, keys in their order, that `parse_yaml` reads back as equal data (tuples as lists)."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Block-style YAML, keys in their order, that `parse_yaml` reads back as equal data (tuples as lists).
+
+    Where a character in it would drive a terminal, as bidirectional ones do, it is ASCII, with YAML's own escapes.
+    """
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    if visible(text, keep_newlines=True) != text:
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+    return text
 
 
-def _key_faults(node: yaml.Node, path: tuple[str, ...], seen: set[int]) -> list[str]:
-    if id(node) in seen:  # an alias of a node that was walked
-        return []
-    seen.add(id(node))
-    faults = []
-    if isinstance(node, yaml.SequenceNode):
-        for index, child in enumerate(node.value):
-            faults += _key_faults(child, (*path, str(index)), seen)
-    elif isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, child in node.value:
-            line = key.start_mark.line + 1
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.tag != "tag:yaml.org,2002:str":
-                where = ".".join(path) or "top level"
-                given = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
-                faults.append(f"{where}: line {line}: key {given} must be a string; put it in quotes")
-                continue
-            here = (*path, key.value)
-            if key.value in lines:
-                first = lines[key.value]
-                faults.append(
-                    f"{'.'.join(here)}: line {line}: the key already stands in line {first}; keep one of them"
-                )
-            lines.setdefault(key.value, line)
-            faults += _key_faults(child, here, seen)
-    return faults
+def _where(mark: yaml.Mark | None) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
 
 
 def _one_line(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
-        return " ".join(str(error).split())
-    mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return f"not valid YAML: {shown(str(error), 200)}"
     what = " ".join(part for part in (error.problem, error.context) if part)
-    return f"{where}not valid YAML: {' '.join(what.split())}"
+    return f"{_where(error.problem_mark or error.context_mark)}not valid YAML: {shown(what, 200)}"

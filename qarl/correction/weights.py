@@ -14,16 +14,20 @@ from qarl.objectives.segments import Segments
 
 @dataclass(frozen=True)
 class Weighting:
-    """How a correction ratio becomes a weight. `lower` None is no lower bound.
+    """How a correction ratio becomes a weight. A bound that is None is none.
 
     level: `token` exp(o_t - b_t); `sequence` exp(sum_t); `geometric` exp(mean_t), shared by the response's tokens.
-    mode: `truncate` the ratio to [lower, upper] (TIS); `mask` it to 0 outside, both bounds kept (MIS, IcePop).
+    mode: `truncate` the ratio to [lower, upper] (TIS); `mask` it to 0 outside, both bounds kept (MIS, IcePop); `raw`,
+    the ratio itself, unbiased where it is the response's, of a variance that grows with its length.
+    signal: `corr` o - b as above; `rollout` l - b, learner now: the weight of a policy gradient without a ratio of its
+    own (verl's bypass mode with REINFORCE).
     """
 
     level: Literal["token", "sequence", "geometric"]
-    mode: Literal["truncate", "mask"]
-    lower: float | None
-    upper: float
+    mode: Literal["truncate", "mask", "raw"]
+    lower: float | None = None
+    upper: float | None = None
+    signal: Literal["corr", "rollout"] = "corr"
 
     @property
     def per_token(self) -> bool:
@@ -45,7 +49,7 @@ class ImportanceWeights(NamedTuple):
 
 @torch.no_grad()
 def importance_weights(
-    log_ratio: Tensor,  # (T,) log r_corr: learner at the rollout's snapshot over sampler
+    log_ratio: Tensor,  # (T,) of the signal: learner over sampler
     segments: Segments,
     options: Weighting,
 ) -> ImportanceWeights:
@@ -59,10 +63,14 @@ def importance_weights(
         exponent = segments.mean(log_ratio)
     ratio, clamped = clamped_exp(exponent)
 
+    rejected = torch.zeros_like(clamped)
+    if options.mode == "raw":
+        return ImportanceWeights(ratio, ratio, rejected, clamped)
     if options.mode == "truncate":
-        rejected = torch.zeros_like(clamped)
         return ImportanceWeights(ratio.clamp(options.lower, options.upper), ratio, rejected, clamped)
-    rejected = ratio > options.upper
+    assert options.mode == "mask", f"unknown correction mode {options.mode!r}"
+    if options.upper is not None:
+        rejected |= ratio > options.upper
     if options.lower is not None:
         rejected |= ratio < options.lower
     return ImportanceWeights(ratio.masked_fill(rejected, 0.0), ratio, rejected, clamped)

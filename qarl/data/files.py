@@ -7,15 +7,23 @@ errors do not name the line, and it copies what it reads into a cache.
 from __future__ import annotations
 
 import csv
-import json
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qarl.data.values import NotPlain, plain
 from qarl.errors import UserError
+from qarl.inputs.files import LINE_BYTES, Unreadable, read_lines, read_text
+from qarl.inputs.json import json_kind, parse_json
+from qarl.inputs.paths import path_errors
+from qarl.text import visible
 
 Row = dict[str, Any]
+
+FILE_BYTES = 8 * 2**30  # of .json and .csv, and of what a .parquet holds: they are read as a whole
+COLUMNS = 1000  # every row has every column
 
 # A path that mentions none of these belongs to the split `train`: the hub's own rule for a directory of data files.
 _SPLIT_WORDS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"}
@@ -25,18 +33,16 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 def read_file(path: Path) -> list[Row]:
     """All rows of one file; its suffix says the format. Types are the file's own; for CSV see `_read_csv`.
 
-    Raises UserError naming the file, and the line where the format has lines.
+    What JSON cannot say is turned into what it can, see `values.plain`. Raises UserError naming the file, and the line
+    where the format has lines.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"data.source: {path}: unknown file type `{path.suffix}`; known are {', '.join(READERS)}")
     try:
-        rows = reader(path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.source: {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"data.source: {path}: cannot be read ({error.strerror or error})") from error
-    return _same_keys(rows)
+        return _same_keys(reader(path), path)
+    except Unreadable as error:
+        raise UserError(f"data.source: {visible(str(error))}") from error
 
 
 def read_directory(directory: Path, split: str) -> list[Row]:
@@ -46,10 +52,12 @@ def read_directory(directory: Path, split: str) -> list[Row]:
     two formats.
     """
     found: dict[str, list[Path]] = {}
-    for path in sorted(directory.rglob("*")):
+    with path_errors(f"data.source: {directory}"):
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    for path in paths:
         relative = path.relative_to(directory)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if not path.is_file() or hidden or path.name in _METADATA or path.suffix.lower() not in READERS:
+        if hidden or path.name in _METADATA or path.suffix.lower() not in READERS:
             continue
         words = re.split(r"[^a-z0-9]+", relative.with_suffix("").as_posix().lower())
         names = [word for word in words if word in _SPLIT_WORDS or word == split.lower()]
@@ -62,47 +70,47 @@ def read_directory(directory: Path, split: str) -> list[Row]:
     suffixes = sorted({path.suffix.lower() for path in paths})
     if len(suffixes) > 1:
         raise UserError(f"data.source: split `{split}` of {directory} is there as {' and '.join(suffixes)}; name one")
-    return _same_keys([row for path in paths for row in read_file(path)])
+    return _same_keys([row for path in paths for row in read_file(path)], directory)
 
 
-def _same_keys(rows: list[Row]) -> list[Row]:
+def _same_keys(rows: list[Row], place: Path) -> list[Row]:
     keys: dict[str, None] = {}
     for row in rows:
         keys.update(dict.fromkeys(row))
+        if len(keys) > COLUMNS:
+            raise UserError(f"data.source: {place}: has more than {COLUMNS:,} columns; leave out what is not needed")
     return [{key: row.get(key) for key in keys} for row in rows]
 
 
 def _read_json(path: Path) -> list[Row]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        hint = "; one object a line is .jsonl" if error.msg == "Extra data" else ""
-        raise UserError(
-            f"data.source: {path} line {error.lineno} column {error.colno}: not valid JSON ({error.msg}){hint}"
-        ) from error
+        value = parse_json(read_text(path, FILE_BYTES), str(path), big_integers=True, nonfinite=True)
+    except Unreadable as error:
+        hint = "; one object a line is .jsonl" if "Extra data" in error.reason else ""
+        raise UserError(f"data.source: {visible(str(error))}{hint}") from error
     if not isinstance(value, list):
-        raise UserError(f"data.source: {path}: holds one {type(value).__name__}, expected a list of objects")
+        raise UserError(f"data.source: {path}: holds {json_kind(value)}, expected a list of objects")
     for index, row in enumerate(value):
         if not isinstance(row, dict):
-            raise UserError(f"data.source: {path}: element {index} is {type(row).__name__}, expected an object")
+            raise UserError(f"data.source: {path}: element {index} is {json_kind(row)}, expected an object")
     return value
 
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"data.source: {path} line {number} column {error.colno}: not valid JSON ({error.msg})"
-                ) from error
-            if not isinstance(row, dict):
-                raise UserError(f"data.source: {path} line {number}: is {type(row).__name__}, expected an object")
-            rows.append(row)
+    for number, line in read_lines(path):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line, f"{path} line {number}", big_integers=True, nonfinite=True)
+        except Unreadable as error:  # whose text has one line
+            reason = error.reason.replace("(line 1 column", "(column", 1).replace("(line 1, byte", "(byte", 1)
+            raise Unreadable(f"{path} line {number}", reason) from None
+        if not isinstance(row, dict):
+            raise UserError(f"data.source: {path} line {number}: is {json_kind(row)}, expected an object")
+        rows.append(row)
     return rows
 
 
@@ -111,9 +119,33 @@ def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"data.source: {path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)]
+            if sum(groups) > FILE_BYTES:
+                raise UserError(f"data.source: {path}: holds more than {FILE_BYTES:,} bytes; split it")
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UserError(f"data.source: {path}: a column name appears twice in {visible(', '.join(names))}")
+            rows = file.read().to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        # the latter two: text that is not UTF-8, and times that Python cannot hold
+        said = visible(" ".join(str(error).split())[:300])
+        raise UserError(f"data.source: {path}: not a readable Parquet file ({said})") from error
+    return plain_rows(rows, f"data.source: {path}")
+
+
+def plain_rows(rows: list[Row], place: str) -> list[Row]:
+    """The rows in what JSON can say, see `values.plain`. Raises UserError naming row and column."""
+    found = []
+    for index, row in enumerate(rows):
+        values = {}
+        for name, value in row.items():
+            try:
+                values[name] = plain(value)
+            except NotPlain as error:
+                raise UserError(f"{place}: row {index}: column `{visible(str(name))}` {error}") from error
+        found.append(values)
+    return found
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -122,22 +154,25 @@ def _read_csv(path: Path) -> list[Row]:
     So `19` is a number, but a column with `007` or `3.10` stays text: the answer is compared as the file has it.
     """
     rows: list[list[str]] = []
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        try:
-            header = next(reader, [])
-            if len(set(header)) < len(header):
-                raise UserError(f"data.source: {path} line 1: a column name appears twice in {', '.join(header)}")
-            for cells in reader:
-                if not cells:
-                    continue
-                if len(cells) != len(header):
-                    raise UserError(
-                        f"data.source: {path} line {reader.line_num}: {len(cells)} cells, the header has {len(header)}"
-                    )
-                rows.append(cells)
-        except csv.Error as error:
-            raise UserError(f"data.source: {path} line {reader.line_num}: not valid CSV ({error})") from error
+    csv.field_size_limit(LINE_BYTES)  # of all readers of this process; its own limit is 131,072 characters
+    reader = csv.reader(io.StringIO(read_text(path, FILE_BYTES), newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        if len(header) > COLUMNS:
+            raise UserError(f"data.source: {path} line 1: has more than {COLUMNS:,} columns")
+        if len(set(header)) < len(header):
+            names = visible(", ".join(header))
+            raise UserError(f"data.source: {path} line 1: a column name appears twice in {names:.300}")
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise UserError(
+                    f"data.source: {path} line {reader.line_num}: {len(cells)} cells, the header has {len(header)}"
+                )
+            rows.append(cells)
+    except csv.Error as error:
+        raise UserError(f"data.source: {path} line {reader.line_num}: not valid CSV ({error})") from error
     columns = [_typed(list(column)) for column in zip(*rows, strict=True)]
     return [dict(zip(header, cells, strict=True)) for cells in zip(*columns, strict=True)]
 

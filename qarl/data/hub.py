@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 
 from qarl.errors import UserError
+from qarl.text import visible
 
 
 def load(name: str, subset: str | None, split: str, max_rows: int | None) -> list[dict[str, Any]]:
@@ -30,4 +31,4 @@ def load(name: str, subset: str | None, split: str, max_rows: int | None) -> lis
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return visible(" ".join(str(error).split()))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.data import files, tasks
 from qarl.errors import UserError
+from qarl.inputs.paths import path_errors, user_path
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig
@@ -34,10 +35,14 @@ def load_rows(config: DataConfig) -> list[Row]:
         )
     elif _is_local(source):
         _refuse_subset(config)
-        path = Path(source).expanduser()
-        if not path.exists():
+        path = user_path(source, "data.source")
+        with path_errors(f"data.source: {path}"):
+            there, is_file = path.exists(), path.is_file()
+        if not there:
             raise UserError(f"data.source: no file or directory `{source}` (working directory {Path.cwd()})")
-        if path.is_file():
+        if not is_file and not path.is_dir():
+            raise UserError(f"data.source: {path}: neither a file nor a directory")
+        if is_file:
             _refuse_split(config, "a single file")
             rows = files.read_file(path)
         else:
@@ -47,15 +52,17 @@ def load_rows(config: DataConfig) -> list[Row]:
         from qarl.data import hub  # imports `datasets`, which takes seconds
 
         rows = hub.load(source, config.subset, config.split, config.max_rows)
+        rows = files.plain_rows(rows, f"data.source: `{source}`")
     if not rows:
         raise UserError(f"data.source: `{source}` (split `{config.split}`) has no rows")
     return rows
 
 
 def _is_local(source: str) -> bool:
-    path = Path(source).expanduser()
+    path = user_path(source, "data.source")
     looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    return looks_like_a_path or path.suffix.lower() in files.READERS or path.exists()
+    with path_errors(f"data.source: {path}"):
+        return looks_like_a_path or path.suffix.lower() in files.READERS or path.exists()
 
 
 def _refuse_split(config: DataConfig, what: str) -> None:

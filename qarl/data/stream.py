@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.rewards.frames import pack
 from qarl.types import Prompt
 
 
@@ -26,6 +28,10 @@ class PromptStream:
         self._position = 0
         self._order = self._epoch_order()
         self.fingerprint = _fingerprint(prompts)
+        self.columns_fingerprint = _columns_fingerprint(prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
 
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts. Across an epoch's end a prompt may appear twice; for n > len(prompts) some do."""
@@ -40,15 +46,30 @@ class PromptStream:
         return dealt
 
     def state(self) -> dict[str, Any]:
-        """JSON-able position: {epoch, position, fingerprint}."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self.fingerprint}
+        """JSON-able position: {epoch, position, fingerprint, columns_fingerprint}."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "fingerprint": self.fingerprint,
+            "columns_fingerprint": self.columns_fingerprint,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises UserError if it was taken over other prompts."""
+        """Continue where `state` was taken. Raises UserError if it was taken over other prompts or other answers.
+
+        A state without `columns_fingerprint`, of an earlier version, is not checked for the latter.
+        """
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"data: the prompts are not those of the checkpoint (fingerprint {self.fingerprint[:12]}, "
                 f"there {state['fingerprint'][:12]}); restore the data, its options and the tokenizer, "
+                "or start a new run directory"
+            )
+        columns = state.get("columns_fingerprint", self.columns_fingerprint)
+        if columns != self.columns_fingerprint:
+            raise UserError(
+                "data: the prompts are those of the checkpoint, but their other columns (answers) are not (fingerprint "
+                f"{self.columns_fingerprint[:12]}, there {columns[:12]}); restore the data and data.columns, "
                 "or start a new run directory"
             )
         self._epoch, self._position = state["epoch"], state["position"]
@@ -66,4 +87,12 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.text, prompt.token_ids)).encode())
+    return digest.hexdigest()
+
+
+def _columns_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over ids and columns, whatever the columns' order: what the rewards are given beside the prompts."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, pack(prompt.columns)], sort_keys=True).encode())
     return digest.hexdigest()

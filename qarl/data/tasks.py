@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from qarl.data.values import plain
 from qarl.errors import UserError
+from qarl.text import visible
 
 Row = dict[str, Any]
+
+MOST_ROWS = 1_000_000  # of a generated source
+_ANSWER_DIGITS = 4000  # Python writes integers of at most 4,300
 
 _BUILT_IN = "task:"
 _REASONING_GYM = "reasoning-gym:"
@@ -33,7 +38,10 @@ def generate(source: str, options: dict[str, Any], max_rows: int | None = None) 
     if unknown:
         valid = ", ".join(arithmetic.__kwdefaults__)
         raise UserError(f"data.task.{unknown[0]}: unknown option of `task:arithmetic`; it takes {valid}")
-    return arithmetic(**options)[:max_rows]
+    rows = options.get("size", arithmetic.__kwdefaults__["size"])
+    if max_rows is not None and type(rows) is int and max_rows < rows <= MOST_ROWS:
+        options = {**options, "size": max_rows}  # the first rows are the same
+    return arithmetic(**options)
 
 
 def arithmetic(
@@ -54,12 +62,18 @@ def arithmetic(
 
     Raises UserError naming the option.
     """
-    for name, value, least in (("size", size, 1), ("terms", terms, 2), ("digits", digits, 1), ("min", min, 0)):
-        if value is not None and (type(value) is not int or value < least):
-            raise UserError(f"data.task.{name}: must be an integer of at least {least}, got {value!r}")
-    if type(seed) is not int:
-        raise UserError(f"data.task.seed: must be an integer, got {seed!r}")
-    if isinstance(operations, str) or not operations or not set(operations) <= {"+", "-", "*"}:
+    for name, value, least, most in (
+        ("size", size, 1, MOST_ROWS), ("terms", terms, 2, 1000), ("digits", digits, 1, 100),
+        ("min", min, 0, 10**100), ("max", max, 0, 10**100), ("seed", seed, -(2**63), 2**63 - 1),
+    ):  # fmt: skip
+        if value is None and name in ("digits", "min", "max"):
+            continue
+        if type(value) is not int or value < least:
+            shown = visible(f"{value!r:.60}")
+            raise UserError(f"data.task.{name}: must be an integer of at least {least}, got {shown}")
+        if value > most:
+            raise UserError(f"data.task.{name}: must be at most {most:,}")
+    if not isinstance(operations, (list, tuple)) or not operations or any(o not in ("+", "-", "*") for o in operations):
         raise UserError(f"data.task.operations: must be a list out of '+', '-', '*', got {operations!r}")
     if digits is not None:
         if min is not None or max is not None:
@@ -67,8 +81,11 @@ def arithmetic(
         low, high = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
     else:
         low, high = (0 if min is None else min), (99 if max is None else max)
-        if type(high) is not int or high < low:
+        if high < low:
             raise UserError(f"data.task.max: must be an integer of at least min = {low}, got {high!r}")
+    if terms * len(str(high)) > _ANSWER_DIGITS:
+        raise UserError(f"data.task.terms: {terms} operands of {len(str(high))} digits can multiply to more than "
+                        f"{_ANSWER_DIGITS:,} digits; lower one of the two")  # fmt: skip
     return [_problem(random.Random(f"{seed}-{index}"), list(operations), low, high, terms) for index in range(size)]
 
 
@@ -102,15 +119,20 @@ def _reasoning_gym(name: str, options: dict[str, Any], max_rows: int | None) -> 
         close = get_close_matches(name, DATASETS, n=5, cutoff=0.5)
         near = f"close names: {', '.join(close)}" if close else f"there are {len(DATASETS)}, such as chain_sum"
         raise UserError(f"data.source: reasoning-gym has no task `{name}`; {near}")
-    try:
-        dataset = reasoning_gym.create_dataset(name, **{"seed": 0, "size": 1000, **options})
-    except (TypeError, ValueError, AssertionError) as error:  # how its dataclasses refuse a name or a value
-        raise UserError(f"data.task: reasoning-gym:{name} refuses {options}: {error}") from error
-    count = len(dataset) if max_rows is None else min(max_rows, len(dataset))
     source_options = {key: value for key, value in options.items() if key not in ("size", "seed")}
     rows = []
-    for index in range(count):
-        entry = dataset[index]
-        entry["metadata"]["source_options"] = source_options
-        rows.append({"prompt": entry["question"], "answer": entry["answer"], "entry": entry})
+    try:
+        dataset = reasoning_gym.create_dataset(name, **{"seed": 0, "size": 1000, **options})
+        count = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+        if count > MOST_ROWS:
+            raise UserError(f"data.task.size: must be at most {MOST_ROWS:,}, got {count:,}; or set data.max_rows")
+        for index in range(count):
+            entry = dataset[index]
+            entry["metadata"]["source_options"] = source_options
+            rows.append(plain({"prompt": entry["question"], "answer": entry["answer"], "entry": entry}))
+    except UserError:
+        raise
+    except Exception as error:  # a hundred generators, each with its own idea of what options may be
+        said = visible(" ".join(str(error).split())[:300]) or type(error).__name__
+        raise UserError(f"data.task: reasoning-gym:{name} refuses {visible(f'{options!r:.200}')}: {said}") from error
     return rows

@@ -12,11 +12,12 @@ from qarl.diagnosis.page import diagnosis_sections
 from qarl.diagnosis.policies import RunPolicy
 from qarl.diagnosis.reading import Finding, read
 from qarl.diagnosis.saved import pick_step, read_rollouts
-from qarl.inference.target import checkpoint_steps, resolve_target
+from qarl.inference.target import resolve_target
 from qarl.report.charts import chart_files
 from qarl.report.page import write_page
 from qarl.report.run_report import check_replaceable
 from qarl.storage.disk import names_in_out
+from qarl.storage.names import checkpoint_steps
 from qarl.storage.runs import read_run
 
 FORMAT_VERSION = 1
@@ -47,7 +48,7 @@ def diagnose_run(
     directory = run / "diagnose" / f"{chosen:06d}" if out is None else out
     names_in_out(directory, ("diagnosis.json", "index.html", "plots"), "a diagnosis")
     check_replaceable(directory / "index.html")
-    previous = chosen - 1 in checkpoint_steps(run)
+    previous = chosen - 1 in checkpoint_steps(run / "checkpoints")
     history = [row for row in record.metrics if row["step"] <= chosen]
     say("model")
     diagnosis = diagnose(RunPolicy(target, device), saved, previous, gradients, history, say)

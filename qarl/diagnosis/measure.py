@@ -69,7 +69,10 @@ def diagnose(
 
     metrics = mismatch_metrics(saved.logp_old, saved.logp_sampler, segments)
     metrics |= _inside(saved.logp_old, saved.logp_sampler) | _growth(history)
-    metrics |= precision_metrics(logp, shadow, saved.logp_sampler, log_ratio, advantages, segments, objective.band)
+    ends = torch.isin(ids, torch.tensor(sorted(policy.stop_token_ids), dtype=ids.dtype))
+    metrics |= precision_metrics(
+        logp, shadow, saved.logp_sampler, log_ratio, advantages, segments, objective.band, ends
+    )
     flips = torch.zeros_like(logp) if policy.policy.aligned else policy.argmax_flips(saved).double()
     metrics["precision/argmax_flip_frac"] = float(flips.mean()) if flips.numel() else 0.0
     metrics |= finish_stats(contribution_stats(logps, advantages, segments))
@@ -112,10 +115,10 @@ def weight_metrics(weights: Tensor | None) -> dict[str, float]:
 def _gradients(policy: RunPolicy, saved: SavedStep, wanted: bool, say: Say) -> tuple[dict[str, float], list[str]]:
     """gradients/* at the policy's weights, or a line on why they were not measured."""
     if not wanted:
-        return {}, ["the four backwards of the gradient (gradients/*): --no-gradients"]
+        return {}, ["the backwards of the gradient (gradients/*): --no-gradients"]
     if not saved.advantages.any():
         return {}, ["the gradient (gradients/*): every advantage of the step is 0"]
-    say("four backwards over the step's first minibatch")
+    say("the gradient's backwards over the step's first minibatch")
     return gradient_metrics(policy.gradient_gram(saved)), []
 
 

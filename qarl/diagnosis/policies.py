@@ -14,13 +14,15 @@ from qarl.diagnosis.saved import SavedStep
 from qarl.errors import UserError
 from qarl.inference.context import context_of
 from qarl.inference.target import Target
+from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.publish.snapshot import Snapshot
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
+from qarl.storage.saved_state import PolicyState, saved_state
 from qarl.training.batch import Batch, micro_batches, minibatches
-from qarl.training.four_passes import four_pass_gram
+from qarl.training.four_passes import gradient_gram
 from qarl.training.setup import build_policy, build_sampling, set_determinism
 
 
@@ -39,7 +41,9 @@ class RunPolicy:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
         self.policy: Policy = build_policy(config, load_model(target.model), pick_device(device), context_of(target))
         self.policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
-        self.truncation: Truncation = build_sampling(config, self.policy, self.tokenizer).truncation
+        sampling = build_sampling(config, self.policy, self.tokenizer)
+        self.truncation: Truncation = sampling.truncation
+        self.stop_token_ids = sampling.stop_token_ids
 
     @torch.no_grad()
     def load(self, step: int) -> Snapshot:
@@ -62,8 +66,9 @@ class RunPolicy:
                                 "the model that the run started from with --model")  # fmt: skip
         for name, parameter in parameters.items():
             parameter.copy_(masters[name])
-        snapshot = self.policy.refresh(checkpoint.state["version"])
-        if snapshot.manifest().digest() != checkpoint.state["snapshot_sha256"]:
+        state = saved_state(PolicyState, checkpoint.state, str(path))
+        snapshot = self.policy.refresh(state.version)
+        if snapshot.manifest().digest() != state.snapshot_sha256:
             raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did in the run; use the "
                             "package versions in the run's environment.json")  # fmt: skip
         return snapshot
@@ -96,14 +101,15 @@ class RunPolicy:
         return self._packed(saved, flips)
 
     def gradient_gram(self, saved: SavedStep) -> Tensor:
-        """`four_pass_gram` over the first minibatch of the step: (4, 4) float64."""
+        """`gradient_gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
         config, batch = self.config, batch_of(saved)
         indices = minibatches(batch.groups, config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
         live = [i for i in indices if saved.advantages[i] != 0]
         parts = micro_batches(batch, live, config.train.micro_batch_tokens)
         tokens = sum(len(saved.responses[i]) for i in indices)
-        return four_pass_gram(self.policy, batch, parts, tokens, self.truncation, config.train.logprob_chunk,
-                              config.loss_scale)  # fmt: skip
+        band = build_objective(config.objective, config.correction).band
+        return gradient_gram(self.policy, batch, parts, tokens, self.truncation, config.train.logprob_chunk,
+                             config.loss_scale, band)  # fmt: skip
 
     def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
         batch, found = batch_of(saved), {}

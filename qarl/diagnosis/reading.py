@@ -165,9 +165,13 @@ def _tail(m: Mapping[str, float]) -> Iterable[Finding]:
 def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     if "precision/beta_abs_max" not in m:
         return
-    names = ("alpha_abs_mean", "beta_abs_mean", "snr", "clipped_frac", "phantom_frac", "argmax_flip_frac")
+    names = ("alpha_abs_mean", "beta_abs_mean", "snr", "clipped_frac", "phantom_frac", "phantom_lost_frac",
+             "argmax_flip_frac")  # fmt: skip
     evidence = _evidence(m, *(f"precision/{name}" for name in names))
     phantom, clipped = m.get("precision/phantom_frac"), m.get("precision/clipped_frac", 0.0)
+    lost = ""
+    if (share := m.get("precision/phantom_lost_frac")) is not None:
+        lost = f" {percent(share)} of all tokens lose their gradient by it, although they have not changed."
     if m["precision/beta_abs_max"] == 0.0:
         yield Finding("fine", "The learner computes as the sampler does: beta is 0 at every token.", evidence)
     elif phantom is None:
@@ -177,18 +181,17 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     elif phantom >= PHANTOM_PROBLEM:
         yield Finding(
             "problem",
-            f"Phantom clipping: {percent(phantom)} of the tokens are clipped because of precision alone, "
-            f"{percent(clipped)} because the policy moved. Their gradient is lost although they have not changed; the "
-            "TRL study saw 12.5% to 18% in a run that did not learn. quant.learner: aligned, objective.ratio: shadow "
-            "or one, or objective.loss: no_clip avoids it.",
+            f"Phantom clipping: {percent(phantom)} of the tokens are outside the clip bounds because of precision "
+            f"alone, {percent(clipped)} because the policy moved.{lost} The TRL study saw 12.5% to 18% in a run that "
+            "did not learn. quant.learner: aligned, objective.ratio: shadow or one, or objective.loss: no_clip helps.",
             evidence,
         )
     elif phantom >= PHANTOM_WATCH:
-        yield Finding("watch", f"{percent(phantom)} of the tokens are clipped by precision alone, {percent(clipped)} "
-                      "because the policy moved.", evidence)  # fmt: skip
+        yield Finding("watch", f"{percent(phantom)} of the tokens are outside the clip bounds by precision alone, "
+                      f"{percent(clipped)} because the policy moved.{lost}", evidence)  # fmt: skip
     else:
-        yield Finding("fine", f"Precision alone clips {percent(phantom)} of the tokens; the policy's movement alone "
-                      f"(alpha) takes {percent(clipped)} out of the band.",
+        yield Finding("fine", f"Precision alone takes {percent(phantom)} of the tokens out of the clip bounds, the "
+                      f"policy's movement alone (alpha) {percent(clipped)}.",
                       evidence)  # fmt: skip
     snr = m.get("precision/snr")
     if snr is not None and snr < 1.0:
@@ -221,6 +224,19 @@ def _gradients(m: Mapping[str, float]) -> Iterable[Finding]:
         f"The precision gap turns the gradient: its cosine with the clean one is {number(cosine)}, above 0.95 in the "
         f"TRL study; most of it comes {source}.",
         evidence,
+    )
+
+
+def _clipped_gradient(m: Mapping[str, float]) -> Iterable[Finding]:
+    cosine, clip, whole = (m.get(f"gradients/{name}") for name in ("cos_clipped", "clip_rel", "clipped_rel"))
+    if cosine is None or clip is None or whole is None or cosine >= COSINE_WATCH or clip < whole / 2:
+        return
+    yield Finding(
+        "problem" if cosine < COSINE_PROBLEM else "watch",
+        f"What precision alone clips turns the gradient: with clipping its cosine with the clean one is "
+        f"{number(cosine)} (0.55 in the TRL study's failing run), and what is clipped or not by precision alone makes "
+        f"{number(clip)} of its size. objective.loss: no_clip or detach, or objective.ratio: shadow leaves them in.",
+        _evidence(m, "gradients/cos_clipped", "gradients/clip_rel", "gradients/clipped_rel"),
     )
 
 
@@ -290,5 +306,5 @@ def _evidence(m: Mapping[str, float], *names: str) -> dict[str, float]:
 
 
 _CHECKS: tuple[Callable[[Mapping[str, float]], Iterable[Finding]], ...] = (
-    _mismatch, _precision, _gradients, _deployed, _tail, _skew, _growth, _weights, _error_tokens,
+    _mismatch, _precision, _gradients, _clipped_gradient, _deployed, _tail, _skew, _growth, _weights, _error_tokens,
 )  # fmt: skip

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.inference.target import checkpoint_steps
+from qarl.inputs.files import Unreadable
 from qarl.objectives.segments import Segments
+from qarl.storage.names import checkpoint_steps, step_files, step_name
+from qarl.storage.tensorfile import read_tensors
 
 _INTEGERS = ("prompt_lengths", "response_lengths", "prompt_tokens", "response_tokens", "groups", "version")
 _TOKENS = ("prompt_tokens", "response_tokens")
@@ -52,7 +52,7 @@ def pick_step(run: Path, step: int | None) -> int:
 
     Raises UserError that names what is missing and the key that makes it.
     """
-    drawn, saved = rollout_steps(run), checkpoint_steps(run)
+    drawn, saved = rollout_steps(run), checkpoint_steps(run / "checkpoints")
     if not drawn:
         raise UserError(f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true, and "
                         "logging.rollouts_every says how often")  # fmt: skip
@@ -66,7 +66,7 @@ def pick_step(run: Path, step: int | None) -> int:
                             "them all")  # fmt: skip
         return both[-1]
     if step not in drawn:
-        raise UserError(f"--step: {run} has no rollouts/{step:06d}.safetensors; it has {_listed(drawn)} "
+        raise UserError(f"--step: {run} has no rollouts/{step_name(step)}.safetensors; it has {_listed(drawn)} "
                         "(logging.rollouts_every)")  # fmt: skip
     if step not in saved:
         raise UserError(f"--step: {run} has no checkpoint of step {step}; it has {_listed(saved)} (checkpoint.every, "
@@ -76,16 +76,16 @@ def pick_step(run: Path, step: int | None) -> int:
 
 def rollout_steps(run: Path) -> list[int]:
     """Steps with rollouts as tensors, ascending."""
-    return sorted(int(path.stem) for path in (run / "rollouts").glob("*.safetensors") if path.stem.isdigit())
+    return list(step_files(run / "rollouts", ".safetensors"))
 
 
 def read_rollouts(run: Path, step: int) -> SavedStep:
     """Read the rollouts of one step. Raises UserError if the file is damaged."""
-    path = run / "rollouts" / f"{step:06d}.safetensors"
+    path = run / "rollouts" / f"{step_name(step)}.safetensors"
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error}); give another --step") from error
+        tensors = read_tensors(path)
+    except Unreadable as error:
+        raise UserError(f"{error}; give another --step") from error
     missing = [name for name in (*_INTEGERS, *_FLOATS) if name not in tensors]
     if missing:
         raise UserError(f"{path}: holds no tensor {missing[0]!r}; give another --step")
@@ -94,7 +94,13 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     if wrong:
         raise UserError(f"{path}: {wrong[0]} is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, which is not "
                         "how a run writes it; give another --step")  # fmt: skip
+    flat = [name for name in (*_INTEGERS, *_FLOATS) if tensors[name].ndim != 1]
+    if flat:
+        raise UserError(f"{path}: {flat[0]} has shape {list(tensors[flat[0]].shape)}, expected one dimension; give "
+                        "another --step")  # fmt: skip
     lengths = {name: tensors[name].tolist() for name in ("prompt_lengths", "response_lengths")}
+    if not all(lengths.values()) or min(map(min, lengths.values())) < 1:
+        raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
     tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
     expected = {"prompt_lengths": responses, "prompt_tokens": sum(lengths["prompt_lengths"]), "groups": responses,
                 "response_tokens": tokens, "logp_sampler": tokens, "logp_old": tokens, "logp": tokens,
@@ -107,15 +113,17 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     spoiled = [n for n in _FLOATS if tensors[n].isnan().any()] + [n for n in _TOKENS if (tensors[n] < 0).any()]
     if spoiled:
         raise UserError(f"{path}: {spoiled[0]} holds NaN or a negative token id; give another --step")
-    if not responses or min(lengths["response_lengths"]) < 1 or min(lengths["prompt_lengths"]) < 1:
-        raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
+    groups = tensors["groups"].tolist()
+    members = groups.count(groups[0])
+    if groups != [i // members for i in range(responses)]:
+        raise UserError(f"{path}: groups does not number the prompts, responses of one side by side; give another "
+                        "--step")  # fmt: skip
     parts = {
         name: [part.tolist() for part in tensors[f"{name}_tokens"].split(lengths[f"{name}_lengths"])]
         for name in ("prompt", "response")
     }
     columns = {name: tensors[name] for name in _FLOATS}
-    groups, version = tensors["groups"].tolist(), int(tensors["version"])
-    return SavedStep(step, version, parts["prompt"], parts["response"], groups, **columns)
+    return SavedStep(step, int(tensors["version"]), parts["prompt"], parts["response"], groups, **columns)
 
 
 def _listed(steps: list[int]) -> str:

@@ -7,24 +7,31 @@ import math
 import torch
 from torch import Tensor
 
-# Coefficients of the four gradients A, B, C, D in each vector of interest.
+# Coefficients of the gradients A, B, C, D, E, F in each vector of interest.
 _VECTORS = {
-    "clean": (1.0, 0.0, 0.0, 0.0),
-    "ratio": (-1.0, 0.0, 1.0, 0.0),
-    "score": (-1.0, 1.0, 0.0, 0.0),
-    "interaction": (1.0, -1.0, -1.0, 1.0),
-    "total": (-1.0, 0.0, 0.0, 1.0),
-    "full": (0.0, 0.0, 0.0, 1.0),
+    "clean": (1.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+    "ratio": (-1.0, 0.0, 1.0, 0.0, 0.0, 0.0),
+    "score": (-1.0, 1.0, 0.0, 0.0, 0.0, 0.0),
+    "interaction": (1.0, -1.0, -1.0, 1.0, 0.0, 0.0),
+    "total": (-1.0, 0.0, 0.0, 1.0, 0.0, 0.0),
+    "full": (0.0, 0.0, 0.0, 1.0, 0.0, 0.0),
+}
+_CLIPPED = {
+    "clip": (0.0, 0.0, 0.0, 0.0, 1.0, -1.0),
+    "clipped": (-1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
+    "clipped_full": (0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
 }
 
 
 def gradient_metrics(gram: Tensor) -> dict[str, float]:
-    """gradients/* from the inner products of four gradients: gram (4, 4) float64, symmetric, in the order A, B, C, D.
+    """gradients/* from the inner products of gradients: gram (6, 6) float64, symmetric, in the order A, B, C, D, E, F;
+    (4, 4) of an objective that clips nothing.
 
     TRL study, section 7.3, with ratio e^alpha or e^(alpha + beta) and the score of the shadow or of the learner:
 
         A  clean ratio, shadow score     B  clean ratio, learner score
         C  full ratio, shadow score      D  full ratio, learner score
+        E  D without what the full ratio clips    F  D without what the clean ratio clips
         d_ratio = C - A    d_score = B - A    interaction = D - C - B + A
 
         gradients/ratio_rel, score_rel, interaction_rel  norms of the three over |A|
@@ -32,13 +39,16 @@ def gradient_metrics(gram: Tensor) -> dict[str, float]:
         gradients/cos_total        cosine of D and A
         gradients/cos_ratio_clean, cos_score_clean   of d_ratio and A, of d_score and A
         gradients/cos_ratio_score  of d_ratio and d_score
+        gradients/clip_rel     |E - F| / |A|: d_clip, what precision does through the clip indicator (section 10.3)
+        gradients/clipped_rel, cos_clipped  |E - A| / |A|, cosine of E and A: the gradient as it is clipped and the
+                               clean one, in which nothing is (section 8.4)
 
     Norms of differences come from differences of inner products, so what is below about 1e-8 |A| is rounding and
     reads as 0. A cosine with a zero vector is left out, and all of them are if A is 0. NaN stays NaN.
     """
-    assert gram.shape == (4, 4), f"inner products of four gradients, not {tuple(gram.shape)}"
-    inner = gram.double().cpu()
-    vectors = {name: torch.tensor(values, dtype=torch.float64) for name, values in _VECTORS.items()}
+    assert gram.shape in ((4, 4), (6, 6)), f"inner products of four or six gradients, not {tuple(gram.shape)}"
+    inner, chosen = gram.double().cpu(), _VECTORS | (_CLIPPED if len(gram) == 6 else {})
+    vectors = {name: torch.tensor(values[: len(gram)], dtype=torch.float64) for name, values in chosen.items()}
     rounding = 64 * torch.finfo(torch.float64).eps * float(inner.abs().max())
 
     def product(a: str, b: str) -> float:
@@ -48,19 +58,21 @@ def gradient_metrics(gram: Tensor) -> dict[str, float]:
         square = product(name, name)
         return 0.0 if square <= rounding and not math.isnan(square) else math.sqrt(square)
 
-    norms = {name: norm(name) for name in _VECTORS}
+    norms = {name: norm(name) for name in vectors}
     clean = norms["clean"]
     if clean == 0.0:
         return {}
-    metrics = {f"gradients/{name}_rel": norms[name] / clean for name in ("ratio", "score", "interaction", "total")}
+    errors = ("ratio", "score", "interaction", "total", "clip", "clipped")
+    metrics = {f"gradients/{name}_rel": norms[name] / clean for name in errors if name in norms}
     pairs = {
         "cos_total": ("full", "clean"),
         "cos_ratio_clean": ("ratio", "clean"),
         "cos_score_clean": ("score", "clean"),
         "cos_ratio_score": ("ratio", "score"),
+        "cos_clipped": ("clipped_full", "clean"),
     }
     for name, (a, b) in pairs.items():
-        if norms[a] and norms[b]:
+        if norms.get(a) and norms[b]:
             # not min and max, which would turn NaN into a number
             cosine = product(a, b) / (norms[a] * norms[b])
             metrics[f"gradients/{name}"] = math.copysign(1.0, cosine) if abs(cosine) > 1.0 else cosine

@@ -2,4 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from qarl.inputs.schema import Record, Step
+
 FORMAT_VERSION = 1  # of the record; raised when what is in it changes its name or its meaning
+
+Number = Annotated[float, Field(ge=-1e100, le=1e100)]  # squares and sums of such values are finite
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Column = list[Number | None]
+
+
+class _Band(Record):
+    level: str
+    low: Number
+    high: Number | None
+    neg_high: Number | None
+
+
+class _Tokens(Record):
+    logp_sampler: Column
+    logp_old: Column
+    logp: Column
+    logp_shadow: Column | None
+    log_ratio: Column
+    weight: Column | None
+    advantage: Column
+    outside: list[bool] | None = None
+    phantom: list[bool] | None = None
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> _Tokens:
+        if len({len(values) for _, values in self if values is not None}) != 1:
+            raise ValueError("must be columns of one length")
+        return self
+
+
+class _Decile(Record):
+    low: Number
+    high: Number
+    delta_abs_mean: Number | None
+
+
+class _Example(Record):
+    text: str = ""
+    before: str = ""
+    after: str = ""
+    kind: str = ""
+    start: Count | None = None
+    stop: Count | None = None
+    advantage: Number | None = None
+
+
+class DiagnosticsRecord(Record):
+    """What the plots read of a record."""
+
+    format_version: int
+    step: Step
+    band: _Band | None
+    tokens: _Tokens
+    token_count: Count
+    deciles: list[_Decile]
+    layers: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] | None
+    error_examples: list[_Example]

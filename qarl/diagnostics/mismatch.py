@@ -23,19 +23,30 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
         mismatch/delta_abs_p50, _p90, _p99, _p999         the smallest |delta_t| that as many of the tokens stay within
         mismatch/k1         mean(-log r)
         mismatch/k3         mean(r - 1 - log r)
+        mismatch/k3_inside  the same over the tokens of which both sides' log-prob is finite
         mismatch/ppl_learner, mismatch/ppl_sampler  exp(-mean o), exp(-mean b), over the tokens where it is finite
         mismatch/ppl_ratio  learner's perplexity over the sampler's, exp(-mean delta)
         mismatch/chi2_token mean_t(exp(2 delta_t)) - 1
         mismatch/chi2_seq   mean over non-empty responses of exp(2 sum_t delta_t), - 1
+        mismatch/tv         mean_t |1 - r_t| / 2, and mismatch/tv_seq, mean over non-empty responses of
+                            |1 - exp(sum_t delta_t)| / 2: total variation distance, sum |p_b - p_o| / 2, which is
+                            E_b |1 - p_o / p_b| / 2, of the next token and of the response, on what the sampler drew
+        mismatch/optimal_cap_token, mismatch/optimal_cap_seq  C* = sqrt(2 (1 + chi2)), the cap of a truncated weight
+                            that minimises the bound of its mean squared error, of the two chi2 above
         mismatch/ess        (sum r)^2 / sum r^2: how many tokens the batch is worth after weighting by r
         mismatch/ess_frac   that over the tokens there are, in (0, 1]
         mismatch/rollout_probs_diff_mean, _max, _std      of |exp(o_t) - exp(b_t)|, the names and definition of verl
+        mismatch/tail_delta_mean, mismatch/head_delta_mean  mean of delta_t, with its sign, over the tokens inside both
+                            distributions to which the sampler gave a probability below 0.1, of 0.9 or more: negative
+                            in the tail where the sampler draws what it overrates (DVP, proposition 4.3). Left out
+                            without such tokens
         mismatch/outside_frac  tokens of which one side's log-prob is infinite: outside its truncated distribution
         mismatch/clamped_frac  responses in which an exponent was clamped to +-20 or a delta_t was infinite
 
     An infinite delta_t (one side's log-prob is -inf) enters as +-20; two equal infinities are no mismatch. Equal
     log-probs give exactly 0.0, and ppl_ratio and ess_frac exactly 1.0. Computed in float64; one transfer from the
-    device.
+    device. Total variation, chi2 and the cap: the survey of determinism and off-policy correction, sections on bias and
+    variance and on truncated importance sampling.
     """
     old, sampler = logp_old.double(), logp_sampler.double()
     delta, infinite = log_prob_gap(old, sampler)
@@ -53,6 +64,9 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
     ess = torch.where(square > 0, ratio.sum().square() / square, square)
     apart = (old.exp() - sampler.exp()).abs()
     apart_mean = apart.sum() / tokens
+    # expm1 before the mean, not mean - 1: small mismatches keep their digits. An empty response adds expm1(0) = 0.
+    chi2_token = _clamp(2.0 * delta).expm1().sum() / tokens
+    chi2_seq = _clamp(sums).expm1().sum() / responses
     none = delta.new_zeros(())
     metrics = {
         "mismatch/delta_abs_mean": gap.sum() / tokens,
@@ -60,12 +74,16 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
         **{f"mismatch/delta_abs_{name}": value for name, value in _quantiles(gap).items()},
         "mismatch/k1": 0.0 - delta_mean,  # not a negation: equal log-probs log 0.0, not -0.0
         "mismatch/k3": (_clamp(delta).expm1() - delta).sum() / tokens,
+        "mismatch/k3_inside": (_clamp(delta).expm1() - delta)[~infinite].sum() / (~infinite).sum().clamp(min=1),
         "mismatch/ppl_learner": _perplexity(old),
         "mismatch/ppl_sampler": _perplexity(sampler),
-        "mismatch/ppl_ratio": _clamp(-delta_mean).exp(),
-        # expm1 before the mean, not mean - 1: small mismatches keep their digits. An empty response adds expm1(0) = 0.
-        "mismatch/chi2_token": _clamp(2.0 * delta).expm1().sum() / tokens,
-        "mismatch/chi2_seq": _clamp(sums).expm1().sum() / responses,
+        "mismatch/ppl_ratio": (-delta_mean).exp(),
+        "mismatch/chi2_token": chi2_token,
+        "mismatch/chi2_seq": chi2_seq,
+        "mismatch/optimal_cap_token": (2.0 * (1.0 + chi2_token)).sqrt(),
+        "mismatch/optimal_cap_seq": (2.0 * (1.0 + chi2_seq)).sqrt(),
+        "mismatch/tv": _clamp(delta).expm1().abs().sum() / tokens / 2.0,
+        "mismatch/tv_seq": _clamp(sums / 2.0).expm1().abs().sum() / responses / 2.0,
         "mismatch/ess": ess,
         "mismatch/ess_frac": ess / tokens,
         "mismatch/rollout_probs_diff_mean": apart_mean,
@@ -74,25 +92,40 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
         "mismatch/outside_frac": (torch.isinf(old) | torch.isinf(sampler)).double().sum() / tokens,
         "mismatch/clamped_frac": clamped.double().sum() / responses,
     }
-    values = torch.stack([value.double() for value in metrics.values()]).cpu().tolist()
-    return dict(zip(metrics, values, strict=True))
+    probability = sampler.exp()
+    parts = {"tail": ~infinite & (probability < 0.1), "head": ~infinite & (probability >= 0.9)}
+    for name, part in parts.items():
+        metrics[f"mismatch/{name}_delta_mean"] = delta.masked_fill(~part, 0.0).sum() / part.sum().clamp(min=1)
+    values = torch.stack([value.double() for value in (*metrics.values(), *(x.sum() for x in parts.values()))])
+    *values, tail, head = values.cpu().tolist()
+    left_out = {f"mismatch/{name}_delta_mean" for name, n in (("tail", tail), ("head", head)) if not n}
+    return {name: value for name, value in zip(metrics, values, strict=True) if name not in left_out}
 
 
 @torch.no_grad()
 def probability_deciles(logp_old: Tensor, logp_sampler: Tensor) -> list[dict[str, Any]]:
     """|delta| by the probability the sampler gave the token: [T], [T] -> ten rows, one a tenth of [0, 1].
 
-    A row: low, high (bounds of the probability; the last holds 1), count, delta_abs_mean (nats; None without tokens).
-    Rounding of size eps in the logits moves the log-prob of a token of probability p by 2 eps (1 - p) at most (DVP,
-    proposition 4.2), so a gap that grows towards the tail is what low precision looks like.
+    A row: low, high (bounds of the probability; the last holds 1), count, delta_abs_mean (nats; None without tokens)
+    and delta_mean (nats, over the tokens inside both distributions; None without any). Rounding of size eps in the
+    logits moves the log-prob of a token of probability p by 2 eps (1 - p) at most (DVP, proposition 4.2), so a gap that
+    grows towards the tail is what low precision looks like. In the tail delta = o - b of what the sampler drew is
+    negative in the mean: it draws what it overrates (proposition 4.3).
     """
-    gap = log_prob_gap(logp_old.double(), logp_sampler.double())[0].abs()
+    delta, infinite = log_prob_gap(logp_old.double(), logp_sampler.double())
     row = (logp_sampler.double().exp() * 10).nan_to_num(0.0).long().clamp(0, 9)
-    counts = torch.bincount(row, minlength=10).tolist()
-    sums = torch.zeros(10, dtype=torch.float64, device=gap.device).index_add_(0, row, gap).tolist()
+    finite, ones = (~infinite).double(), torch.ones_like(delta)
+    columns = (ones, delta.abs(), finite, delta * finite)
+    sums = torch.stack([delta.new_zeros(10).index_add_(0, row, x) for x in columns], dim=1).tolist()
     return [
-        {"low": i / 10, "high": (i + 1) / 10, "count": n, "delta_abs_mean": total / n if n else None}
-        for i, (n, total) in enumerate(zip(counts, sums, strict=True))
+        {
+            "low": i / 10,
+            "high": (i + 1) / 10,
+            "count": int(count),
+            "delta_abs_mean": gap / count if count else None,
+            "delta_mean": signed / inside if inside else None,
+        }
+        for i, (count, gap, inside, signed) in enumerate(sums)
     ]
 
 
@@ -114,7 +147,7 @@ def _quantiles(values: Tensor) -> dict[str, Tensor]:
 
 def _perplexity(logp: Tensor) -> Tensor:
     finite = ~torch.isinf(logp)
-    return _clamp(-logp.masked_fill(~finite, 0.0).sum() / finite.sum().clamp(min=1)).exp()
+    return (-logp.masked_fill(~finite, 0.0).sum() / finite.sum().clamp(min=1)).exp()
 
 
 def _clamp(exponent: Tensor) -> Tensor:

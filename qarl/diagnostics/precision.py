@@ -9,7 +9,8 @@ at the learner's current weights, the shadow; with l_t the learner's and b_t the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from qarl.objectives.segments import Segments
 
 if TYPE_CHECKING:
     from qarl.objectives.band import Band
+
+PARTS = ("eos_", "rest_")
 
 
 @torch.no_grad()
@@ -30,19 +33,26 @@ def precision_metrics(
     advantages: Tensor,  # (R,)
     segments: Segments,
     band: Band | None,
+    ends: Tensor | None = None,  # (T,) bool, tokens that ended their response
 ) -> dict[str, float]:
     """precision/* of a batch:
 
         alpha_abs_mean, beta_abs_mean, beta_abs_max, beta_mean, beta_std  nats
         snr                 mean|alpha| / mean|beta|; below 1 the ratio is mostly precision. Left out where beta is 0
+        beta_advantage_mean mean of beta A, the effective advantage that precision adds to first order
         beta_advantage_corr Pearson correlation of beta with the token's advantage. Left out where one is constant
         ratio_off_10_frac, ratio_off_50_frac  |exp(beta) - 1| above 0.1, above 0.5
-        clipped_frac        outside the objective's band under exp(alpha): clipped because the policy moved
-        phantom_frac        outside under the objective's ratio and not under exp(alpha): clipped by precision alone.
-                            Both are left out without a band
+        clipped_frac        outside the objective's bounds under exp(alpha), on either side whatever the sign of A: the
+                            policy moved. clipped_lost_frac: of the side that binds, so without gradient
+        phantom_frac        outside under the objective's ratio (exp(alpha + beta) for ratio rollout) and inside under
+                            exp(alpha), on either side whatever the sign of A: precision alone, as the study counts.
+                            phantom_lost_frac: those of them that have no gradient. All four are left out without a band
         outside_frac        one of the three log-probs is infinite: outside its truncated distribution
+        eos_frac            tokens that end a response; of them and of the rest (section 8.3): eos_ and rest_ before
+                            alpha_abs_mean, beta_abs_mean, beta_mean, phantom_frac. Left out where there are none
 
-    A token outside has no alpha and no beta, and is in the last three alone; they are over all tokens.
+    A token outside has no alpha and no beta, and is in the counts of clipping and outside_frac alone; those are over
+    all tokens.
     """
     tokens = max(logp.numel(), 1)
     learner, shadow, sampler = logp.double(), logp_shadow.double(), logp_sampler.double()
@@ -61,27 +71,62 @@ def precision_metrics(
         "ratio_off_10_frac": (off > 0.1).double().sum() / inside,
         "ratio_off_50_frac": (off > 0.5).double().sum() / inside,
         "outside_frac": infinite.double().sum() / tokens,
+        "beta_advantage_mean": (beta * advantage).sum() / inside,
         "beta_advantage_corr": (centered * a_centered).sum() / (centered.norm() * a_centered.norm()),
         "varies": ((beta != beta[:1]).any() & (advantage != advantage[:1]).any()).double(),
     }
+    phantom = None
     if band is not None:
-        clipped, phantom = clipped_tokens(log_ratio, logp_shadow, logp_sampler, advantages, segments, band)
-        values["clipped_frac"] = clipped.double().sum() / tokens
-        values["phantom_frac"] = phantom.double().sum() / tokens
+        counts = clipped_tokens(log_ratio, logp_shadow, logp_sampler, advantages, segments, band)
+        phantom = counts.phantom
+        values |= {f"{name}_frac": mask.double().sum() / tokens for name, mask in counts._asdict().items()}
+    if ends is not None:
+        values["eos_frac"] = ends.double().sum() / tokens
+        for name, part in (("eos", ends), ("rest", ~ends)):
+            values |= _part(name, part, alpha, beta, infinite, phantom)
     found = dict(zip(values, torch.stack(list(values.values())).cpu().tolist(), strict=True))
     if not found.pop("varies"):
         del found["beta_advantage_corr"]
     if found["beta_abs_mean"]:
         found["snr"] = found["alpha_abs_mean"] / found["beta_abs_mean"]
-    return {f"precision/{name}": value for name, value in found.items()}
+    # a mean over no tokens is 0 / 0
+    return {f"precision/{name}": v for name, v in found.items() if not (name.startswith(PARTS) and math.isnan(v))}
+
+
+class Clipped(NamedTuple):
+    """bool (T,) each. clipped: outside the clip bounds under exp(alpha). phantom: outside under the objective's ratio
+    and inside under exp(alpha). clipped_lost, phantom_lost: those without gradient."""
+
+    clipped: Tensor
+    clipped_lost: Tensor
+    phantom: Tensor
+    phantom_lost: Tensor
 
 
 def clipped_tokens(
     log_ratio: Tensor, logp_shadow: Tensor, logp_sampler: Tensor, advantages: Tensor, segments: Segments, band: Band
-) -> tuple[Tensor, Tensor]:
-    """Tokens outside the band under exp(alpha), and those outside only under the objective's ratio: bool (T,) each."""
-    legitimate = band.outside(finite_log_ratio(logp_shadow, logp_sampler), advantages, segments)
-    return legitimate, band.outside(log_ratio, advantages, segments) & ~legitimate
+) -> Clipped:
+    """What the policy's movement clips and what precision alone does (TRL study, section 10.3)."""
+    alpha = finite_log_ratio(logp_shadow, logp_sampler)
+    clipped = band.beyond(alpha, segments)
+    phantom = band.beyond(log_ratio, segments) & ~clipped
+    lost = band.outside(log_ratio, advantages, segments)
+    return Clipped(clipped, band.outside(alpha, advantages, segments), phantom, phantom & lost)
+
+
+def _part(
+    name: str, part: Tensor, alpha: Tensor, beta: Tensor, infinite: Tensor, phantom: Tensor | None
+) -> dict[str, Tensor]:
+    """Means over the tokens of `part` (T,); alpha, beta: of the tokens that are not infinite. NaN without tokens."""
+    finite = part[~infinite].double()
+    found = {
+        f"{name}_alpha_abs_mean": (alpha.abs() * finite).sum() / finite.sum(),
+        f"{name}_beta_abs_mean": (beta.abs() * finite).sum() / finite.sum(),
+        f"{name}_beta_mean": (beta * finite).sum() / finite.sum(),
+    }
+    if phantom is not None:
+        found[f"{name}_phantom_frac"] = (phantom & part).double().sum() / part.double().sum()
+    return found
 
 
 @torch.no_grad()

@@ -54,20 +54,22 @@ def diagnostics_record(
     metrics: the step's, as in metrics.jsonl. layers: crossings of each module. examples: `error_examples`.
     max_tokens: at most so many tokens are kept, drawn by (seed, step) alone, in their order; the deciles are over all.
 
-    Beside the values of `StepTokens`, "tokens" has "outside", outside the band under the objective's ratio, and
-    "phantom", outside by precision alone; null without a band, and without a shadow.
+    Beside the values of `StepTokens`, "tokens" has "outside", without gradient by the band under the objective's ratio,
+    "phantom", those by precision alone, and "phantom_either_side", outside the bounds by precision alone whatever the
+    sign of A (`precision/phantom_lost_frac`, `phantom_frac`); null without a band, and the two without a shadow.
     """
     count = tokens.logp.numel()
     chosen = range(count)
     if count > max_tokens:
         chosen = sorted(random.Random(f"diagnostics-{seed}-{step}").sample(range(count), max_tokens))
-    outside = phantom = None
+    outside = phantom = either = None
     band, segments = tokens.band, tokens.segments
     if band is not None:
         outside = band.outside(tokens.log_ratio, tokens.advantages, segments)
         if tokens.logp_shadow is not None:
             common = (tokens.logp_shadow, tokens.logp_sampler, tokens.advantages, segments, band)
-            phantom = clipped_tokens(tokens.log_ratio, *common)[1]
+            counts = clipped_tokens(tokens.log_ratio, *common)
+            phantom, either = counts.phantom_lost, counts.phantom
     columns: dict[str, Tensor | None] = {
         "logp_sampler": tokens.logp_sampler,
         "logp_old": tokens.logp_old,
@@ -78,6 +80,7 @@ def diagnostics_record(
         "advantage": segments.expand(tokens.advantages),
         "outside": outside,
         "phantom": phantom,
+        "phantom_either_side": either,
     }
     return {
         "format_version": FORMAT_VERSION,

@@ -17,7 +17,7 @@ from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_r
 from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
-from qarl.policy.load import load_tokenizer
+from qarl.policy.load import load_architecture, load_tokenizer
 from qarl.storage.environment import describe_environment
 from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged
@@ -40,7 +40,7 @@ def evaluate_target(
         for note in notes:
             console.message(note)
         with console.phase("tokenizer and data"):
-            tasks = load_tasks(section.tasks, load_tokenizer(target.model))
+            tasks = _loaded(section, target)
         for task in tasks:
             if task.dropped:
                 console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
@@ -112,8 +112,14 @@ def _identity(target: Target, tasks: list[LoadedTask], settings: Settings) -> di
 def _default_directory(target: Target, tasks: list[LoadedTask], identity: dict[str, Any]) -> Path:
     """Readable, and another one for another evaluation."""
     names = "-".join(task.name for task in tasks[:3]) + ("-more" if len(tasks) > 3 else "")
+    names = names[:100]  # a directory's name has 255 bytes at most
     mark = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
     if target.run_dir is not None:
         return target.run_dir / "eval" / f"{target.step:06d}-{target.quant.scheme}-{names}-{mark}"
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name).strip("-.") or "model"
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name).strip("-.")[-100:] or "model"
     return Path("eval") / f"{slug}-{target.quant.scheme}-{names}-{mark}"
+
+
+def _loaded(section: EvaluationConfig, target: Target) -> list[LoadedTask]:
+    shape = load_architecture(target.model)
+    return load_tasks(section.tasks, load_tokenizer(target.model), shape.vocab_size if shape else None)

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.evaluation.records import append_rows, keep_rows
-from qarl.evaluation.results import Row
+from qarl.evaluation.records import append_rows, keep_rows, read_rows
+from qarl.evaluation.results import CompletionRow, Row
+from qarl.inputs.json import read_json_object
+from qarl.inputs.paths import path_errors
 from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.lock import open_lock
 from qarl.storage.rundir import config_difference
 
 PLACE = "--out"
@@ -70,16 +73,13 @@ class ResultsDirectory:
             if not (self.path / "evaluation.json").exists():
                 atomic_write_text(self.path / "evaluation.json", json.dumps(identity, indent=2) + "\n")
         self._created = []
-        found: dict[tuple[Any, Any], int] = {}
-
-        def count(row: Row) -> bool:
-            key = (row.get("task"), row.get("prompt_id"))
-            found[key] = found.get(key, 0) + 1
-            return True
-
-        keep_rows(self.completions, count, PLACE)
-        whole = {key for key, number in found.items() if number == samples}
-        self.rows = keep_rows(self.completions, lambda row: (row.get("task"), row.get("prompt_id")) in whole, PLACE)
+        found: dict[tuple[str, int], list[int]] = {}
+        for row in read_rows(self.completions, CompletionRow):
+            found.setdefault((row["task"], row["prompt_id"]), []).append(row["sample"])
+        whole = {key for key, drawn in found.items() if sorted(drawn) == list(range(samples))}
+        self.rows = keep_rows(
+            self.completions, CompletionRow, lambda row: (row["task"], row["prompt_id"]) in whole, PLACE
+        )
 
     def append(self, rows: list[Row]) -> None:
         append_rows(self.completions, rows, PLACE)
@@ -110,10 +110,11 @@ class ResultsDirectory:
 
 def _require_same(path: Path, identity: dict[str, Any]) -> None:
     """Raise UserError if `path` holds another evaluation, judged by the keys of `identity`, or something else."""
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise UserError(f"{path}: not a directory; choose another {PLACE}")
+    with path_errors(f"{PLACE}: {path}", "choose another"):
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UserError(f"{path}: not a directory; choose another {PLACE}")
     stored = path / "evaluation.json"
     if not stored.exists():
         foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in LEFT_BY_A_START)
@@ -124,10 +125,10 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
             )
         return
     try:
-        theirs = json.loads(stored.read_text(encoding="utf-8"))
-        known = {key: theirs[key] for key in identity if key in theirs}
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{stored}: cannot be read ({error}); choose another {PLACE}") from error
+        theirs = read_json_object(stored)
+    except UserError as error:
+        raise UserError(f"{error}; choose another {PLACE}") from error
+    known = {key: theirs[key] for key in identity if key in theirs}
     difference = config_difference(known, identity)
     if difference:
         raise UserError(
@@ -137,7 +138,7 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
 
 
 def _lock(path: Path) -> int:
-    fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_lock(path / ".lock")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

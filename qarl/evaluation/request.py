@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from qarl.config import EvaluationConfig
+from qarl.config.check_files import Unusable, look
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
-from qarl.config.messages import Loc, fault_lines
+from qarl.config.messages import Loc, fault_lines, shown
 from qarl.errors import UserError
 from qarl.inference.target import Target
 
@@ -83,8 +84,13 @@ def _option(loc: Loc) -> str:
 
 def _preset_task(text: str) -> dict[str, Any]:
     name, equals, path = text.partition("=")
+    place = f"--data {shown(text, 120)}"
     if name not in PRESETS:
-        raise UserError(f"--data {text}: {unknown_preset(name)}")
-    if equals and not Path(path).expanduser().exists():
-        raise UserError(f"--data {text}: no such file or directory below {Path.cwd()}; give an existing path")
+        raise UserError(f"{place}: {unknown_preset(name)}")
+    if equals:
+        try:
+            if look(path)[1] == "missing":
+                raise Unusable(f"no such file or directory below {Path.cwd()}; give an existing path")
+        except Unusable as error:
+            raise UserError(f"{place}: {error}") from None
     return {"preset": name, "path": path or None}

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from qarl.averages import mean
 from qarl.evaluation.estimators import Estimate, task_avg, task_pass_at_k, unweighted_mean
+from qarl.inputs.schema import Record
+from qarl.storage.saved_state import Count
 
 Row = dict[str, Any]
+
+
+class CompletionRow(Record):
+    """What `summarise` and a resumed evaluation read of a line of completions.jsonl."""
+
+    task: str
+    prompt_id: Count
+    sample: Count
+    prompt: str
+    finish_reason: str
+    tokens: Count
+    reward: float
+    correct: bool
 
 
 def summarise(tasks: Sequence[str], rows: Iterable[Row], samples: int, pass_at: Sequence[int]) -> dict[str, Any]:
@@ -36,9 +51,9 @@ def summarise(tasks: Sequence[str], rows: Iterable[Row], samples: int, pass_at: 
                 "prompts": len(counts),
                 "samples": samples,
                 **_values(averages[-1], passes[-1]),
-                "reward_mean": statistics.fmean(row["reward"] for row in own),
+                "reward_mean": mean(row["reward"] for row in own),
                 "truncated_frac": sum(row["finish_reason"] == "length" for row in own) / len(own),
-                "length_mean": statistics.fmean(row["tokens"] for row in own),
+                "length_mean": mean(row["tokens"] for row in own),
             }
         )
     overall = _values(unweighted_mean(averages), {k: unweighted_mean([p[k] for p in passes]) for k in pass_at})

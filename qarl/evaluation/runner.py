@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import EvaluationConfig
+from qarl.errors import UserError
 from qarl.evaluation.results import Row, summarise
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.rollout.engine import RolloutEngine, SamplingParams
@@ -112,6 +113,11 @@ def evaluate(
     A token depends on the policy, (seed, task, prompt, sample, position) and nothing else, so neither batches nor
     interruptions change a result.
     """
+    asked = {(task.name, prompt.id): prompt.text for task in tasks for prompt in task.prompts}
+    for row in sink.rows:
+        if asked.get((row["task"], row["prompt_id"])) != row["prompt"]:
+            raise UserError(f"--out: its completions.jsonl holds an answer to prompt {row['prompt_id']} of task "
+                            f"{row['task']!r} that is not asked here; choose another --out")  # fmt: skip
     done = {(row["task"], row["prompt_id"]) for row in sink.rows}
     for task in tasks:
         left = [prompt for prompt in task.prompts if (task.name, prompt.id) not in done]

@@ -15,6 +15,8 @@ from qarl.config import EvalTask, RewardConfig, RewardFunction
 from qarl.data import build_prompts
 from qarl.errors import UserError
 from qarl.rewards import RewardPool, RewardResult
+from qarl.rewards.builtin import BUILTINS
+from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -38,14 +40,16 @@ class LoadedTask:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides its scores: prompts as tokens, their columns, reward functions."""
-        files = [Path(f.file).expanduser().read_bytes().hex() for f in self.functions if f.file is not None]
+        files = [reward_fingerprint(RewardConfig(functions=[f])) for f in self.functions if f.name not in BUILTINS]
         prompts = [[p.id, p.token_ids, p.columns] for p in self.prompts]
         content = [self.name, prompts, [f.model_dump() for f in self.functions], files]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def load_tasks(tasks: Sequence[EvalTask], tokenizer: PreTrainedTokenizerBase) -> list[LoadedTask]:
-    """Read each task's rows and tokenize them. Raises UserError naming the task.
+def load_tasks(
+    tasks: Sequence[EvalTask], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
+) -> list[LoadedTask]:
+    """Read each task's rows and tokenize them. Raises UserError naming the task. vocabulary: see `build_prompts`.
 
     A preset is taken whole: no prompt of it is dropped for its length. Of its columns only `answer` is kept, all that
     its reward reads, so that presets share their reward workers.
@@ -56,7 +60,7 @@ def load_tasks(tasks: Sequence[EvalTask], tokenizer: PreTrainedTokenizerBase) ->
         if task.preset is not None:
             data = data.model_copy(update={"max_prompt_length": sys.maxsize})
         try:
-            prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0)
+            prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0, vocabulary=vocabulary)
             if report.empty:
                 raise UserError(f"{report.empty} of {report.rows} prompts have no text")
             if task.preset is not None:
@@ -108,8 +112,9 @@ class TaskRewards:
         n = len(rollouts) // len(prompts)
         each = [prompt for prompt in prompts for _ in range(n)]
         columns = {name: [prompt.columns[name] for prompt in each] for name in prompts[0].columns}
+        tokens = [rollout.token_ids for rollout in rollouts]
         try:
-            return self._of_task[task.name].score([r.text for r in rollouts], [p.text for p in each], columns)
+            return self._of_task[task.name].score([r.text for r in rollouts], [p.text for p in each], columns, tokens)
         except UserError as error:
             raise UserError(f"evaluation task {task.name}: {error}") from error
 

@@ -24,7 +24,9 @@ from qarl.evaluation.runner import MemorySink, Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
 from qarl.report.formatting import interval
 from qarl.rollout.engine import RolloutEngine, SamplingParams
-from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
+from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.names import remove_later, step_name
+from qarl.storage.runs import EVALUATIONS, Evaluation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
 PLACE = "train.run_dir"
 
 
-def load_training_tasks(config: Config, tokenizer: PreTrainedTokenizerBase, context: int) -> list[LoadedTask]:
-    """The tasks of `config.evaluation`, all of whose prompts fit. Raises UserError."""
-    tasks = load_tasks(config.evaluation.tasks, tokenizer)
+def load_training_tasks(
+    config: Config, tokenizer: PreTrainedTokenizerBase, context: int, vocabulary: int | None = None
+) -> list[LoadedTask]:
+    """The tasks of `config.evaluation`, all of whose prompts fit. Raises UserError. vocabulary: see `build_prompts`."""
+    tasks = load_tasks(config.evaluation.tasks, tokenizer, vocabulary)
     length = config.eval_response_length
     require_room(tasks, length, context, "the context")
     if config.rollout.kv_cache_tokens is not None:
@@ -67,16 +71,10 @@ class TrainingEvaluation:
     def begin(self, run_dir: Path, step: int) -> None:
         """Forget the evaluations after `step`, from which the run goes on. Raises UserError if the disk refuses."""
         self._run_dir = run_dir
-        self._recorded = keep_rows(
-            self._path, lambda row: isinstance(row.get("step"), int) and row["step"] <= step, PLACE
-        )
+        self._recorded = keep_rows(self._path, Evaluation, lambda row: row["step"] <= step, PLACE)
         folder = run_dir / "evaluations"
-        later = [p for p in folder.glob("*.jsonl") if p.stem.isdigit() and int(p.stem) > step]
-        if later:
-            with disk_errors(folder, place=PLACE):
-                for path in later:
-                    path.unlink()
-                fsync_directory(folder)
+        with disk_errors(folder, place=PLACE):
+            remove_later(folder, ".jsonl", step)
 
     def due(self, step: int) -> bool:
         """Whether `evaluation` asks for one after `step`."""
@@ -108,7 +106,7 @@ class TrainingEvaluation:
         self._write_completions(step, sink.rows)
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
         # One evaluation a step: an earlier one here was of other settings, or of a run that never took a step.
-        self._recorded = [*keep_rows(self._path, lambda row: row["step"] != step, PLACE), record]
+        self._recorded = [*keep_rows(self._path, Evaluation, lambda row: row["step"] != step, PLACE), record]
         append_rows(self._path, [record], PLACE)
         track(step, metrics_of(summary) | {"time/eval_s": seconds})
         for entry in summary["tasks"]:
@@ -118,7 +116,7 @@ class TrainingEvaluation:
     @property
     def _path(self) -> Path:
         assert self._run_dir is not None, "begin comes first"
-        return self._run_dir / "evaluations.jsonl"
+        return self._run_dir / EVALUATIONS
 
     def _fingerprint(self, policy: Policy) -> str:
         """Of what decides the results, policy included."""
@@ -127,7 +125,7 @@ class TrainingEvaluation:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _write_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        path = self._run_dir / "evaluations" / f"{step:06d}.jsonl"
+        path = self._run_dir / "evaluations" / f"{step_name(step)}.jsonl"
         text = "".join(to_line({"step": step, **row}) for row in rows)
         with disk_errors(path, len(text), PLACE):
             path.parent.mkdir(exist_ok=True)

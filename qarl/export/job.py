@@ -15,8 +15,9 @@ from qarl.export.card import model_card
 from qarl.export.shards import bf16_bytes, stored_bytes
 from qarl.export.writer import ExportReport, export_checkpoint
 from qarl.inference.masters import Masters, open_masters
-from qarl.inference.target import Target, checkpoint_steps
+from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged
+from qarl.storage.names import checkpoint_steps
 
 
 def export_target(
@@ -46,7 +47,7 @@ def _open(target: Target) -> Masters:
     try:
         return open_masters(target)
     except CheckpointDamaged as error:
-        others = [str(step) for step in checkpoint_steps(target.run_dir) if step != target.step]
+        others = [str(step) for step in checkpoint_steps(target.run_dir / "checkpoints") if step != target.step]
         fix = f"export another one with --step ({', '.join(others)})" if others else "restore it from a copy"
         raise UserError(f"{error}; {fix}") from error
 

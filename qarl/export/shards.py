@@ -65,7 +65,7 @@ def bf16_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 5GB, 500MB or 2GiB. Raises UserError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]i?B|)", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
     if size < 1:
         raise UserError(f"--max-shard-size: {text!r} is no size; give one such as 5GB, 500MB or 2GiB")

@@ -70,7 +70,7 @@ def staged(out: Path) -> Iterator[Path]:
 def _claim(hidden: Path, out: Path) -> int:
     """Create or take over `hidden`, empty; the lock dies with this process, so that a leftover has none."""
     hidden.mkdir(exist_ok=True)
-    fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # it is emptied
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Between the two calls above another process may have finished with it, and given it its final name.

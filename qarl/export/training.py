@@ -5,13 +5,17 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
+from qarl.inputs.schema import Record, checked
 from qarl.storage.runs import EVALUATIONS, RunRecord
 
 REGIMES = {
@@ -80,9 +84,9 @@ def evaluations_of(record: RunRecord, step: int, scheme: str) -> list[Evaluation
         found += _evaluations(record.path / EVALUATIONS, during[-1]["step"], during[-1])
     for path in sorted((record.path / "eval").glob("*/results.json")):
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove it, or evaluate again") from error
+            results = read_json_object(path, nonfinite=True)
+        except Unreadable as error:
+            raise UserError(f"{error}; remove it, or evaluate again") from error
         if (results.get("step"), results.get("scheme")) == (step, scheme):
             found += _evaluations(path, step, results)
     return found
@@ -90,19 +94,40 @@ def evaluations_of(record: RunRecord, step: int, scheme: str) -> list[Evaluation
 
 def _evaluations(path: Path, step: int, results: dict[str, Any]) -> list[Evaluation]:
     try:
-        return [
-            Evaluation(
-                step, task["name"], str(task["prompts"]), f"avg@{task['samples']} {_interval(task['avg'])}",
-                ", ".join(f"pass@{k} {_interval(value)}" for k, value in task["pass"].items()),
-            )
-            for task in results["tasks"]
-        ]  # fmt: skip
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: holds no evaluation ({error!r}); remove it, or evaluate again") from error
+        tasks = checked(_Results, results, str(path)).tasks
+    except Unreadable as error:
+        raise UserError(f"{error}; remove it, or evaluate again") from error
+    return [
+        Evaluation(
+            step, task.name, str(task.prompts), f"avg@{task.samples} {_interval(task.avg)}",
+            ", ".join(f"pass@{k} {_interval(value)}" for k, value in task.passed.items()),
+        )
+        for task in tasks
+    ]  # fmt: skip
 
 
-def _interval(value: dict[str, Any]) -> str:
-    return f"{_number(value['mean'])} ({_number(value['low'])} to {_number(value['high'])})"
+class _Interval(Record):
+    mean: float | None
+    low: float | None
+    high: float | None
+
+
+class _Task(Record):
+    name: str
+    prompts: int
+    samples: int
+    avg: _Interval
+    passed: dict[str, _Interval] = Field(alias="pass")
+
+
+class _Results(Record):
+    """What the card shows of an evaluation."""
+
+    tasks: list[_Task]
+
+
+def _interval(value: _Interval) -> str:
+    return f"{_number(value.mean)} ({_number(value.low)} to {_number(value.high)})"
 
 
 def _mean(records: list[dict[str, Any]], name: str) -> float | None:

@@ -36,6 +36,8 @@ from qarl.export.readers import (
 )
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
+from qarl.inputs.json import read_json_object
+from qarl.inputs.tensors import stored_tensors
 from qarl.publish.snapshot import Snapshot
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import read_records
@@ -87,7 +89,7 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     say: gets a line for each reader. Returns what is written; its `ok` is False when a reader failed or differs.
     Raises UserError when the target itself cannot be opened.
     """
-    stored = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    stored = read_json_object(out / "config.json", nonfinite=True)
     if "quantization_config" not in stored:
         target = replace(target, quant=QuantConfig(scheme="bf16"))
     opened = open_policy(target, device=device)
@@ -156,11 +158,7 @@ def _codes(snapshot: Snapshot, out: Path) -> Agreement:
     import compressed_tensors
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
-    files = sorted(out.glob("*.safetensors"))
-    where: dict[str, Path] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
+    where = {name: stored.file for name, stored in stored_tensors(out).items()}
 
     def read(name: str) -> torch.Tensor:
         with safe_open(where[name], framework="pt") as file:
@@ -192,7 +190,8 @@ def _prompt_texts(target: Target) -> Sequence[str]:
     if target.run_dir is not None:
         latest = max((target.run_dir / "rollouts").glob("*.jsonl"), default=None)
         rows = [] if latest is None else read_records(latest)[0]
-        recorded = list(dict.fromkeys(row["prompt"] for row in rows if row.get("prompt")))
+        prompts = (row.get("prompt") for row in rows)
+        recorded = list(dict.fromkeys(text for text in prompts if isinstance(text, str) and text))
     return [*recorded[:4], *PROMPTS]
 
 

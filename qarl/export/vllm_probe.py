@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.settings import ENVIRONMENT as COMMON
 
@@ -31,10 +32,12 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     if unsupported:
         return {"unsupported": unsupported}
     memory = {} if current_platform.is_cpu() else {"gpu_memory_utilization": request["memory_frac"]}
-    engine = LLM(
-        request["checkpoint"], dtype=request["dtype"], max_model_len=request["context"], max_num_seqs=8,
-        enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True, **memory,
-    )  # fmt: skip
+    keep_compiled_code_private()
+    with no_way_in("gloo" if current_platform.is_cpu() else "nccl"):
+        engine = LLM(
+            request["checkpoint"], dtype=request["dtype"], max_model_len=request["context"], max_num_seqs=8,
+            enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True, **memory,
+        )  # fmt: skip
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
     greedy = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=request["max_tokens"]), use_tqdm=False)
     forced = [

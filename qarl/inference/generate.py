@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import jinja2
 from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
+from qarl.config.limits import SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.errors import UserError
 from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
-from qarl.policy.load import load_tokenizer
+from qarl.inputs.files import Unreadable, read_text
+from qarl.inputs.paths import user_path
+from qarl.policy.foreign import foreign_errors
+from qarl.policy.load import load_architecture, load_tokenizer
 from qarl.types import Prompt, Rollout
+
+PROMPT_BYTES = 2**24  # of a prompt's file
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,16 @@ class Look:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError for values that mean nothing."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"--temperature: {self.temperature} is no temperature; give 0 (greedy) or more")
+        """Raise UserError for values that mean nothing, or more than can be done."""
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # nan is refused too
+            valid = f"give 0 (greedy) or {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
+            raise UserError(f"--temperature: {self.temperature} is no temperature; {valid}")
+        if not 1 <= self.n <= SAMPLES:
+            raise UserError(f"--n: {self.n} is no number of samples; give 1 to {SAMPLES:,}")
+        if not 1 <= self.max_new_tokens <= TOKENS:
+            raise UserError(f"--max-new-tokens: {self.max_new_tokens} is no length; give 1 to {TOKENS:,}")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p: {self.top_p} is no probability above 0; give up to 1 (off)")
         if self.temperature == 0 and self.n > 1:
@@ -83,17 +94,18 @@ def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
     """
     named = [(f"--prompt {number}", text) for number, text in enumerate(prompts, 1)]
     if file is not None:
+        path = user_path(file, "--prompt-file")
         try:
-            named.append((f"--prompt-file: {file}", file.expanduser().read_text(encoding="utf-8")))
-        except UnicodeDecodeError as error:
-            raise UserError(f"--prompt-file: {file}: is not UTF-8 text; convert it") from error
-        except OSError as error:
-            raise UserError(f"--prompt-file: {file}: cannot be read ({error.strerror or error})") from error
+            named.append((f"--prompt-file: {file}", read_text(path, PROMPT_BYTES, stream=True)))
+        except Unreadable as error:
+            raise UserError(f"--prompt-file: {file}: {error.reason}") from error
     if not named:
         raise UserError("--prompt: there is none; give --prompt TEXT or --prompt-file FILE")
     for place, text in named:
         if not text.strip():
             raise UserError(f"{place}: is empty; give it some text")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{place}: is not UTF-8 text; give it as UTF-8")
     return [text for _, text in named]
 
 
@@ -130,7 +142,10 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
 
 
 def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str], look: Look) -> list[Prompt]:
-    """Texts as the policy sees them. Raises UserError: no chat template, one that refuses, a system message without."""
+    """Texts as the policy sees them.
+
+    Raises UserError: no chat template, one that refuses, a system message without, a token that the model lacks.
+    """
     run = target.run
     chat = look.chat
     if chat is None:
@@ -140,10 +155,16 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
     if look.system is not None and not chat:
         raise UserError("--system: is part of the chat template; leave it out, or give --chat")
     system = look.system if look.system is not None or run is None else run.data.system_prompt
-    prompts = []
+    architecture, prompts = load_architecture(target.model), []
     for place, text in enumerate(texts):
         shown = _templated(tokenizer, text, system) if chat else text
-        ids = list(tokenizer(shown, add_special_tokens=not chat, verbose=False)["input_ids"])
+        with foreign_errors(f"--prompt {place + 1}: the tokenizer of {target.name} cannot read it"):
+            ids = list(tokenizer(shown, add_special_tokens=not chat, verbose=False)["input_ids"])
+        if not ids:
+            raise UserError(f"--prompt {place + 1}: gives no token at all; give more text")
+        if architecture is not None and max(ids) >= architecture.vocab_size:
+            token = tokenizer.convert_ids_to_tokens(max(ids))
+            raise UserError(f"--prompt {place + 1}: holds {token!r}, a token that the model lacks; leave it out")
         prompts.append(Prompt(place, ids, shown))
     return prompts
 
@@ -152,7 +173,5 @@ def _templated(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    try:
+    with foreign_errors("--chat: the chat template refuses the prompt (--no-chat leaves it out)"):
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-        raise UserError(f"--chat: the chat template refuses the prompt: {error}; give --no-chat") from error

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from qarl_formats.compressed import TensorSpec, tensor_specs
@@ -20,10 +17,11 @@ from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.inference.target import Target
-from qarl.policy.load import load_generation_config, load_model, load_model_config, locate
+from qarl.policy.load import load_generation_config, load_model, load_model_config, model_weights
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.publish.snapshot import published
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.saved_state import PolicyState, saved_state
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,16 @@ def open_masters(target: Target) -> Masters:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     common = (config, load_generation_config(target.model), shapes, frozenset(linear_names(model)))
     if target.checkpoint is None:
-        return Masters(*common, _model_reader(target.model, shapes))
+        return Masters(*common, _model_reader(target.model))
     checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
-    tensors, state = checkpoint.tensors["masters"], checkpoint.state
+    tensors, state = checkpoint.tensors["masters"], saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
     if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tuple(tensors[n].shape) != shapes[n]]:
         raise UserError(f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' is not "
                         "the same in both); give the model that the run started from with --model")  # fmt: skip
-    return Masters(*common, lambda name: tensors[name], state["version"], state["snapshot_sha256"])
+    if wrong := [name for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
+        raise UserError(f"{target.checkpoint}: {wrong[0]} is {tensors[wrong[0]].dtype}, and masters are float32; "
+                        "restore the checkpoint")  # fmt: skip
+    return Masters(*common, lambda name: tensors[name], state.version, state.snapshot_sha256)
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -112,42 +113,19 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(values)
 
 
-def _model_reader(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], Tensor]:
-    """Reads from safetensors files tensor by tensor where the model is a directory of them, else loads it whole."""
-    files = _safetensors_of(model)
-    if files is None or any(name not in files for name in shapes):
+def _model_reader(model: ModelConfig) -> Callable[[str], Tensor]:
+    """Reads safetensors files tensor by tensor; a GGUF file is loaded whole. Raises UserError as `load_model` does."""
+    files = model_weights(model)
+    if files is None:
         loaded = dict(load_model(model).named_parameters())
         return lambda name: loaded[name].detach()
 
     def read(name: str) -> Tensor:
+        file = files[name].file
         try:
-            with safe_open(files[name], framework="pt") as file:
-                tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{files[name]}: not a readable safetensors file ({error}); restore it") from error
-        if tuple(tensor.shape) != shapes[name]:
-            raise UserError(f"{files[name]}: {name} has shape {list(tensor.shape)}, config.json says "
-                            f"{list(shapes[name])}")  # fmt: skip
-        return tensor.float()
+            with safe_open(file, framework="pt") as opened:
+                return opened.get_tensor(name).float()
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise UserError(f"{file}: not a readable safetensors file ({error}); restore it") from error
 
     return read
-
-
-def _safetensors_of(model: ModelConfig) -> dict[str, Path] | None:
-    """Tensor name -> file, of a directory with safetensors; None for GGUF, other formats and hub names."""
-    source = locate(model)
-    directory = Path(source.name).expanduser()
-    if source.gguf_file is not None or not directory.is_dir():
-        return None
-    index = directory / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            weight_map: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: directory / file for name, file in weight_map.items()}
-        single = directory / "model.safetensors"
-        if not single.is_file():
-            return None
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory}: its safetensors files cannot be read ({error}); restore them") from error

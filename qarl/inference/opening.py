@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,20 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of
+from qarl.config.weights import EMBEDDING, HEAD, require_weights
 from qarl.errors import UserError
 from qarl.inference.masters import Masters, open_masters, plain_config
-from qarl.inference.target import Target
+from qarl.inference.target import Target, quantization_of
 from qarl.policy.device import DTYPES, pick_device
-from qarl.policy.load import load_generation_config, load_model_config, load_tokenizer, stop_token_ids
+from qarl.policy.load import (
+    load_architecture,
+    load_generation_config,
+    load_model_config,
+    load_tokenizer,
+    require_tied,
+    stop_token_ids,
+)
+from qarl.policy.modules import check_family
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.publish.snapshot import Snapshot, build_snapshot
@@ -115,7 +123,7 @@ def _stored_forms(
     target: Target, config: PreTrainedConfig, device: torch.device
 ) -> Iterator[tuple[str, QuantizedWeight | Tensor]]:
     """The parameters of an exported checkpoint as they stand in its files."""
-    tensors = {name: tensor.to(device) for name, tensor in _read_export(Path(target.model.path)).items()}
+    tensors = {name: tensor.to(device) for name, tensor in _read_export(target).items()}
     scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)
     model = skeleton(config)
     linears = set(linear_names(model))
@@ -129,27 +137,31 @@ def _stored_forms(
             except ValueError as error:
                 raise UserError(f"{target.name}: {error}") from error
             if form.shape != tuple(parameter.shape):
-                raise UserError(f"{target.name}: {module} is {list(form.shape)}, config.json says "
-                                f"{list(parameter.shape)}")  # fmt: skip
+                raise UserError(f"{target.name}: {module}.weight_shape says {list(form.shape)}, config.json "
+                                f"{list(parameter.shape)}; export it again")  # fmt: skip
             yield name, form
-        elif name not in tensors or tensors[name].shape != parameter.shape:
-            raise UserError(f"{target.name}: {name} is missing or has another shape than config.json says")
         else:
             yield name, tensors[name].to(dtype)
 
 
-def _read_export(directory: Path) -> dict[str, Tensor]:
-    files = sorted(directory.glob("*.safetensors"))
-    index = directory / "model.safetensors.index.json"
+def _read_export(target: Target) -> dict[str, Tensor]:
+    """Every tensor of the files, which are proved to be those of the configuration; numbers alone."""
+    directory = Path(target.model.path)
+    architecture = load_architecture(target.model)
+    if architecture is None:
+        check_family(load_model_config(target.model))
+    found = require_weights(directory, architecture, quantization_of(directory))
+    tensors: dict[str, Tensor] = {}
     try:
-        if index.is_file():
-            files = [directory / f for f in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        if not files:
-            raise UserError(f"{directory}: holds no .safetensors file; export it again")
-        tensors: dict[str, Tensor] = {}
-        for path in files:
+        for path in sorted({stored.file for stored in found.values()}):
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise UserError(f"{directory}: damaged: {' '.join(str(error).split())}; export it again") from error
+    for name, tensor in tensors.items():
+        values = tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor
+        if values.is_floating_point() and not values.isfinite().all():
+            raise UserError(f"{found[name].file}: {name} holds values that are NaN or infinite; export it again")
+    if architecture.tied_embeddings and HEAD in found:
+        require_tied(found[EMBEDDING], found[HEAD])
     return tensors

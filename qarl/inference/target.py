@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,10 @@ from pydantic import ValidationError
 from qarl.config import Config, ModelConfig, QuantConfig, check_model
 from qarl.config.messages import fault_lines
 from qarl.errors import UserError
+from qarl.inputs.json import json_kind, read_json_object
+from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs.tensors import stored_tensors
+from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
 
 
@@ -50,19 +53,20 @@ def resolve_target(
     model the default (scheme bf16). model: where a run's base model is now, if it moved.
     Raises UserError: nothing there, a run without (that) checkpoint, options that do not fit the kind.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
-        raise UserError(f"{name}: is a file; give a run directory, a checkpoint directory, or a model")
-    run_dir, checkpoint = _run_of(path)
+    path = user_path(name, "TARGET")
+    with path_errors(name):
+        if path.is_file():
+            raise UserError(f"{name}: is a file; give a run directory, a checkpoint directory, or a model")
+        run_dir, checkpoint = _run_of(path)
     if run_dir is not None:
         return _run_target(name, run_dir, checkpoint, step, quant or {}, model)
     if step is not None:
         raise UserError(f"--step: {name} is no run, and has no steps; leave it out")
     if model is not None:
         raise UserError(f"--model: {name} is no run, and carries its own configuration; leave it out")
-    base = ModelConfig(path=str(path) if path.is_dir() else name)
+    base = _model({"path": str(path) if path.is_dir() else name})
     check_model(base)
-    stored = _quantization_config(path)
+    stored = quantization_of(path)
     if stored is None:
         return Target("model", name, base, _quant({"scheme": "bf16"} | dict(quant or {})))
     if quant:
@@ -84,20 +88,17 @@ def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
 
 
 def _scale_dtype(path: Path) -> str:
-    """The stored dtype of the first weight scale, from the safetensors headers."""
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            dtypes = [entry["dtype"] for name, entry in header.items() if name.endswith(".weight_scale")]
-        except (OSError, ValueError, KeyError, AttributeError, MemoryError, OverflowError) as error:
-            raise UserError(f"{file}: not a readable safetensors file ({error}); export it again") from error
-        if dtypes:
-            known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-            if dtypes[0] not in known:
-                raise UserError(f"{file}: weight scales of type {dtypes[0]} cannot be read; export it again")
-            return known[dtypes[0]]
-    raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a weight_scale")
+    """The stored dtype of the weight scales, from the safetensors headers."""
+    scales = {name: tensor for name, tensor in stored_tensors(path).items() if name.endswith(".weight_scale")}
+    if not scales:
+        raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a weight_scale")
+    first, scale = next(iter(scales.items()))
+    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    if scale.dtype not in known:
+        raise UserError(f"{scale.file}: weight scales of type {scale.dtype} cannot be read; export it again")
+    if odd := [name for name, other in scales.items() if other.dtype != scale.dtype]:
+        raise UserError(f"{scales[odd[0]].file}: {odd[0]} is of another type than {first}; export it again")
+    return known[scale.dtype]
 
 
 def _run_of(path: Path) -> tuple[Path | None, Path | None]:
@@ -106,6 +107,8 @@ def _run_of(path: Path) -> tuple[Path | None, Path | None]:
         return path, None
     if path.is_dir() and (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
         found = path.resolve()
+        if step_of(found.name) is None:
+            raise UserError(f"{path}: its directory is not named by a step; give one such as checkpoints/000010")
         if (found.parent.parent / "config.yaml").is_file():
             return path.parent.parent if path.parent.name == "checkpoints" else found.parent.parent, found
         raise UserError(f"{path}: a checkpoint outside its run: there is no config.yaml in {found.parent.parent}")
@@ -117,18 +120,19 @@ def _run_target(
 ) -> Target:
     run = read_run_config(run_dir)
     if checkpoint is None:
-        steps = checkpoint_steps(run_dir)
+        steps = checkpoint_steps(run_dir / "checkpoints")
         if not steps:
             raise UserError(f"{name}: the run has no checkpoint yet; train it until checkpoint.every or to its end")
         if step is not None and step not in steps:
             raise UserError(f"--step: {name} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
         step = steps[-1] if step is None else step
-        checkpoint = run_dir / "checkpoints" / f"{step:06d}"
-    elif step is not None and int(checkpoint.name) != step:
-        raise UserError(f"--step: {name} is the checkpoint of step {int(checkpoint.name)}; leave one of the two out")
+        checkpoint = run_dir / "checkpoints" / step_name(step)
+    elif step is not None and step_of(checkpoint.name) != step:
+        of = step_of(checkpoint.name)
+        raise UserError(f"--step: {name} is the checkpoint of step {of}; leave one of the two out")
     base = run.model
     if model is not None:
-        base = ModelConfig.model_validate(base.model_dump() | {"path": model, "gguf_file": None, "revision": None})
+        base = _model(base.model_dump() | {"path": model, "gguf_file": None, "revision": None})
     try:
         check_model(base)
     except UserError as error:
@@ -140,15 +144,14 @@ def _run_target(
         own = {key: own[key] for key in ("ignore", "scale_dtype", "kernels")}
     # Only training has a learner to misalign.
     both = own | dict(quant) | {"learner": "aligned", "ste_input": "unquantized"}
-    return Target("run", name, base, _quant(both), run, run_dir, int(checkpoint.name), checkpoint)
+    return Target("run", name, base, _quant(both), run, run_dir, step_of(checkpoint.name), checkpoint)
 
 
-def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Steps of which `run_dir` has a checkpoint, ascending; whether they are intact, opening them tells."""
-    directory = run_dir / "checkpoints"
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+def _model(values: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError("\n".join(fault_lines(error, ModelConfig, values, lambda loc: "TARGET"))) from None
 
 
 def _quant(values: dict[str, Any]) -> QuantConfig:
@@ -158,11 +161,16 @@ def _quant(values: dict[str, Any]) -> QuantConfig:
         raise UserError("\n".join(fault_lines(error, QuantConfig, values, lambda loc: "--scheme"))) from None
 
 
-def _quantization_config(path: Path) -> dict[str, Any] | None:
+def quantization_of(path: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a model directory; None for a model in full, and where there is no config.json.
+
+    Raises UserError for a config.json that cannot be read.
+    """
     file = path / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    except (ValueError, OSError, AttributeError) as error:
-        raise UserError(f"{file}: not a readable model configuration ({error})") from error
+    with path_errors(str(path)):
+        if not file.is_file():
+            return None
+    stored = read_json_object(file, nonfinite=True).get("quantization_config")
+    if not isinstance(stored, dict | None):
+        raise UserError(f"{file}: quantization_config is {json_kind(stored)}, expected an object; restore the file")
+    return stored

@@ -40,6 +40,18 @@ class Band:
         ratio = ratio.detach()
         return ratio.clamp(max=self.high).where(advantages > 0, ratio.clamp(self.low, self.neg_high))
 
+    def beyond(self, log_ratio: Tensor, segments: Segments) -> Tensor:
+        """bool (T,): tokens outside [low, high] at this per-token log ratio (T,), whatever the sign of the advantage.
+
+        What a count of clip bounds means; `outside` is the part of it that loses its gradient. A sequence band looks at
+        the mean of the log ratio over the response.
+        """
+        if self.level == "token":
+            ratio = clamped_exp(log_ratio)[0]
+            return (ratio < self.low) | (ratio > self.high)
+        ratio = clamped_exp(segments.mean(log_ratio))[0]
+        return segments.expand((ratio < self.low) | (ratio > self.high))
+
     def outside(self, log_ratio: Tensor, advantages: Tensor, segments: Segments) -> Tensor:
         """bool (T,): tokens without gradient at this per-token log ratio (T,) and these advantages (R,).
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from qarl.objectives.band import Band
+from qarl.objectives.pruning import Pruned, counted
 from qarl.objectives.ratios import sequence_ratio, through_tokens
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import Surrogate, present, ratio_stats
+from qarl.objectives.surrogate import Surrogate, ratio_stats
 
 
 def sequence_clipped(
@@ -20,12 +21,14 @@ def sequence_clipped(
     advantages: Tensor,  # (R,)
     segments: Segments,
     band: Band,
+    pruned: Pruned | None = None,
 ) -> Surrogate:
     """min(s A, clip(s, low, high) A) at every token of the response, [T], to maximise, with s = exp(mean_t log r_t).
 
-    Gradient token-wise through stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses.
+    Gradient token-wise through stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses
+    that are not pruned.
     """
-    return clipped_at(*sequence_ratio(log_ratio, segments), logp, advantages, segments, band)
+    return clipped_at(*sequence_ratio(log_ratio, segments), logp, advantages, segments, band, pruned)
 
 
 def clipped_at(
@@ -35,6 +38,7 @@ def clipped_at(
     advantages: Tensor,  # (R,)
     segments: Segments,
     band: Band,
+    pruned: Pruned | None = None,
 ) -> Surrogate:
     """`sequence_clipped` at sequence ratios that are there already."""
     left = band.left(s, advantages)
@@ -43,4 +47,5 @@ def clipped_at(
         segments.expand(band.bound(s, advantages)),
         through_tokens(segments.expand(s), logp),
     )
-    return Surrogate(segments.expand(advantages) * ratio, ratio_stats(s, left, clamped, present(segments)))
+    stats = ratio_stats(s, left, clamped, counted(segments, pruned, per_token=False))
+    return Surrogate(segments.expand(advantages) * ratio, stats)

@@ -13,23 +13,25 @@ from qarl.objectives.aggregate import Aggregation, Totals, aggregate
 from qarl.objectives.band import Band
 from qarl.objectives.contribution import contribution_stats
 from qarl.objectives.proximal import RatioKind, proximal_log_ratio
-from qarl.objectives.ratios import log_ratio
+from qarl.objectives.pruning import Pruned, PruningLevel, outside_tokens, prune, without
+from qarl.objectives.ratios import MAX_EXPONENT, log_ratio
 from qarl.objectives.regularizers import Estimator, k_estimate, kl_to_reference
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import Stats, Surrogate, stat
+from qarl.objectives.surrogate import Stats, Surrogate, present, stat
 from qarl.objectives.tokens import Constants, Needs, TokenLogProbs
 
 if TYPE_CHECKING:
     from qarl.correction import Correction
 
-SurrogateOf = Callable[[Tensor, Tensor, Tensor, Segments, float], Surrogate]
-"""(log ratio with gradient [T], logp [T], advantages [R], segments, center) -> surrogate."""
+SurrogateOf = Callable[[Tensor, Tensor, Tensor, Segments, float, Pruned], Surrogate]
+"""(log ratio with gradient [T], logp [T], advantages [R], segments, center, pruned) -> surrogate."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """What is maximised, built by `build_objective`.
 
+    pruning: what a token outside the learner's truncated distribution takes with it (`pruning.py`).
     band: where the ratio still gives gradient; None if nothing ever loses its gradient.
     centered: W per token, whose mean over the minibatch is `Constants.center`; None if nothing is centred.
     """
@@ -38,8 +40,9 @@ class Objective:
     ratio: RatioKind
     aggregation: Aggregation
     correction: Correction
+    pruning: PruningLevel = "token"
     band: Band | None = None
-    centered: Callable[[Tensor, Tensor, Segments], Tensor] | None = None
+    centered: Callable[[Tensor, Tensor, Segments, Pruned], Tensor] | None = None
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy_coef: float = 0.0
@@ -64,18 +67,25 @@ class Objective:
         """(T,) the per-token log ratio the surrogate works with, without gradient; zeros where it works with none."""
         return proximal_log_ratio(logps, self.ratio)
 
+    def pruned(self, logps: TokenLogProbs, segments: Segments) -> Pruned:
+        """What has weight 0 for a token outside the learner's truncated distribution; nothing without truncation."""
+        return prune(logps, segments, self.pruning, self.ratio == "shadow")
+
     def weights(self, logps: TokenLogProbs, segments: Segments) -> Tensor | None:
         """(T,) correction weights with rules and veto, before `correction.normalize`; None without correction."""
-        return None if self.correction.empty else self.correction(logps, segments).weights
+        if self.correction.empty:
+            return None
+        return self.correction(logps, segments, pruned=self.pruned(logps, segments)).weights
 
     @torch.no_grad()
     def constants(self, logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Constants:
         """The constants of a whole minibatch: logps and segments of all its responses, advantages (R,). No gradient."""
-        center = 0.0
+        pruned, center = self.pruned(logps, segments), 0.0
         if self.centered is not None and logps.logp.numel():
-            center = float(self.centered(self.log_ratio(logps, segments), advantages, segments).double().mean())
+            log_ratio = proximal_log_ratio(without(logps, pruned), self.ratio)
+            center = float(self.centered(log_ratio, advantages, segments, pruned).double().mean())
         normalize = self.correction.normalize
-        return Constants(center, self.correction.weight_mean(logps, segments) if normalize else 1.0)
+        return Constants(center, self.correction.weight_mean(logps, segments, pruned) if normalize else 1.0)
 
     def __call__(
         self,
@@ -88,20 +98,25 @@ class Objective:
         """(loss, stats) of one micro-batch: minus the aggregate of w * surrogate - kl_coef * K + entropy_coef * H.
 
         Correction weights w multiply the surrogate alone: the KL and the entropy are of the learner's own distribution
-        and count at every token, rejected or not. Losses of the micro-batches of a minibatch add up to its loss, and
-        their stats by `add_stats`; `finish_stats` makes metrics of the sum.
+        and count at every token, rejected, pruned or not. Losses of the micro-batches of a minibatch add up to its
+        loss, and their stats by `add_stats`; `finish_stats` makes metrics of the sum.
         """
+        pruned = self.pruned(logps, segments)
+        inside = without(logps, pruned)
         surrogate = self.surrogate(
-            proximal_log_ratio(logps, self.ratio), logps.logp, advantages, segments, constants.center
+            proximal_log_ratio(inside, self.ratio), inside.logp, advantages, segments, constants.center, pruned
         )
-        value, stats = surrogate.value, surrogate.stats | _token_stats(logps, advantages, segments)
+        value, stats = surrogate.value, surrogate.stats | _token_stats(logps, advantages, segments, pruned)
         if not self.correction.empty:
-            corrected = self.correction(logps, segments, constants.weight_mean)
+            corrected = self.correction(logps, segments, constants.weight_mean, pruned)
             value, stats = value * corrected.weights, stats | corrected.stats
+        value = value.masked_fill(pruned.tokens, 0.0)
         if self.kl_coef > 0.0:
             assert logps.logp_ref is not None, "kl_coef needs logp_ref"
             kl = kl_to_reference(logps.logp, logps.logp_ref, self.kl_estimator)
-            value, stats = value - self.kl_coef * kl, stats | {"policy/kl_ref": stat(kl)}
+            beyond = log_ratio(logps.logp, logps.logp_ref).abs() > MAX_EXPONENT
+            value = value - self.kl_coef * kl
+            stats = stats | {"policy/kl_ref": stat(kl), "policy/kl_ref_clamped_frac": stat(beyond)}
         if self.entropy_coef > 0.0:
             assert logps.entropy is not None, "entropy_coef needs the entropy"
             value = value + self.entropy_coef * logps.entropy
@@ -109,15 +124,21 @@ class Objective:
 
 
 @torch.no_grad()
-def _token_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Stats:
+def _token_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned) -> Stats:
     """Statistics of every objective, per token.
 
     `policy/kl_k3` = mean(r - 1 - log r) with r learner now over learner at the snapshot, an estimate of KL(old || now)
-    on tokens drawn from the old policy (Schulman 2020). `policy/outside_frac`: tokens outside the learner's truncated
-    distribution, now or at the snapshot (DVP, theorem 5.3: their ratio is 0).
+    on tokens drawn from the old policy (Schulman 2020). `policy/kl_clamped_frac`: tokens of which it, or a
+    contribution, clamped log r to +-20. `policy/outside_frac`: tokens outside the learner's truncated distribution, now
+    or at the snapshot (DVP, theorem 5.3: their ratio is 0). `policy/outside_responses_frac`: responses with such a
+    token, which have weight 0 as a whole where objective.dvp_outside is `response`.
     """
-    outside = torch.isneginf(logps.logp) | torch.isneginf(logps.logp_old)
+    outside = outside_tokens(logps)
+    moved = log_ratio(logps.logp, logps.logp_old)
+    apart = log_ratio(logps.logp, logps.logp_sampler)
     return {
-        "policy/kl_k3": stat(k_estimate(log_ratio(logps.logp, logps.logp_old), "k3")),
+        "policy/kl_k3": stat(k_estimate(moved, "k3")),
+        "policy/kl_clamped_frac": stat((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT)),
         "policy/outside_frac": stat(outside),
-    } | contribution_stats(logps, advantages, segments)
+        "policy/outside_responses_frac": stat(segments.sum(outside.to(torch.int64)) > 0, present(segments)),
+    } | contribution_stats(without(logps, pruned), advantages, segments, pruned)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from qarl.objectives.band import Band
 from qarl.objectives.gspo import clipped_at
+from qarl.objectives.pruning import Pruned, counted
 from qarl.objectives.ratios import sequence_ratio
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import Surrogate, present, stat
+from qarl.objectives.surrogate import Surrogate, stat
 
 
 def tbpo(
@@ -29,15 +30,17 @@ def tbpo(
     advantages: Tensor,  # (R,)
     segments: Segments,
     band: Band,
+    pruned: Pruned | None = None,
 ) -> Surrogate:
     """J / w' per token, [T], to maximise; all tokens of a response share s and A.
 
-    Gradient flows token-wise, stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses, and count the
-    responses without gradient on each of the band's three sides.
+    Gradient flows token-wise, stop(s) * exp(l_t - stop(l_t)). Statistics are over non-empty responses that are not
+    pruned, and count those without gradient on each of the band's three sides.
     """
     s, clamped = sequence_ratio(log_ratio, segments)
-    surrogate = clipped_at(s, clamped, logp, advantages, segments, band)
-    positive, negative, mask = advantages > 0, advantages < 0, present(segments)
+    surrogate = clipped_at(s, clamped, logp, advantages, segments, band, pruned)
+    positive, negative = advantages > 0, advantages < 0
+    mask = counted(segments, pruned, per_token=False)
     return Surrogate(
         surrogate.value,
         surrogate.stats

@@ -198,18 +198,20 @@ class Policy:
         return logits_of(hidden, self.sampler_view.head, self.kernels)
 
     def logprobs(
-        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
-    ) -> tuple[Tensor, Tensor]:
+        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int,
+        retained: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probs of response tokens under the learner's forward, or inside `shadow` its, packed one after the other.
 
         prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
         its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once.
         Returns logp (T,) and the entropy (T,), float32, in nats, both with gradient to the masters. A token outside the
-        truncated distribution has logp -inf and gives no gradient.
+        truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`.
         """
         hidden = self._predicting(prompts, responses)
         targets = torch.tensor([t for r in responses for t in r], device=self.device)
-        return token_logprobs(hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels)
+        return token_logprobs(hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels,
+                              retained)  # fmt: skip
 
     @torch.no_grad()
     def top_tokens(self, prompts: list[list[int]], responses: list[list[int]], chunk: int) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qarl.diagnostics.layout import FORMAT_VERSION
+from qarl.diagnostics.layout import FORMAT_VERSION, DiagnosticsRecord
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
+from qarl.inputs.schema import checked
 from qarl.report.blocks import (
     Block,
     Chart,
@@ -24,6 +26,7 @@ from qarl.report.blocks import (
     Text,
 )
 from qarl.report.formatting import number
+from qarl.storage.names import step_files
 
 EARLIER = 3  # steps whose deciles stand beside the last one's
 Column = list[float | None]
@@ -49,12 +52,13 @@ def diagnostics_section(run: Path) -> Section:
 def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The records of a run by step, and the names of files that are none."""
     records, damaged = [], []
-    for path in sorted(path for path in (run / "diagnostics").glob("*.json") if path.stem.isdigit()):
+    for path in step_files(run / "diagnostics", ".json").values():
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            record = None
-        if _is_record(record):
+            record = read_json_object(path, surrogates=True)
+            known = checked(DiagnosticsRecord, record, str(path)).format_version == FORMAT_VERSION
+        except Unreadable:
+            known = False
+        if known:
             records.append(record)
         else:
             damaged.append(path.name)
@@ -208,18 +212,3 @@ def _middles(deciles: list[dict[str, Any]]) -> list[float]:
 
 def _nan(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _is_record(record: Any) -> bool:
-    """Whether it has the layout that the plots read."""
-    if not isinstance(record, dict) or record.get("format_version") != FORMAT_VERSION:
-        return False
-    tokens = record.get("tokens")
-    wanted = ("step", "band", "token_count", "deciles", "layers", "error_examples")
-    if not isinstance(tokens, dict) or any(key not in record for key in wanted):
-        return False
-    columns = ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage")
-    if any(name not in tokens for name in columns):
-        return False
-    lengths = {len(values) for values in tokens.values() if isinstance(values, list)}
-    return len(lengths) == 1 and isinstance(record["deciles"], list) and isinstance(record["error_examples"], list)

@@ -44,6 +44,7 @@ from qarl.report.formatting import gib, number, percent, seconds
 from qarl.report.page import GENERATOR, write_page
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors
+from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord, read_run
 
 
@@ -201,11 +202,15 @@ def _environment(environment: dict[str, Any]) -> Section:
     if not environment:
         return Section("Environment", [Text("environment.json is missing or damaged.", "note")])
     packages = environment.get("packages")
-    rest = {key: value for key, value in environment.items() if key != "packages"}
+    inputs = environment.get("inputs")
+    rest = {key: value for key, value in environment.items() if key not in ("packages", "inputs")}
     facts = [(key.replace("_", " "), _plain(key, value)) for key, value in rest.items() if value not in (None, [], "")]
     blocks: list[Block] = [Facts(facts)]
     if isinstance(packages, dict):
         blocks.append(Code("\n".join(f"{name}=={version}" for name, version in packages.items()), "Packages"))
+    if isinstance(inputs, dict):
+        lines = [f"{name}: {value}" for name, value in flatten(inputs).items()]
+        blocks.append(Code("\n".join(lines), "Digests of model and rewards (SHA-256)"))
     return Section("Environment", blocks)
 
 

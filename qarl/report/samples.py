@@ -9,12 +9,13 @@ from typing import Any
 
 from qarl.report.blocks import Block, Completion, Completions, Section, Text
 from qarl.report.formatting import number
+from qarl.storage.names import step_files
 from qarl.storage.runs import read_records
 
 
 def samples_section(run: Path) -> Section:
     """Lowest, median and highest reward of the latest recorded step, and the same of the first one beside it."""
-    files = sorted(path for path in (run / "rollouts").glob("*.jsonl") if path.stem.isdigit())
+    files = list(step_files(run / "rollouts", ".jsonl").values())
     if not files:
         return Section("Samples", [Text("No rollouts are recorded yet; logging.rollouts_every says when.", "note")])
     blocks: list[Block] = []

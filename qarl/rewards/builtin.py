@@ -6,6 +6,7 @@ columns before the completions, so that a call with no completions validates the
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
@@ -24,8 +25,18 @@ BUILTINS = {
 def column_values(columns: dict[str, list], name: str) -> list:
     """One data column. Raises UserError listing the columns there are."""
     if name not in columns:
-        raise UserError(f"no data column `{name}`; there are: {', '.join(sorted(columns)) or 'none'}")
+        there = ", ".join(sorted(columns.keys() - {"completion_ids"}))  # which is no column of the data
+        raise UserError(f"no data column `{name}`; there are: {there or 'none'}")
     return columns[name]
+
+
+def ground_truths(columns: dict[str, list], name: str) -> list:
+    """One data column of answers. Raises ValueError where there is none: whatever is said to it would score 0."""
+    answers = column_values(columns, name)
+    for answer in answers:
+        if answer is None:
+            raise ValueError(f"the data's column `{name}` has no answer in this row (null)")
+    return answers
 
 
 def final_answer(answer: Any) -> str:
@@ -53,7 +64,7 @@ def exact(
         text = text.strip() if strip else text
         return text.casefold() if casefold else text
 
-    answers = column_values(columns, column)
+    answers = ground_truths(columns, column)
     return [float(normal(c) == normal(str(a))) for c, a in zip(completions, answers, strict=True)]
 
 
@@ -76,7 +87,7 @@ def regex(
         return [float(compiled.search(completion) is not None) for completion in completions]
     if group not in {0, *range(1, compiled.groups + 1), *compiled.groupindex}:
         raise UserError(f"group {group!r} is not in the pattern {pattern!r}")
-    answers = column_values(columns, column)
+    answers = ground_truths(columns, column)
     scores = []
     for completion, answer in zip(completions, answers, strict=True):
         match = compiled.search(completion)
@@ -88,23 +99,26 @@ def length(
     completions: list[str],
     prompts: list[str],
     *,
-    unit: Literal["chars", "words"] = "chars",
+    unit: Literal["chars", "words", "tokens"] = "chars",
     target: int | None = None,
     max: int | None = None,
     **columns: list,
 ) -> list[float]:
-    """Minus the length n of the completion, in characters or white-space separated words.
+    """Minus the length n of the completion, in characters, white-space separated words, or tokens (a stop token too).
 
     Plain: -n. With `max`: -min(n, max) / max, in [-1, 0]. With `target`: -|n - target| / target, 0 at the target.
     """
-    if unit not in ("chars", "words"):
-        raise UserError(f"unit must be chars or words, got {unit!r}")
+    if unit not in ("chars", "words", "tokens"):
+        raise UserError(f"unit must be chars, words or tokens, got {unit!r}")
     if target is not None and max is not None:
         raise UserError("give target or max, not both")
     for name, value in (("target", target), ("max", max)):
-        if value is not None and not value > 0:
+        if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
             raise UserError(f"{name} must be positive, got {value!r}")
-    sizes = [len(completion) if unit == "chars" else len(completion.split()) for completion in completions]
+    if unit == "tokens":
+        sizes = [len(ids) for ids in column_values(columns, "completion_ids")]
+    else:
+        sizes = [len(completion) if unit == "chars" else len(completion.split()) for completion in completions]
     if target is not None:
         return [-abs(size - target) / target for size in sizes]
     if max is not None:

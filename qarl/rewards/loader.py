@@ -20,10 +20,29 @@ from types import ModuleType
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.inputs.paths import path_errors, user_path
 from qarl.rewards.builtin import BUILTINS
 
 # f(completions, prompts, columns), options bound
 RewardFunction = Callable[[list[str], list[str], dict[str, list]], list[float]]
+
+
+def is_file(module: str) -> bool:
+    """Whether the part before the colon names a file, not a module."""
+    return module.endswith(".py") or "/" in module
+
+
+def labels(names: list[str]) -> list[str]:
+    """Of each function its name, or the part after the colon; a second one of the same gets `#2`."""
+    found: list[str] = []
+    for name in names:
+        base = name.rpartition(":")[2]
+        label, copy = base, 1
+        while label in found:
+            copy += 1
+            label = f"{base}#{copy}"
+        found.append(label)
+    return found
 
 
 def check_reference(name: str) -> None:
@@ -40,8 +59,12 @@ def check_reference(name: str) -> None:
         )
     if not function.isidentifier():
         raise UserError(f"reward.functions: `{name}`: after the colon must stand a function's name")
-    if _is_file(module) and not Path(module).expanduser().is_file():
-        raise UserError(f"reward.functions: `{name}`: no file `{module}` (working directory {Path.cwd()})")
+    if is_file(module):
+        place = f"reward.functions: `{name}`"
+        path = user_path(module, place)
+        with path_errors(place):
+            if not path.is_file():
+                raise UserError(f"{place}: no file `{module}` (working directory {Path.cwd()})")
 
 
 def load_function(name: str, options: dict[str, Any], columns: Collection[str] | None) -> RewardFunction:
@@ -59,26 +82,25 @@ def load_function(name: str, options: dict[str, Any], columns: Collection[str] |
 
 def describe(error: BaseException) -> str:
     """One line: the exception, its message, and the line of the user's code it passed first."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # an exception of the user's may fail at that, too
+        text = "its message cannot be shown"
     ours = (str(Path(__file__).parent), "<frozen", importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     where = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
-def _is_file(module: str) -> bool:
-    return module.endswith(".py") or "/" in module
-
-
 def _find(reference: str) -> Callable[..., Any]:
     module_name, _, attribute = reference.rpartition(":")
     try:
-        module = _import_file(Path(module_name)) if _is_file(module_name) else _import_module(module_name)
+        module = _import_file(Path(module_name)) if is_file(module_name) else _import_module(module_name)
+        function = getattr(module, attribute, None)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
+    except BaseException as error:  # whatever the user's module does while it is imported, SystemExit too
         raise UserError(f"does not import: {describe(error)}") from error
-    function = getattr(module, attribute, None)
     if function is None:
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise UserError(f"there is no `{attribute}` in it; its functions: {', '.join(functions) or 'none'}")
@@ -116,7 +138,10 @@ def _import_file(path: Path) -> ModuleType:
 def _bind(
     name: str, function: Callable[..., Any], options: dict[str, Any], columns: Collection[str] | None
 ) -> RewardFunction:
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # as of functions written in C
+        raise UserError("does not say its arguments, must be f(completions, prompts, **columns)") from error
     parameters = signature.parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise UserError(f"takes {signature}, must be f(completions, prompts, **columns)")
@@ -126,7 +151,8 @@ def _bind(
         if columns is None:
             signature.bind_partial(completions=[], prompts=[], **options)
         else:
-            signature.bind(completions=[], prompts=[], **{**dict.fromkeys(columns), **options})
+            given = {**dict.fromkeys([*columns, "completion_ids"]), **options}
+            signature.bind(completions=[], prompts=[], **given)
     except TypeError as error:
         known = "" if columns is None else f"; data columns: {', '.join(sorted(columns)) or 'none'}"
         raise UserError(f"cannot be called: {error}; it takes {signature}{known}") from error
@@ -147,7 +173,7 @@ def _bind_builtin(
     if columns is None:  # suppose the one it reads
         columns = [options.get("column", known["column"])] if "column" in known else []
     try:
-        bound([], [], {column: [] for column in columns})
+        bound([], [], {column: [] for column in [*columns, "completion_ids"]})
     except TypeError as error:
         raise UserError(f"an option has the wrong type: {error}") from error
     return bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math_verify
 
 from qarl.errors import UserError
-from qarl.rewards.builtin import column_values, final_answer
+from qarl.rewards.builtin import final_answer, ground_truths
 
 _DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 
@@ -25,12 +25,12 @@ def math(
     timeout_s: whole seconds for each of parsing and comparing one completion; past them it scores 0. math-verify
     keeps that limit with SIGALRM, so this runs in a main thread only.
 
-    Raises ValueError for a ground truth that cannot be parsed.
+    Raises ValueError for a ground truth that is not there (null) or cannot be parsed.
     """
     if type(timeout_s) is not int or timeout_s < 1:
         raise UserError(f"timeout_s must be a whole number of seconds, at least 1, got {timeout_s!r}")
     scores = []
-    for completion, answer in zip(completions, column_values(columns, column), strict=True):
+    for completion, answer in zip(completions, ground_truths(columns, column), strict=True):
         gold = _parse_gold(answer, timeout_s)
         # math-verify knows no `####`: of a GSM8K solution it may take a number before it.
         text = final_answer(completion) if "####" in str(answer) else completion

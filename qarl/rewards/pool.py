@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import select
 import time
-from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.errors import UserError
-from qarl.rewards.loader import check_reference
-from qarl.rewards.process import Task, Worker
+from qarl.rewards.batch import Batch, RewardResult
+from qarl.rewards.builtin import BUILTINS
+from qarl.rewards.loader import check_reference, labels
+from qarl.rewards.log import RewardLog
+from qarl.rewards.process import LOOK_S, Report, Worker
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from qarl.config.reward import RewardConfig
-
-logger = logging.getLogger("qarl.rewards")
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """Scores of one batch, in its order.
-
-    total: the weighted sum over the functions. by_function: label -> unweighted scores, 0 where the function failed.
-    failed: label -> completions it failed on (every label is there). messages: one line a failure.
-    """
-
-    total: list[float]
-    by_function: dict[str, list[float]]
-    failed: dict[str, int]
-    messages: list[str]
 
 
 class RewardPool:
@@ -43,7 +26,7 @@ class RewardPool:
 
     A function's label is its name, or the part after the colon; a second one of the same label gets `#2`.
     columns: the data's column names; given, functions that need another one are refused at once.
-    log_path: file that gets what the functions print; default the parent's standard error.
+    log_path: file that gets what the functions print (see `RewardLog`); default the parent's standard error.
 
     Raises UserError if a function cannot be loaded; see `loader`.
     """
@@ -53,77 +36,69 @@ class RewardPool:
     ) -> None:
         self._config = config
         self._columns = None if columns is None else sorted(columns)
-        self._log_path = log_path
+        self._log = RewardLog(log_path)
         for function in config.functions:
             check_reference(function.name)
-        self.labels = _labels([function.name for function in config.functions])
+        self.labels = labels([function.name for function in config.functions])
+        # A built-in's columns are known, and token ids are many; `length` reads them for its unit `tokens`.
+        self._reads_tokens = [f.name not in BUILTINS or f.name == "length" for f in config.functions]
         self._lifeline_read, self._lifeline_write = os.pipe()  # never written; see worker.die_with_parent
         self._closed = False
+        self._load_s = 0.0
         self._workers: list[Worker] = []
         try:
-            self._workers = [self._start_worker() for _ in range(config.workers)]
+            for _ in range(config.workers):
+                self._workers.append(self._start_worker())
             while any(worker.starting for worker in self._workers):
                 self._wait_for_reports()
         except BaseException:
             self.close()
             raise
 
-    def score(self, completions: list[str], prompts: list[str], columns: dict[str, list]) -> RewardResult:
+    def score(
+        self,
+        completions: list[str],
+        prompts: list[str],
+        columns: dict[str, list],
+        completion_ids: list[list[int]] | None = None,
+    ) -> RewardResult:
         """Call every function on every completion.
+
+        columns: the data's, one value a completion. completion_ids: token ids of the completions, which the functions
+        get as they get a column of this name (as TRL's do).
 
         Each function gets the batch in `reward.workers` contiguous chunks, with `timeout_s` seconds for a chunk. A
         chunk whose call raises, hangs, dies or returns nonsense is scored again one completion at a time; those that
-        fail alone score 0 and are counted.
+        fail alone score 0 and are counted. A function's retries share 6 x `timeout_s` and three loadings, so that a
+        batch takes a bounded time; once two of them hung, the others have a tenth of `timeout_s` each. What is left
+        then scores 0 and is counted.
+        A score is nonsense, too, where it or its product with the weight is beyond 1e9, so that every sum is finite.
 
         Raises UserError once a function has failed on more than `max_failed_frac` of the batch; ValueError for lists
         of unequal length. The pool can be used again after either.
         """
         assert not self._closed, "score() on a closed RewardPool"
-        count = len(completions)
-        for name, values in {"prompts": prompts, **columns}.items():
+        config, count = self._config, len(completions)
+        tokens = {} if completion_ids is None else {"completion_ids": completion_ids}
+        for name, values in {"prompts": prompts, **columns, **tokens}.items():
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} values for {count} completions")
-        scores: list[list[float]] = [[0.0] * count for _ in self.labels]
-        failed = [0] * len(self.labels)
-        messages: list[str] = []
-
-        def note(message: str) -> None:
-            logger.warning(message)
-            messages.append(message)
-
-        chunk = max(1, -(-count // self._config.workers))
-        tasks = deque(
-            Task(function, range(start, min(start + chunk, count)))
-            for function in range(len(self.labels))
-            for start in range(0, count, chunk)
-        )
+        weights = [function.weight for function in config.functions]
+        batch = Batch(
+            completions, prompts, columns, completion_ids, self.labels, weights, self._reads_tokens, config.workers,
+            config.timeout_s, config.max_failed_frac,
+        )  # fmt: skip
         try:
             self._replace_dead()
-            while tasks or any(worker.task for worker in self._workers):
-                self._hand_out(tasks, completions, prompts, columns)
-                for task, outcome in self._wait_for_reports():
-                    label = self.labels[task.function]
-                    if isinstance(outcome, list):
-                        for index, value in zip(task.indices, outcome, strict=True):
-                            scores[task.function][index] = value
-                    elif len(task.indices) > 1:
-                        note(f"reward `{label}`: {outcome}; scoring its {len(task.indices)} completions one by one")
-                        tasks.extendleft(Task(task.function, range(i, i + 1)) for i in reversed(task.indices))
-                    else:
-                        failed[task.function] += 1
-                        note(f"reward `{label}`: completion {task.indices[0]} scores 0: {outcome}")
-                        if failed[task.function] > self._config.max_failed_frac * count:
-                            raise UserError(
-                                f"reward `{label}`: failed on {failed[task.function]} of {count} completions, more "
-                                f"than reward.max_failed_frac {self._config.max_failed_frac:g}; the last: {outcome}"
-                            )
+            while batch.left or any(worker.task for worker in self._workers):
+                self._hand_out(batch)
+                if any(worker.starting or worker.task for worker in self._workers):
+                    for report in self._wait_for_reports():
+                        batch.take(report, time.monotonic(), self._load_s)
         except BaseException:
             self._abandon()
             raise
-        weights = [function.weight for function in self._config.functions]
-        total = [sum(w * s[i] for w, s in zip(weights, scores, strict=True)) for i in range(count)]
-        by_label = dict(zip(self.labels, scores, strict=True))
-        return RewardResult(total, by_label, dict(zip(self.labels, failed, strict=True)), messages)
+        return batch.result()
 
     def close(self) -> None:
         """End the workers. Idempotent."""
@@ -147,7 +122,7 @@ class RewardPool:
         functions = [
             (label, f.name, dict(f.options)) for label, f in zip(self.labels, self._config.functions, strict=True)
         ]
-        return Worker(functions, self._columns, self._lifeline_read, self._log_path)
+        return Worker(functions, self._columns, self._lifeline_read, self._log, self._config.memory_gib)
 
     def _replace(self, worker: Worker) -> None:
         self._workers[self._workers.index(worker)] = self._start_worker()
@@ -164,46 +139,30 @@ class RewardPool:
             if worker.task or worker.starting:
                 worker.kill()
 
-    def _hand_out(self, tasks: deque[Task], completions: list[str], prompts: list[str], columns: dict) -> None:
+    def _hand_out(self, batch: Batch) -> None:
         for worker in self._workers:
-            if tasks and not worker.starting and worker.task is None:
-                task = tasks.popleft()
-                picked = {name: [values[i] for i in task.indices] for name, values in columns.items()}
-                worker.send(
-                    task,
-                    [completions[i] for i in task.indices],
-                    [prompts[i] for i in task.indices],
-                    picked,
-                    self._config.timeout_s,
-                )
+            if not worker.starting and worker.task is None:
+                if (asked := batch.next_task(time.monotonic())) is None:
+                    return
+                task, limit_s = asked
+                worker.send(task, batch.arguments(task), limit_s)
 
-    def _wait_for_reports(self) -> list[tuple[Task, list[float] | str]]:
-        """Block until a worker reports, dies or runs out of time. Finished tasks, with scores or what went wrong."""
+    def _wait_for_reports(self) -> list[Report]:
+        """Block until a worker has something to say, dies or runs out of time, LOOK_S at most. What ended meanwhile."""
         busy = [worker for worker in self._workers if worker.starting or worker.task]
-        deadline = min(worker.deadline for worker in busy)
-        ready = wait([worker.connection for worker in busy], timeout=max(0.0, deadline - time.monotonic()))
-        finished = []
+        poll = select.poll()
         for worker in busy:
-            if worker.connection in ready:
-                report = worker.receive()
-            elif time.monotonic() >= worker.deadline:
-                report = worker.time_out()
-            else:
-                continue
+            worker.watch(poll)
+        wait_s = min([LOOK_S, *(worker.deadline - time.monotonic() for worker in busy)])
+        poll.poll(max(0.0, wait_s) * 1000)
+        reports = []
+        for worker in busy:
+            was_starting = worker.starting
+            report = worker.attend()
             if report is not None:
-                finished.append(report)
+                reports.append(report)
+            if was_starting and not worker.starting:
+                self._load_s = max(self._load_s, worker.load_s)
             if not worker.alive:
                 self._replace(worker)
-        return finished
-
-
-def _labels(names: list[str]) -> list[str]:
-    labels: list[str] = []
-    for name in names:
-        base = name.rpartition(":")[2]
-        label, copy = base, 1
-        while label in labels:
-            copy += 1
-            label = f"{base}#{copy}"
-        labels.append(label)
-    return labels
+        return reports

@@ -1,54 +1,112 @@
 """The process that runs reward functions. Its main thread calls them, one request at a time.
 
-Started by `pool.Worker` as `python -c`, not by multiprocessing's spawn: that would import the parent's __main__ again,
-which may lack an `if __name__` guard or import torch.
+Started by `process.Worker` as `python -c`, not by multiprocessing's spawn: that would import the parent's __main__
+again, which may lack an `if __name__` guard or import torch.
 
-Protocol, pickled over a socket of its own (stdout belongs to the user's functions):
-    <- (functions: [(label, name, options)], columns or None)
-    -> ("loading", label) for each, then ("ready", None) or ("error", message)
-    <- (function index, completions, prompts, columns)
-    -> ("scores", [float]) or ("raised", message) or ("error", message); "error" stops the run
+Protocol, in the frames of `frames` over a socket of its own (stdout belongs to the user's functions); every request has
+a number, and a reply that does not repeat it is dropped:
+    <- {request, functions: [[label, name, options]], columns or null}
+    -> {request, kind, value}: loading, label for each, then ready, null or error, message
+    <- {request, function: its index, completions, prompts, columns}
+    -> {request, kind, value}: scores, [float] or raised, message or error, message; "error" stops the run
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import math
 import numbers
 import os
 import select
 import signal
-from multiprocessing.connection import Connection
+import socket
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.rewards.frames import Frames, frame, unpack
 from qarl.rewards.loader import RewardFunction, describe, load_function
+
+# Of a score, and of a score times its weight. Squares of this many times a million responses are within a float32.
+SCORE_LIMIT = 1e9
+
+_MESSAGE_CHARS = 2000
 
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.set_inheritable(connection_fd, False)
     die_with_parent(lifeline_fd)
+    die_before_parent()
     logging.basicConfig(format="%(name)s: %(message)s")
-    connection = Connection(connection_fd)
-    functions, columns = connection.recv()
-    try:
-        loaded = []
-        for label, name, options in functions:
-            connection.send(("loading", label))
-            loaded.append(load_function(name, options, columns))
-    except UserError as error:
-        connection.send(("error", str(error)))
+    link = Link(connection_fd)
+    start = link.receive()
+    if start is None:
         return
-    connection.send(("ready", None))
-    while True:
+    functions, columns = start["functions"], start["columns"]
+    loaded = []
+    for label, name, options in functions:
+        link.send("loading", label)
         try:
-            index, completions, prompts, columns = connection.recv()
-        except EOFError:
+            loaded.append(load_function(name, options, columns))
+        except UserError as error:
+            link.send("error", str(error))
             return
-        kind, value = run(loaded[index], completions, prompts, columns)
-        connection.send((kind, f"reward.functions: `{functions[index][1]}`: {value}" if kind == "error" else value))
+        except BaseException as error:  # whatever else a module does to those who look at it
+            link.send("error", f"reward.functions: `{name}`: cannot be loaded: {describe(error)}")
+            return
+    link.send("ready", None)
+    while (request := link.receive()) is not None:
+        index = request["function"]
+        kind, value = run(loaded[index], request["completions"], request["prompts"], request["columns"])
+        link.send(kind, f"reward.functions: `{functions[index][1]}`: {value}" if kind == "error" else value)
+
+
+class Link:
+    """The worker's end of the connection.
+
+    It belongs to one process. A function that forks and lets the child return would have two processes answer here:
+    the child leaves instead, at the latest when it comes to answer or to read.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._owner = os.getpid()
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._frames = Frames()
+        self._request = 0
+        os.register_at_fork(after_in_child=self._socket.close)  # a fork in C comes past this
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next request; None once the parent is gone."""
+        self._stay_one()
+        while (text := self._frames.next()) is None:
+            try:
+                data = self._socket.recv(2**20)
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._frames.feed(data)
+        request = unpack(text)
+        self._request = request["request"]
+        return request
+
+    def send(self, kind: str, value: Any) -> None:
+        """Answer the request that came last."""
+        self._stay_one()
+        if isinstance(value, str):
+            value = value[:_MESSAGE_CHARS]
+        try:
+            self._socket.sendall(frame({"request": self._request, "kind": kind, "value": value}))
+        except OSError:  # the parent is gone, or a function closed what is not its own
+            os._exit(1)
+
+    def _stay_one(self) -> None:
+        if os.getpid() != self._owner:
+            os._exit(0)
 
 
 def run(
@@ -64,25 +122,41 @@ def run(
 
 
 def checked(scores: Any, count: int) -> list[float]:
-    """`count` finite floats. Raises ValueError or TypeError that says what was returned instead.
+    """`count` finite floats of at most SCORE_LIMIT. Raises ValueError or TypeError that says what was returned instead.
 
-    A number is a `numbers.Real` or a scalar array or tensor (something with `.item()`).
+    scores: anything that gives its items in an order (a list, a tuple, an array, a generator). A number is a
+    `numbers.Real` or a scalar array or tensor (something with `.item()`).
     """
+    expected = f"expected a list of {count} numbers"
+    if isinstance(scores, (str, bytes, bytearray, Mapping, Set)):  # whose items are no scores of completions
+        raise TypeError(f"returned {type(scores).__name__}, {expected}")
     try:
-        values = list(scores)
+        items = iter(scores)
     except TypeError:
-        raise TypeError(f"returned {type(scores).__name__}, expected a list of {count} numbers") from None
+        raise TypeError(f"returned {type(scores).__name__}, {expected}") from None
+    values = list(itertools.islice(items, count + 1))  # a generator may have no end
     if len(values) != count:
-        raise ValueError(f"returned {len(values)} scores for {count} completions")
-    floats = []
-    for value in values:
-        number = value.item() if hasattr(value, "item") else value
-        if not isinstance(number, numbers.Real):
-            raise TypeError(f"returned {value!r:.60} ({type(value).__name__}), expected a number")
-        if not math.isfinite(number):
-            raise ValueError(f"returned {value!r}, expected a finite number")
-        floats.append(float(number))
-    return floats
+        size = len(scores) if hasattr(scores, "__len__") else len(values) if len(values) < count else f"over {count}"
+        raise ValueError(f"returned {size} scores for {count} completions")
+    return [_score(value) for value in values]
+
+
+def _score(value: Any) -> float:
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, numbers.Real):
+        raise TypeError(f"returned {_shown(value)} ({type(value).__name__}), expected a number")
+    if abs(number) > SCORE_LIMIT and number not in (math.inf, -math.inf):
+        raise ValueError(f"returned {_shown(value)}, more than the {SCORE_LIMIT:.0e} that a score may be")
+    if not math.isfinite(number):
+        raise ValueError(f"returned {_shown(value)}, expected a finite number")
+    return float(number)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:60]
+    except ValueError:  # an integer of more digits than Python writes out
+        return f"a number of {value.bit_length():,} bits" if isinstance(value, int) else "a value without a text"
 
 
 def die_with_parent(lifeline_fd: int) -> None:
@@ -97,3 +171,12 @@ def die_with_parent(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline_fd], [], [], 0)[0]:  # it was gone before we asked to be told
         os._exit(1)
+
+
+def die_before_parent() -> None:
+    """When memory runs out, have the kernel end this process and what it starts, not the one that trains.
+
+    500 is counted as half of the machine's memory: a worker that takes little still does not die for one that took all.
+    """
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")

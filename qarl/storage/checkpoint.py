@@ -21,25 +21,40 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import StringConstraints
 from torch import Tensor
 
 from qarl.errors import UserError
+from qarl.inputs.files import NoSuchFile, Unreadable, open_regular
+from qarl.inputs.json import read_json_object
+from qarl.inputs.paths import path_errors, reason_of
+from qarl.inputs.schema import Bytes, FileName, Record, Sha256, Step, checked
 from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
-from qarl.storage.tensorfile import safetensors_chunks, write_file
+from qarl.storage.names import checkpoint_steps, step_name, step_of
+from qarl.storage.tensorfile import read_tensors, safetensors_chunks, write_file
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 4 * 2**30
 
-_CHECKPOINT_NAME = re.compile(r"\d{6,}")
-_LEFTOVER_NAME = re.compile(r"\.(tmp|old)-(\d+)-(\d+)-(.+)")
+_GROUP_NAME = r"[a-z][a-z0-9_]*"
+_LEFTOVER_NAME = re.compile(r"\.(tmp|old)-([0-9]{6,10})-([0-9]{1,9})-(.+)")
 
 
 class CheckpointDamaged(UserError):
     """A checkpoint that is not what was saved. The message names the file and why."""
+
+
+class _File(Record):
+    bytes: Bytes
+    sha256: Sha256
+
+
+class _Manifest(Record):
+    step: Step
+    groups: dict[Annotated[str, StringConstraints(pattern=f"^{_GROUP_NAME}$")], list[FileName]]
+    files: dict[FileName, _File]
 
 
 @dataclass(frozen=True)
@@ -69,10 +84,10 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged ones included, ascending."""
-        return sorted(int(path.name) for path in self.directory.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name))
+        return checkpoint_steps(self.directory)
 
     def path(self, step: int) -> Path:
-        return self.directory / f"{step:06d}"
+        return self.directory / step_name(step)
 
     def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
         """Write one checkpoint durably, point `latest` at it, then prune. An existing one of this step is replaced.
@@ -94,6 +109,7 @@ class CheckpointStore:
         temporary = self._hidden("tmp", step)
         with disk_errors(final, needed):
             try:
+                self.directory.mkdir(exist_ok=True)  # somebody may have removed it while the run went on
                 temporary.mkdir()
                 _write_checkpoint(temporary, step, tensors, state_json)
                 self._publish(temporary, step)
@@ -110,24 +126,16 @@ class CheckpointStore:
         Raises UserError if there is none, CheckpointDamaged if a file is missing, cut short or changed.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise UserError(f"{path}: no such checkpoint; give a directory such as runs/NAME/checkpoints/000010")
-        path = path.resolve()
-        manifest = _read_manifest(path / "manifest.json")
-        wanted = {group: files for group, files in manifest["groups"].items() if groups is None or group in groups}
-        for name in ["state.json", *(name for files in wanted.values() for name in files)]:
-            entry = manifest["files"][name]
-            _verify(path / name, entry["bytes"], entry["sha256"])
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for group, files in wanted.items():
-            tensors[group] = {}
-            for name in files:
-                try:
-                    tensors[group] |= load_file(path / name)
-                except SafetensorError as error:
-                    raise CheckpointDamaged(f"{path / name}: not a readable safetensors file ({error})") from error
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        return Checkpoint(manifest["step"], tensors, state, path)
+        with path_errors(str(path), "give a checkpoint that can be read"):
+            if not path.is_dir():
+                raise UserError(f"{path}: no such checkpoint; give a directory such as runs/NAME/checkpoints/000010")
+            path = path.resolve()
+        try:
+            return _read_checkpoint(path, groups)
+        except NoSuchFile as error:
+            raise CheckpointDamaged(f"{str(error).removesuffix('no such file')}missing") from None
+        except Unreadable as error:
+            raise CheckpointDamaged(str(error)) from None
 
     def latest_valid(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that verifies; None if there are none at all.
@@ -174,7 +182,7 @@ class CheckpointStore:
                 os.rename(replaced, final)
                 raise
             fsync_directory(self.directory)
-            shutil.rmtree(replaced)
+            _delete(replaced)
         else:
             os.rename(temporary, final)
             fsync_directory(self.directory)
@@ -196,12 +204,12 @@ class CheckpointStore:
     def _remove(self, step: int) -> None:
         """Renamed first, so that a kill half-way through does not leave half a checkpoint under a good name."""
         hidden = self._hidden("tmp", step)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _delete(hidden)
         os.rename(self.path(step), hidden)
-        shutil.rmtree(hidden)
+        _delete(hidden)
 
     def _hidden(self, kind: str, step: int) -> Path:
-        return self.directory / f".{kind}-{step:06d}-{os.getpid()}-{socket.gethostname()}"
+        return self.directory / f".{kind}-{step_name(step)}-{os.getpid()}-{socket.gethostname()}"
 
     def _remove_leftovers(self) -> None:
         for path in self.directory.iterdir():
@@ -211,7 +219,15 @@ class CheckpointStore:
             if match[1] == "old" and not (self.directory / match[2]).exists():
                 os.rename(path, self.directory / match[2])
             else:
-                shutil.rmtree(path)
+                _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """A directory and all in it, or whatever else stands there; a link alone, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_abandoned(path: Path, pid: int, host: str) -> bool:
@@ -225,14 +241,15 @@ def _is_abandoned(path: Path, pid: int, host: str) -> bool:
         except PermissionError:
             pass
     # Another host's (a restarted container has a new name), or a pid in use again: no live save rests for an hour.
-    return time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > 3600
+    entries = (path, *path.iterdir()) if path.is_dir() else (path,)
+    return time.time() - max(entry.lstat().st_mtime for entry in entries) > 3600
 
 
 def _write_checkpoint(directory: Path, step: int, tensors: dict[str, dict[str, Tensor]], state_json: bytes) -> None:
     files: dict[str, dict[str, Any]] = {}
     groups: dict[str, list[str]] = {}
     for group, members in tensors.items():
-        assert re.fullmatch(r"[a-z][a-z0-9_]*", group), f"group name {group!r} must do as a file name"
+        assert re.fullmatch(_GROUP_NAME, group), f"group name {group!r} must do as a file name"
         shards = _shards(members)
         names = [f"{group}-{i:05d}.safetensors" for i in range(1, len(shards) + 1)]
         groups[group] = names if len(shards) > 1 else [f"{group}.safetensors"]
@@ -262,34 +279,48 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path}: missing") from None
-    except OSError as error:
-        raise CheckpointDamaged(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError:
-        raise CheckpointDamaged(f"{path}: not valid JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _manifest_digest(manifest):
+def _read_checkpoint(path: Path, groups: Collection[str] | None) -> Checkpoint:
+    """As `CheckpointStore.load`, of a directory that is there. Raises NoSuchFile, Unreadable, CheckpointDamaged."""
+    manifest = _read_manifest(path / "manifest.json")
+    if groups is not None and (absent := set(groups) - manifest.groups.keys()):
+        raise CheckpointDamaged(f"{path}: holds no {min(absent)}")
+    wanted = {group: files for group, files in manifest.groups.items() if groups is None or group in groups}
+    for name in ["state.json", *(name for files in wanted.values() for name in files)]:
+        if name not in manifest.files:
+            raise CheckpointDamaged(f"{path / 'manifest.json'}: does not list {name} among its files")
+        _verify(path / name, manifest.files[name])
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for group, files in wanted.items():
+        tensors[group] = {}
+        for name in files:
+            tensors[group] |= read_tensors(path / name)
+    state = read_json_object(path / "state.json", big_integers=True, nonfinite=True, surrogates=True)
+    return Checkpoint(manifest.step, tensors, state, path)
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    manifest = read_json_object(path)
+    if manifest.get("sha256") != _manifest_digest(manifest):
         raise CheckpointDamaged(f"{path}: its own digest does not match, it was changed after it was written")
-    if manifest["format_version"] != FORMAT_VERSION:
+    if manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(
-            f"{path}: checkpoint format {manifest['format_version']}, this qarl reads {FORMAT_VERSION}; use the qarl "
-            "version that wrote it (environment.json)"
+            f"{path}: checkpoint format {manifest.get('format_version')}, this qarl reads {FORMAT_VERSION}; use the "
+            "qarl version that wrote it (environment.json)"
         )
-    return manifest
+    found = checked(_Manifest, manifest, str(path))
+    if step_of(path.parent.name) not in (None, found.step):
+        raise CheckpointDamaged(f"{path}: is of step {found.step}, not of the one that its directory is named by")
+    return found
 
 
-def _verify(path: Path, size: int, sha256: str) -> None:
-    try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise CheckpointDamaged(f"{path}: {found:,} bytes, {size:,} were written")
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise CheckpointDamaged(f"{path}: the digest does not match, the contents changed")
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path}: missing") from None
-    except OSError as error:
-        raise CheckpointDamaged(f"{path}: cannot be read ({error.strerror})") from error
+def _verify(path: Path, expected: _File) -> None:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            raise CheckpointDamaged(f"{path}: {size:,} bytes, {expected.bytes:,} were written")
+        try:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
+    if digest != expected.sha256:
+        raise CheckpointDamaged(f"{path}: the digest does not match, the contents changed")

@@ -13,7 +13,7 @@ from qarl.errors import UserError
 
 def free_bytes(path: Path) -> int:
     """Bytes an unprivileged process can still write on the file system of `path` (or of its nearest parent)."""
-    while not path.exists():
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
@@ -116,7 +116,8 @@ def _remove_if_empty(directory: Path) -> None:
 def _written(path: Path, data: bytes, undo: ExitStack) -> Path:
     """A temporary beside `path` that holds `data`, on the disk; `undo` removes it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
+    temporary.unlink(missing_ok=True)  # of a write that was cut off; never through a link, or into a pipe
+    with open(temporary, "xb") as file:
         undo.callback(temporary.unlink, missing_ok=True)
         file.write(data)
         file.flush()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy", "pydantic",
@@ -32,8 +35,11 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def describe_environment(seed: int) -> dict[str, Any]:
-    """What environment.json holds. Call after thread counts are set: it records what torch will use."""
+def describe_environment(seed: int, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What environment.json holds. Call after thread counts are set: it records what torch will use.
+
+    inputs: digests of what the run is made from.
+    """
     import torch
 
     import qarl
@@ -51,6 +57,7 @@ def describe_environment(seed: int) -> dict[str, Any]:
         "git_revision": _git_revision(Path(qarl.__file__).parent),
         "seed": seed,
         "command": sys.argv,
+        **({"inputs": inputs} if inputs else {}),
     }
 
 
@@ -84,10 +91,13 @@ def environment_changes(path: Path, now: dict[str, Any]) -> list[str]:
     Each can cost bit-identical resumption. Empty where there is no such file, or one that somebody edited.
     """
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        before = {**before.pop("packages"), **before}
-    except (OSError, ValueError, KeyError, AttributeError):
+        before = read_json_object(path)
+    except Unreadable:
         return []
+    packages = before.pop("packages", None)
+    if not isinstance(packages, dict):
+        return []
+    before = packages | before
     after = {**now["packages"], **now}
     keys = [*now["packages"], "python", "cpu", "gpus", "cuda", "threads", "git_revision"]
     return [f"{key} was {before.get(key)}, is {after[key]}" for key in keys if before.get(key) != after[key]]

@@ -2,7 +2,9 @@
 
     .lock                 flock of the one process that writes here
     config.yaml           resolved configuration, with every default
-    environment.json      package versions, devices, threads, git revision, seed of the latest start
+    environment.json      package versions, devices, threads, git revision, seed of the latest start; digests of
+                          the model and the rewards
+    history.json          the newest checkpoint that was saved, with the first of them
     rewards.log           what the reward functions print, and each of their failures
     metrics.jsonl, rollouts/, diagnostics/, tensorboard/    written by the recorder
     checkpoints/                                            written by the checkpoint store
@@ -17,7 +19,8 @@ import fcntl
 import json
 import os
 import shutil
-import socket
+import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,13 @@ from pydantic import ValidationError
 from qarl.config import Config
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
+from qarl.inputs.files import read_text
+from qarl.inputs.paths import path_errors
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.environment import describe_environment, environment_changes
+from qarl.storage.history import HISTORY, History, began_after, read_history, write_history
+from qarl.storage.lock import holder, open_lock, write_holder
+from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 
 # Keys that may differ between a run and its resumption. None of them changes a step that was already taken;
 # `train.steps` extends a run (and stretches a linear or cosine schedule from there on); an evaluation draws from
@@ -54,15 +62,19 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 # What a start leaves that was killed before `begin`.
 _LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "tensorboard")
+# What a run writes or reads back: never into a pipe, and not into what somebody else put there.
+_FILES = (".wandb_id", "config.yaml", "environment.json", "rewards.log", "sampler.log")
+_FILES += (HISTORY, METRICS, EVALUATIONS)
+_FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard")
 # What a refused start leaves, since its error refers to it.
-_KEPT = ("sampler.log",)
+_KEPT = ("sampler.log", "rewards.log")
 
 
 class RunDirectory:
     """One run's directory, locked for this process until `close` (also a context manager).
 
     path: the directory. A directory that `open` created and in which the run did not `begin` is removed by `close`: a
-    start that is refused leaves nothing behind, but the sampler's log where there is one.
+    start that is refused leaves nothing behind, but the logs of the sampler and the rewards where they hold anything.
     """
 
     def __init__(self, path: Path, config: Config, lock: int, created: list[Path]) -> None:
@@ -82,8 +94,9 @@ class RunDirectory:
         not writable.
         """
         path = Path(config.run_dir)
-        if path.exists():
-            _check_usable(path, config, resume)
+        with path_errors(f"train.run_dir: {path}", "choose another"):
+            if path.exists():
+                _check_usable(path, config, resume)
         created = [folder for folder in (path, *path.parents) if not folder.exists()]
         lock = None
         with disk_errors(path):
@@ -99,31 +112,53 @@ class RunDirectory:
                 raise
         return cls(path, config, lock, created)
 
-    def begin(self) -> list[str]:
+    def history_at(self, start: int, own: bool) -> History:
+        """What the run has behind it if it goes on from step `start`; see `qarl.storage.history.began_after`.
+
+        Raises UserError, with nothing changed, where checkpoints or metrics up to there are gone.
+        """
+        after = began_after(self.path, start, own, self._every_before())
+        return History(began_after=after, checkpoint=start if own else 0)
+
+    def _every_before(self) -> int:
+        """`checkpoint.every` of the start before; of this one, where there was none or its file is damaged."""
+        try:
+            return read_run_config(self.path).checkpoint.every
+        except UserError:
+            return self._config.checkpoint.every
+
+    def begin(self, inputs: Mapping[str, Any] | None = None, history: History | None = None) -> list[str]:
         """Write config.yaml and environment.json: from now on the directory stays, and belongs to this configuration.
 
-        Call once thread counts are set. Returns one line for each package, device or thread count that differs from
-        the previous start, each of which can cost bit-identical resumption. Raises UserError if the disk refuses.
+        Call once thread counts are set. inputs: digests of what the run is made from. history: of `history_at`.
+        Returns one line for each package, device or thread count that differs from the previous start, each of which
+        can cost bit-identical resumption. Raises UserError if the disk refuses.
         """
-        environment = describe_environment(self._config.train.seed)
+        environment = describe_environment(self._config.train.seed, inputs)
         changes = environment_changes(self.path / "environment.json", environment)
         with disk_errors(self.path):
             atomic_write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
             atomic_write_text(self.path / "config.yaml", self._config.to_yaml())
+        if history is not None and history != (read_history(self.path) or History()):
+            write_history(self.path, history)
         self._created = []
         return changes
 
     def close(self) -> None:
         if self._lock is not None:
             if self._created:
-                for entry in self.path.iterdir():
-                    if entry.is_dir():
-                        shutil.rmtree(entry, ignore_errors=True)
-                    elif entry.name not in _KEPT:
-                        entry.unlink(missing_ok=True)
-                _remove_empty(self._created)
+                with suppress(OSError):  # somebody else removed it first
+                    self._clear()
             _unlock(self._lock)
             self._lock = None
+
+    def _clear(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name not in _KEPT or not entry.lstat().st_size:
+                entry.unlink(missing_ok=True)
+        _remove_empty(self._created)
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -143,6 +178,7 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
     """Raise UserError if `path` holds something else than this run."""
     if not path.is_dir():
         raise UserError(f"{path}: not a directory; choose another train.run_dir")
+    _require_kinds(path)
     results = _results(path)
     stored = path / "config.yaml"
     if not stored.exists():
@@ -162,12 +198,11 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
         return
     if not results:  # stopped before its first step: nothing that another configuration could contradict
         return
-    try:
-        text = stored.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{stored}: cannot be read ({error}); choose another train.run_dir") from error
     # Both through YAML, so that values are compared as they are written.
-    theirs = _with_defaults(parse_yaml(text, str(stored)))
+    try:
+        theirs = _with_defaults(parse_yaml(read_text(stored), str(stored)))
+    except UserError as error:
+        raise UserError(f"{error}; restore it, or choose another train.run_dir") from error
     difference = config_difference(theirs, parse_yaml(config.to_yaml(), "configuration"))
     if difference:
         more = f" and {len(difference) - 3} more" if len(difference) > 3 else ""
@@ -180,6 +215,22 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
             f"{path}: already holds {results[0]} and checkpoint.resume is never; "
             "choose another train.run_dir, or set checkpoint.resume: auto"
         )
+
+
+def _require_kinds(path: Path) -> None:
+    """Raise UserError if something stands in the place of a file or a folder of a run that is neither."""
+    for names, is_kind, what in ((_FILES, stat.S_ISREG, "file"), (_FOLDERS, stat.S_ISDIR, "directory")):
+        for name in names:
+            entry = path / name
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:
+                if entry.is_symlink():
+                    raise UserError(f"{entry}: is a link to a {what} that is not there; remove it, or choose another "
+                                    "train.run_dir") from None  # fmt: skip
+                continue
+            if not is_kind(mode):
+                raise UserError(f"{entry}: not a {what}; remove it, or choose another train.run_dir")
 
 
 def _results(path: Path) -> list[str]:
@@ -232,20 +283,18 @@ def _short(values: dict[str, Any], key: str) -> str:
 
 
 def _lock(path: Path) -> int:
-    fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = open_lock(path / ".lock")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+        by = holder(fd)
         os.close(fd)
-        raise UserError(f"{path}: in use by {holder}; wait for it, stop it, or choose another train.run_dir") from None
+        raise UserError(f"{path}: in use by {by}; wait for it, stop it, or choose another train.run_dir") from None
     except BaseException:
         os.close(fd)
         raise
     _locks_held.add(fd)
-    with suppress(OSError):  # only a courtesy to whoever is refused; a full disk is reported by the first real file
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    write_holder(fd)
     return fd
 
 

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
+
+from qarl.inputs.files import Unreadable, open_regular
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -94,6 +98,16 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     for start in range(0, flat.size, CHUNK_BYTES):
         yield memoryview(flat[start : start + CHUNK_BYTES])
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, CPU views of the mapped file. Raises NoSuchFile, Unreadable."""
+    open_regular(path).close()
+    try:
+        return load_file(path)
+    # KeyError: a dtype that torch does not have. The others: what the file gave way to while it was mapped.
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+        raise Unreadable(str(path), f"not a readable safetensors file ({' '.join(str(error).split())})") from error
 
 
 def write_file(path: Path, chunks: Iterable[memoryview | bytes]) -> dict[str, Any]:

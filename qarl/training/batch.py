@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,10 @@ class Batch:
 
     def segments(self, indices: list[int], device: torch.device) -> Segments:
         return Segments.from_lengths([len(self.responses[i]) for i in indices], device)
+
+    def ends(self, indices: list[int], stop_token_ids: Set[int]) -> Tensor:
+        """bool (T,): tokens that end a response, as `packed` lays them out."""
+        return torch.tensor([t in stop_token_ids for i in indices for t in self.responses[i]], dtype=torch.bool)
 
     def texts(self, indices: list[int]) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and responses of `indices`, as `Policy.logprobs` takes them."""

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from qarl.terminal.console import Console
 from qarl.text import visible
 
 TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
@@ -49,7 +50,7 @@ class RunConsole:
 
     def __init__(self, mode: str, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._console = Console(file=self._stream, highlight=False)
+        self._console = Console(self._stream)
         self.mode = "plain" if mode == "rich" and not self._console.is_terminal else mode
         self._total_steps = total_steps
         self._history: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)

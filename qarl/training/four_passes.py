@@ -1,20 +1,26 @@
-"""Four backward passes over one minibatch: what precision does to the gradient through ratio and score.
+"""Backward passes over one minibatch: what precision does to the gradient through ratio, score and clipping.
 
-TRL study, section 7.3. With q the shadow's log-prob, l the learner's and b the sampler's, alpha = q - b, beta = l - q,
-ratios detached and nothing clipped (C_t = 1):
+TRL study, sections 7.3 and 10.3. With q the shadow's log-prob, l the learner's and b the sampler's, alpha = q - b,
+beta = l - q, ratios detached; C0 and C are 0 where the objective's band takes the gradient under e^alpha and under
+e^(alpha + beta), else 1:
 
-    A = -1/N sum_t A_t e^alpha          grad q      B = -1/N sum_t A_t e^alpha          grad l
-    C = -1/N sum_t A_t e^(alpha + beta) grad q      D = -1/N sum_t A_t e^(alpha + beta) grad l
+    A = -1/N sum_t A_t e^alpha          grad q        B = -1/N sum_t A_t e^alpha             grad l
+    C = -1/N sum_t A_t e^(alpha + beta) grad q        D = -1/N sum_t A_t e^(alpha + beta)    grad l
+    E = -1/N sum_t A_t e^(alpha + beta) C grad l      F = -1/N sum_t A_t e^(alpha + beta) C0 grad l
+
+E - F is the study's d_clip. A pass that would repeat another is not run: where nothing is clipped E and F are D.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
+from qarl.objectives.band import Band
 from qarl.objectives.ratios import clamped_exp, log_ratio
 from qarl.policy.policy import Policy
 from qarl.training.batch import Batch
@@ -22,57 +28,114 @@ from qarl.training.batch import Batch
 CHUNK = 1 << 24  # elements of two gradients that are float64 at a time
 
 
-def four_pass_gram(
+class _Pass(NamedTuple):
+    """Whose score, whose ratio, and whose ratio clips: True the shadow's, False the learner's, None nobody's."""
+
+    score: bool
+    ratio: bool
+    clip: bool | None = None
+
+
+PASSES = (_Pass(True, True), _Pass(False, True), _Pass(True, False), _Pass(False, False))
+CLIPPED_PASSES = (_Pass(False, False, False), _Pass(False, False, True))
+
+
+def gradient_gram(
     policy: Policy, batch: Batch, parts: list[list[int]], tokens: int, truncation: Truncation, chunk: int,
-    loss_scale: float = 1.0,
+    loss_scale: float = 1.0, band: Band | None = None,
 ) -> Tensor:  # fmt: skip
-    """Inner products of the gradients A, B, C, D at the current weights: (4, 4) float64, in that order.
+    """Inner products of the gradients A to F at the current weights: (6, 6) float64, in that order; (4, 4) of A to D
+    without a band.
 
     parts: the responses of the minibatch, cut into micro batches; those with advantage 0 may be left out. tokens: N, of
     the whole minibatch. loss_scale: see `optim.loss_scale`; it cancels. Masters' `.grad` and the optimizer are left as
-    they were. An aligned learner has one gradient: all inner products are its square.
+    they were. An aligned learner has no beta: A to D are one gradient, E and F another if anything is clipped.
 
-    Memory: the gradients A, B and C are held in float32 on the host, beside the one being made.
+    Memory: up to five gradients are held in float32 on the host, three where nothing is clipped, beside the one being
+    made.
     """
     masters = [parameter for _, parameter in policy.named_parameters()]
     before = [master.grad for master in masters]
     for master in masters:
         master.grad = None
     try:
-        return _gram(policy, masters, batch, parts, tokens, truncation, chunk, loss_scale)
+        return _Passes(policy, masters, batch, parts, tokens, truncation, chunk, loss_scale, band).gram()
     finally:
         for master, gradient in zip(masters, before, strict=True):
             master.grad = gradient
 
 
-def _gram(
-    policy: Policy, masters: list[Tensor], batch: Batch, parts: list[list[int]], tokens: int, truncation: Truncation,
-    chunk: int, loss_scale: float,
-) -> Tensor:  # fmt: skip
-    shadow: dict[int, Tensor] = {}  # by micro batch, the ratio's log-probs where a pass of its own gave them
-    learner: dict[int, Tensor] = {}
-    passes = [(True, shadow), (False, shadow), (True, learner), (False, learner)][: 1 if policy.aligned else 4]
-    held: list[list[Tensor | None]] = []
-    gram = torch.zeros(4, 4, dtype=torch.float64)
-    for row, (by_shadow, ratio_of) in enumerate(passes):
-        for number, part in enumerate(parts):
+class _Passes:
+    def __init__(
+        self, policy: Policy, masters: list[Tensor], batch: Batch, parts: list[list[int]], tokens: int,
+        truncation: Truncation, chunk: int, loss_scale: float, band: Band | None,
+    ) -> None:  # fmt: skip
+        self.policy, self.masters, self.batch, self.parts, self.tokens = policy, masters, batch, parts, tokens
+        self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
+        # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.
+        shadow: list[Tensor] = []
+        self.logp = {True: shadow, False: shadow if policy.aligned else []}
+
+    def gram(self) -> Tensor:
+        wanted = PASSES if self.band is None else PASSES + CLIPPED_PASSES
+        rows: dict[_Pass, int] = {}
+        held: list[list[Tensor | None]] = []
+        inner = torch.zeros(len(wanted), len(wanted), dtype=torch.float64)
+        for number, one in enumerate(wanted):
+            key = self._simplest(one)
+            if key in rows:
+                continue
+            row = rows[key] = len(rows)
+            gradients = self._gradients(key)
+            for column, other in enumerate([*held, gradients]):
+                inner[row, column] = inner[column, row] = _inner(other, gradients) / self.loss_scale**2
+            if any(self._simplest(later) not in rows for later in wanted[number + 1 :]):
+                held.append([None if g is None else g.cpu() for g in gradients])
+            del gradients
+            for master in self.masters:
+                master.grad = None
+        order = [rows[self._simplest(one)] for one in wanted]
+        return inner[order][:, order]
+
+    def _simplest(self, one: _Pass) -> _Pass:
+        """The pass that gives the same gradient and does least. Its clip needs the log-probs of passes before it."""
+        clip = one.clip
+        if clip is not None:
+            masks = {which: self._clipped(which) for which in (True, False)}
+            if not any(bool(mask.any()) for mask in masks[clip]):
+                clip = None
+            elif all(torch.equal(a, b) for a, b in zip(*masks.values(), strict=True)):
+                clip = True
+        return _Pass(True, True, clip) if self.policy.aligned else one._replace(clip=clip)
+
+    def _ratio(self, number: int, which: bool) -> Tensor:
+        """(T,) log ratio of a micro batch over what the sampler reported."""
+        sampler = self.batch.packed(self.batch.logp_sampler, self.parts[number], self.policy.device)
+        return log_ratio(self.logp[which][number], sampler)
+
+    def _clipped(self, which: bool) -> list[Tensor]:
+        """bool (T,) of each micro batch: tokens without gradient under this ratio."""
+        device, found = self.policy.device, []
+        for number, part in enumerate(self.parts):
+            advantages, segments = self.batch.advantages[part].to(device), self.batch.segments(part, device)
+            found.append(self.band.outside(self._ratio(number, which), advantages, segments))
+        return found
+
+    def _gradients(self, one: _Pass) -> list[Tensor | None]:
+        policy, batch = self.policy, self.batch
+        clipped = None if one.clip is None else self._clipped(one.clip)
+        for number, part in enumerate(self.parts):
             advantages = batch.segments(part, policy.device).expand(batch.advantages[part].to(policy.device))
-            sampler = batch.packed(batch.logp_sampler, part, policy.device)
             # with gradient checkpointing the backward runs the forward again, in the same arithmetic
-            with torch.enable_grad(), policy.shadow() if by_shadow else nullcontext():
-                logp, _ = policy.logprobs(*batch.texts(part), truncation, chunk)
-                (shadow if by_shadow else learner).setdefault(number, logp.detach())
-                ratio, _ = clamped_exp(log_ratio(ratio_of[number], sampler))
-                logp.backward(ratio * advantages * (-loss_scale / tokens))
-        gradients = [master.grad for master in masters]
-        for column, other in enumerate([*held, gradients]):
-            gram[row, column] = gram[column, row] = _inner(other, gradients) / loss_scale**2
-        if row + 1 < len(passes):
-            held.append([None if g is None else g.cpu() for g in gradients])
-        del gradients
-        for master in masters:
-            master.grad = None
-    return gram[:1, :1].expand(4, 4).clone() if policy.aligned else gram
+            with torch.enable_grad(), policy.shadow() if one.score else nullcontext():
+                logp, _ = policy.logprobs(*batch.texts(part), self.truncation, self.chunk)
+                if len(self.logp[one.score]) == number:
+                    self.logp[one.score].append(logp.detach())
+                ratio, _ = clamped_exp(self._ratio(number, one.ratio))
+                if clipped is not None:
+                    ratio = ratio.masked_fill(clipped[number], 0.0)
+                logp.backward(ratio * advantages * (-self.loss_scale / self.tokens))
+        return [master.grad for master in self.masters]
 
 
 def _inner(first: list[Tensor | None], second: list[Tensor | None]) -> float:

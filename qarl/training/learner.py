@@ -32,6 +32,7 @@ class _Totals:
     loss: float = 0.0
     entropy: float = 0.0
     entropy_tokens: int = 0
+    retained: list[Tensor] = field(default_factory=list)  # (T,) of each forward at the snapshot, under truncation
     grad_norms: list[float] = field(default_factory=list)
     tokens: int = 0
     skipped: int = 0
@@ -81,6 +82,7 @@ class Learner:
         measured = steps - total.skipped
         metrics["policy/loss"] = total.loss / steps
         metrics["policy/entropy"] = total.entropy / total.entropy_tokens
+        metrics |= _retained_mass(total.retained)
         metrics["policy/grad_norm"] = sum(total.grad_norms) / measured if measured else math.nan
         metrics["policy/skipped_steps"] = float(total.skipped)
         metrics["policy/zero_advantage_frac"] = float((batch.advantages == 0).float().mean())
@@ -92,8 +94,10 @@ class Learner:
     # --- forwards ----------------------------------------------------------------------------------------------
 
     def _logprobs(self, indices: list[int], batch: Batch, total: _Totals) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy; of the first forward over a response, at the snapshot, the retained mass is kept."""
         total.tokens += batch.forward_tokens(indices)
-        return self.policy.logprobs(*batch.texts(indices), self.truncation, self.config.train.logprob_chunk)
+        first = total.retained if any(batch.logp_old[i] is None for i in indices) else None
+        return self.policy.logprobs(*batch.texts(indices), self.truncation, self.config.train.logprob_chunk, first)
 
     def _shadow(self, indices: list[int], batch: Batch, logp: Tensor, total: _Totals) -> Tensor:
         """The sampler's arithmetic at the current weights: an aligned learner's own log-probs."""
@@ -230,3 +234,13 @@ class Learner:
         total.grad_norms.append(norm)
         self.optimizer.step()
         self.policy.refresh(self.policy.version + 1)
+
+
+def _retained_mass(masses: list[Tensor]) -> dict[str, float]:
+    """policy/retained_mass_mean and _min: the probability that the learner's set keeps at the places of the response
+    tokens, of the distribution before truncation, at the snapshot. Nothing without truncation."""
+    if not masses:
+        return {}
+    mass = torch.cat(masses).double()
+    mean, least = torch.stack([mass.mean(), mass.min()]).tolist()
+    return {"policy/retained_mass_mean": mean, "policy/retained_mass_min": least}

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qarl.config import Config
 from qarl.diagnostics.crossings import crossing_metrics, crossings
-from qarl.errors import UserError
 from qarl.rewards import RewardResult
-from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.rundir import RunDirectory
 from qarl.storage.runs import read_metrics
+from qarl.training.alarms import Alarms
 from qarl.training.batch import build_batch
 from qarl.training.console import RunConsole
+from qarl.training.faults import memory_errors
 from qarl.training.interrupt import Interrupted, InterruptGuard
+from qarl.training.keeper import Keeper
 from qarl.training.metrics import (
     Clock,
     peak_memory_gib,
@@ -30,7 +31,6 @@ from qarl.training.noise import quiet_libraries, rewards_logged
 from qarl.training.probe import Probe
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run, build_run
-from qarl.training.state import capture, restore
 from qarl.training.trace import Trace, trace_of
 from qarl.types import Prompt, Rollout
 
@@ -39,10 +39,10 @@ def train(config: Config) -> int:
     """Run `config` to its last step. Returns the exit code: 0 done, 130 or 143 stopped by a signal with a checkpoint.
 
     Raises UserError for whatever the user can fix. Refused before its first step, a new run leaves no directory;
-    later, the steps finished before it are in the run directory.
+    later, the steps finished before it are in the run directory, as they are after any other exception.
     """
     console = RunConsole(config.logging.console, config.train.steps)
-    with console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
+    with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
         try:
             with RunDirectory.open(config, config.checkpoint.resume) as directory:
                 console.message(f"{config.model.path}, {config.quant.scheme} ({config.quant.learner} learner), "
@@ -52,8 +52,11 @@ def train(config: Config) -> int:
                 try:
                     with rewards_logged(rewards_log):
                         code = Loop(config, run, directory, console, guard).run_all()
-                finally:
-                    run.close()
+                except BaseException:
+                    with suppress(Exception):  # the first fault is the one to tell
+                        run.close()
+                    raise
+                run.close()
         except Interrupted as stop:
             console.message("stopped before a step of this start: nothing to save, the same command starts again")
             return stop.exit_code
@@ -63,70 +66,68 @@ def train(config: Config) -> int:
 
 
 class Loop:
-    """One run's steps, its checkpoints and its records."""
+    """One run's steps, its checkpoints and its records.
+
+    A step is finished once its line is in metrics.jsonl, which comes after everything else it leaves; a checkpoint of
+    it comes later still, so that metrics.jsonl is never behind one.
+    """
 
     def __init__(
         self, config: Config, run: Run, directory: RunDirectory, console: RunConsole, guard: InterruptGuard
     ) -> None:
         self.config, self.run, self.directory, self.console, self.guard = config, run, directory, console, guard
-        self.store = CheckpointStore(directory.checkpoints, config.checkpoint.keep_last)
-        self.saved_step = 0  # of a new run there is nothing to save before its first step
+        self.keeper = Keeper(config.checkpoint, run, directory, console)
+        self.alarms = Alarms(config, run.learner.objective, console.warn)
 
     def run_all(self) -> int:
-        """All steps that are left. Returns the exit code."""
-        config, run = self.config, self.run
-        step = self._resume()
+        """All steps that are left. Returns the exit code.
+
+        Whatever is raised, what is finished is saved first; see `Keeper.rescue`.
+        """
+        config, run, keeper = self.config, self.run, self.keeper
+        step = keeper.resume()
         with self.console.phase("sampler"):
             run.engine.publish(run.policy.current)
         with Recorder(
             self.directory.path, config.logging, config.model_dump(mode="json"), self.console.warn
         ) as recorder:
-            for change in self.directory.begin():
+            for change in self.directory.begin(run.inputs, keeper.history):
                 self.console.warn(f"since the last start {change}")
             recorder.truncate(step)
             run.evaluation.begin(self.directory.path, step)
             self.guard.defer()
-            position = run.stream.state()
-            while True:
-                try:
-                    self.evaluate(step, position, recorder)
+            keeper.finish(step)
+            try:
+                while True:
+                    self.evaluate(step, recorder)
                     if step >= config.train.steps:
                         break
                     prompts, rollouts, scores = self.draw(step)
                     due = recorder.rollouts_due(step + 1)
                     metrics, trace = self.learn(step, prompts, rollouts, scores, due)
-                except Interrupted as stop:
-                    self._save(step, position)
-                    self.console.message(f"stopped after step {step}, saved; {self._how_to_go_on()} goes on from there")
-                    return stop.exit_code
-                step += 1
-                position = run.stream.state()
-                refused = self.publish(metrics, rollouts)
-                recorder.log(step, metrics)
-                trace.write(step, metrics, config, recorder)
-                if trace.rows is not None:
-                    self.console.samples(step, trace.rows[:: config.rollout.n])  # one of each prompt
-                self.console.step(step, metrics)
-                if refused is not None or step % config.checkpoint.every == 0:
-                    self._save(step, position)
-                if refused is not None:
-                    raise refused
-            if config.checkpoint.save_final:
-                self._save(step, position)
+                    step += 1
+                    self.record(step, metrics, trace, rollouts, recorder)
+                    if step % config.checkpoint.every == 0:
+                        keeper.save()
+                if config.checkpoint.save_final:
+                    keeper.save()
+            except Interrupted as stop:
+                keeper.save()
+                self.console.message(f"stopped after step {step}, saved; {keeper.how_to_go_on()} goes on from there")
+                return stop.exit_code
+            except Exception:
+                keeper.rescue(recorder)
+                raise
         return 0
 
-    def evaluate(self, step: int, position: dict[str, Any], recorder: Recorder) -> None:
+    def evaluate(self, step: int, recorder: Recorder) -> None:
         """The evaluation that is due after `step`, if any. It changes nothing: a signal may end it anywhere."""
         run = self.run
         if not run.evaluation.due(step):
             return
         if step == self.config.train.steps and self.config.checkpoint.save_final:
-            self._save(step, position)  # first, since an evaluation may take long
-        try:
-            run.evaluation.at(step, run.engine, run.policy, self.console, self.guard.check, recorder.track)
-        except UserError:
-            self._save(step, position)
-            raise
+            self.keeper.save()  # first, since an evaluation may take long
+        run.evaluation.at(step, run.engine, run.policy, self.console, self.guard.check, recorder.track)
 
     def draw(self, step: int) -> tuple[list[Prompt], list[Rollout], RewardResult]:
         """Sample and score: the first half of an RL step, which changes nothing but the data position.
@@ -135,17 +136,12 @@ class Loop:
         out of order loses a finished step.
         """
         config, run = self.config, self.run
-        position = run.stream.state()
         self.clock = Clock()
         self.guard.check()
         prompts = run.stream.next(config.train.prompts_per_step)
-        try:
-            rollouts = self._sample(prompts, step)
-            self.clock.lap("rollout")
-            scores = self._score(prompts, rollouts)
-        except UserError:
-            self._save(step, position)
-            raise
+        rollouts = self._sample(prompts, step)
+        self.clock.lap("rollout")
+        scores = self._score(prompts, rollouts)
         self.clock.lap("reward")
         self.guard.check()
         return prompts, rollouts, scores
@@ -158,10 +154,12 @@ class Loop:
         Until the first optimizer step the policy is what it was, and a signal may end the step (`Interrupted`).
         """
         config, run, clock = self.config, self.run, self.clock
+        metrics = reward_metrics(scores) | response_metrics(rollouts)
         batch = build_batch(prompts, rollouts, scores.total, config.objective.advantage)
         published, skipped = run.policy.current, run.learner.skipped_in_a_row
         due, truncation = config.diagnostics.due(step + 1), run.sampling.truncation
-        probe = Probe(run.policy, run.learner.objective, config, truncation, due, bool(due) or rollouts_due)
+        probe = Probe(run.policy, run.learner.objective, config, truncation, due, bool(due) or rollouts_due,
+                      run.sampling.stop_token_ids)  # fmt: skip
         run.engine.sleep()
         with self.console.phase("learner", run.learner.forwards(len(batch))) as advance:
 
@@ -170,31 +168,58 @@ class Loop:
                 if run.policy.version == published.version and run.learner.skipped_in_a_row == skipped:
                     self.guard.check()
 
-            learned = run.learner.learn(batch, step, progress, probe)
+            metrics |= run.learner.learn(batch, step, progress, probe)
+            self.learner_tokens = metrics.pop("learner_tokens")
+            # From here on the step is done, whatever becomes of its records.
+            self.keeper.unrecorded = (step + 1, metrics)
         run.engine.wake()
         clock.lap("learner")
         clock.move(probe.seconds, "learner", "diagnostics")
 
         crossed = crossings(published, run.policy.current)
-        metrics = reward_metrics(scores) | response_metrics(rollouts) | learned
         metrics |= token_metrics(batch) | crossing_metrics(crossed) | probe.metrics
         metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
         trace = trace_of(batch, prompts, rollouts, scores, rollouts_due, probe, crossed, run.tokenizer.decode)
         clock.lap("diagnostics")
         return metrics, trace
 
-    def publish(self, metrics: dict[str, float], rollouts: list[Rollout]) -> UserError | None:
-        """Hand the new version to the sampler, and complete the step's metrics. Returns what refused it, if anything:
+    def record(
+        self, step: int, metrics: dict[str, float], trace: Trace, rollouts: list[Rollout], recorder: Recorder
+    ) -> None:
+        """Publish and record a step that was learned from, which is then finished.
+
+        A sampler that refuses the new version, or a disk the rollouts, is raised only after the step's metrics are
+        written: the masters are this step's already.
+        """
+        failure = self.publish(metrics, rollouts)
+        try:
+            trace.write(step, metrics, self.config, recorder)
+        except Exception as error:
+            failure = failure or error
+        try:
+            recorder.log(step, metrics)
+        except Exception as error:
+            raise failure or error from None
+        self.keeper.finish(step)
+        if failure is not None:
+            raise failure
+        if trace.rows is not None:
+            self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one of each prompt
+        self.console.step(step, metrics)
+        self.alarms.step(step, metrics)
+
+    def publish(self, metrics: dict[str, float], rollouts: list[Rollout]) -> Exception | None:
+        """Hand the new version to the sampler, and complete the step's metrics. Returns what was raised, if anything:
         the step is done all the same."""
-        refused = None
+        failure = None
         try:
             self.run.engine.publish(self.run.policy.current)
-        except UserError as error:
-            refused = error
+        except Exception as error:
+            failure = error
         self.clock.lap("publish")
         tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        metrics |= self.clock.metrics(tokens, metrics.pop("learner_tokens")) | self.run.engine.metrics
-        return refused
+        metrics |= self.clock.metrics(tokens, self.learner_tokens) | self.run.engine.metrics
+        return failure
 
     def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
         run, finished = self.run, 0
@@ -213,41 +238,14 @@ class Loop:
         by_response = [p for p in prompts for _ in range(self.config.rollout.n)]
         columns = {name: [p.columns[name] for p in by_response] for name in prompts[0].columns}
         with self.console.phase("rewards"):
-            scores = self.run.rewards.score([r.text for r in rollouts], [p.text for p in by_response], columns)
+            scores = self.run.rewards.score(
+                [r.text for r in rollouts], [p.text for p in by_response], columns, [r.token_ids for r in rollouts]
+            )
         for message in scores.messages[:3]:
             self.console.warn(message)
         if len(scores.messages) > 3:
             self.console.warn(f"and {len(scores.messages) - 3} more failed rewards in this step, see rewards.log")
         return scores
-
-    def _resume(self) -> int:
-        """The step to go on from; a checkpoint, if there is one to take, is put back."""
-        choice = self.config.checkpoint.resume
-        found = None
-        if choice == "auto":
-            found = self.store.latest_valid(self.console.warn)
-        elif choice != "never":
-            found = self.store.load(Path(choice))
-        if found is None:
-            return 0
-        restore(self.run, found)
-        for step in self.store.discard_after(found.step):
-            self.console.warn(f"checkpoint {step} is later than the one resumed from, and was removed")
-        if found.path == self.store.path(found.step).resolve():  # and not that of another run
-            self.saved_step = found.step
-        self.console.message(f"resumed from {found.path} (step {found.step})")
-        return found.step
-
-    def _how_to_go_on(self) -> str:
-        same = "the same command"
-        return same if self.config.checkpoint.resume == "auto" else f"{same} with checkpoint.resume=auto"
-
-    def _save(self, step: int, position: dict[str, Any]) -> None:
-        if step == self.saved_step:
-            return
-        with self.console.phase("checkpoint"):
-            self.store.save(step, *capture(self.run, position))
-        self.saved_step = step
 
 
 def next_commands(config: Config) -> list[tuple[str, str]]:

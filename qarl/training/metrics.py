@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl.averages import deviation, mean
 from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.rewards import RewardResult
@@ -51,9 +51,9 @@ class Clock:
 
 def reward_metrics(scores: RewardResult) -> dict[str, float]:
     """Mean and spread of the total, the mean of each function, and how many scores failed."""
-    metrics = {"reward/mean": statistics.fmean(scores.total), "reward/std": statistics.pstdev(scores.total)}
+    metrics = {"reward/mean": mean(scores.total), "reward/std": deviation(scores.total)}
     if len(scores.by_function) > 1:
-        metrics |= {f"reward/{label}_mean": statistics.fmean(values) for label, values in scores.by_function.items()}
+        metrics |= {f"reward/{label}_mean": mean(values) for label, values in scores.by_function.items()}
     return metrics | {"reward/failed": float(sum(scores.failed.values()))}
 
 
@@ -61,7 +61,7 @@ def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Lengths in tokens, and the share that hit the length limit."""
     lengths = [len(r.token_ids) for r in rollouts]
     return {
-        "response/length_mean": statistics.fmean(lengths),
+        "response/length_mean": mean(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated_frac": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,15 @@ from pathlib import Path
 import huggingface_hub
 import transformers
 
+from qarl.rewards.log import RewardLog, RewardLogHandler
+
 
 @contextmanager
 def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
     """While entered, no progress bars, notices and Python warnings of libraries; warnings stay with `python -W`.
 
-    say: gets one line for each operation that torch cannot run reproducibly. transformers and the hub client keep quiet
+    say: gets one line for each operation that torch cannot run reproducibly, and for each thread of a library that ends
+    with an exception, a tracker's whose disk is full. transformers and the hub client keep quiet
     afterwards too.
     """
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, which is seldom needed
@@ -26,20 +30,30 @@ def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
     huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    hook = threading.excepthook
+    threading.excepthook = lambda fault: say(_in_thread(fault))
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("once", message=".*does not have a deterministic implementation")
             warnings.showwarning = lambda message, *place, **_: say(str(message).split(", but you set")[0])
-        yield
+        try:
+            yield
+        finally:
+            threading.excepthook = hook
+
+
+def _in_thread(fault: threading.ExceptHookArgs) -> str:
+    name = fault.thread.name if fault.thread is not None else "a thread"
+    return " ".join(f"{name} ended: {fault.exc_type.__name__}: {fault.exc_value}".split())
 
 
 @contextmanager
 def rewards_logged(path: Path) -> Iterator[None]:
-    """While entered, every failure that the reward pool logs goes to the end of the file `path`, and nowhere else."""
+    """While entered, all failures that the reward pool logs go to the `RewardLog` at `path`, and nowhere else."""
     logger = logging.getLogger("qarl.rewards")
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    RewardLog(path).write(b"")  # a run has one, though nothing may come
+    handler = RewardLogHandler(path)
     before = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
@@ -48,4 +62,3 @@ def rewards_logged(path: Path) -> Iterator[None]:
     finally:
         logger.propagate = before
         logger.removeHandler(handler)
-        handler.close()

@@ -38,11 +38,17 @@ class OptimOptions(Protocol):
     master_dtype: Literal["float32", "bfloat16", "float16"]
 
 
+# What torch keeps of a parameter, by the name of the part.
+_STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
+
+
 class Optimizer:
     """One or two torch optimizers that step together, with their state addressed by parameter name.
 
     parts: name -> (torch optimizer, names of its parameters in the order of its groups). master_dtype: what the
     parameters are rounded to after every step, float32 for not at all; they stay stored in float32.
+    begun: steps that this object has begun, finished or not: after an exception it tells whether parameters may be
+    other than they were.
     """
 
     def __init__(
@@ -51,8 +57,10 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.kind, self.master_dtype = kind, master_dtype
         self._parts = parts
+        self.begun = 0
 
     def step(self) -> None:
+        self.begun += 1
         for part, _ in self._parts.values():
             part.step()
             round_masters(_parameters(part), self.master_dtype)
@@ -105,14 +113,21 @@ class Optimizer:
             for part, names in self._parts.values()
             for name, parameter in zip(names, _parameters(part), strict=True)
         }
+        keys = {name: _STATE[kind] for kind, (_, names) in self._parts.items() for name in names}
         by_name: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
-            name, key = full_name.rsplit("/", 1)
+            name, _, key = full_name.rpartition("/")
             if name not in shapes:
                 raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
-            if key != "step" and value.shape != shapes[name]:
-                raise ValueError(f"optimizer state {full_name} has shape {list(value.shape)}, not {list(shapes[name])}")
+            shape = () if key == "step" else shapes[name]
+            if value.shape != shape:
+                raise ValueError(f"optimizer state {full_name} has shape {list(value.shape)}, not {list(shape)}")
+            if value.dtype != torch.float32:
+                raise ValueError(f"optimizer state {full_name} is {value.dtype}, not torch.float32")
             by_name.setdefault(name, {})[key] = value.clone()
+        for name, found in by_name.items():
+            if odd := sorted(found.keys() ^ keys[name]):
+                raise ValueError(f"optimizer state of {name}: {odd[0]} is missing, or not {self.kind}'s")
 
         for part, names in self._parts.values():
             state = {i: by_name[name] for i, name in enumerate(names) if name in by_name}

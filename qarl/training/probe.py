@@ -7,7 +7,7 @@ as they are: a run has the same bits with and without.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,7 @@ from qarl.diagnostics.record import StepTokens
 from qarl.objectives import Objective, Segments, TokenLogProbs
 from qarl.policy.policy import Policy
 from qarl.training.batch import Batch, micro_batches
-from qarl.training.four_passes import four_pass_gram
+from qarl.training.four_passes import gradient_gram
 
 CPU = torch.device("cpu")
 
@@ -32,15 +32,16 @@ class Probe:
     its training forwards, `forward`, and `end`.
 
     due: the costly diagnostics of the step (`DiagnosticsConfig.due`). record: keep what `tokens` gives.
+    stop_token_ids: token ids that end a response, which precision/* tells apart.
     metrics: filled by `end`: precision/*, deployed/* and gradients/*. seconds: what the probe took.
     """
 
     def __init__(
         self, policy: Policy, objective: Objective, config: Config, truncation: Truncation, due: Collection[Costly],
-        record: bool,
+        record: bool, stop_token_ids: Set[int] = frozenset(),
     ) -> None:  # fmt: skip
         self.policy, self.objective, self.config, self.truncation = policy, objective, config, truncation
-        self.due, self.record = due, record
+        self.due, self.record, self.stop_token_ids = due, record, stop_token_ids
         self.metrics: dict[str, float] = {}
         self.seconds = 0.0
         self._passes: list[list[int]] = []  # the responses of each optimizer step
@@ -66,11 +67,9 @@ class Probe:
                 train = self.config.train
                 parts = micro_batches(batch, [i for i in indices if batch.advantages[i] != 0], train.micro_batch_tokens)
                 tokens = sum(len(batch.responses[i]) for i in indices)
-                self.metrics |= gradient_metrics(
-                    four_pass_gram(
-                        self.policy, batch, parts, tokens, self.truncation, train.logprob_chunk, self.config.loss_scale
-                    )
-                )
+                gram = gradient_gram(self.policy, batch, parts, tokens, self.truncation, train.logprob_chunk,
+                                     self.config.loss_scale, self.objective.band)  # fmt: skip
+                self.metrics |= gradient_metrics(gram)
 
     @torch.no_grad()
     def forward(self, part: list[int], batch: Batch, logps: TokenLogProbs, segments: Segments) -> None:
@@ -126,6 +125,7 @@ class Probe:
             batch.advantages[indices],
             batch.segments(indices, CPU),
             self.objective.band,
+            batch.ends(indices, self.stop_token_ids),
         )
 
     def _deployed(self, batch: Batch) -> dict[str, float]:

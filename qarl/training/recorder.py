@@ -21,8 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
+from qarl.inputs.files import read_lines
+from qarl.inputs.json import strict
 from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
-from qarl.storage.runs import parse_record
+from qarl.storage.names import remove_later, step_name
+from qarl.storage.runs import METRICS, Metrics, parse_record
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 from qarl.training.trackers import Tracker, build_trackers
 
@@ -33,6 +36,7 @@ class Recorder:
     logging: the `logging` section. config: the resolved configuration, for trackers that show it. warn: called with
     one line when a tracker fails after the start; the tracker is dropped and the run goes on.
     Call `truncate` with the step the run starts from (0 for a new one) before the first `log`.
+    step: the last one whose metrics are on the disk.
     Raises UserError for a missing or unstartable tracker, and from every method if the disk refuses.
     """
 
@@ -43,9 +47,10 @@ class Recorder:
         config: dict[str, Any] | None = None,
         warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
-        self.metrics_path = Path(run_dir) / "metrics.jsonl"
+        self.metrics_path = Path(run_dir) / METRICS
         self.rollouts_directory = Path(run_dir) / "rollouts"
         self.diagnostics_directory = Path(run_dir) / "diagnostics"  # made with its first file
+        self.step = 0
         self._samples = logging.samples
         self._tensors = logging.rollout_tensors
         self._rollouts_every = logging.rollouts_every
@@ -73,6 +78,7 @@ class Recorder:
                 with suppress(OSError):  # the first error is the one to report; `truncate` copes with a torn line
                     self._file.truncate(end)
                 raise
+        self.step = step
         self.track(step, record)
 
     def track(self, step: int, metrics: dict[str, float | None]) -> None:
@@ -90,9 +96,9 @@ class Recorder:
 
         tensors: go to NNNNNN.safetensors beside it, unless `logging.rollout_tensors` is off.
         """
-        path = self.rollouts_directory / f"{step:06d}.jsonl"
+        path = self.rollouts_directory / f"{step_name(step)}.jsonl"
         kept = rows[: self._samples] if self._samples else rows
-        text = "".join(json.dumps(_json_value({"step": step, **row}), allow_nan=False) + "\n" for row in kept)
+        text = "".join(json.dumps(strict({"step": step, **row}), allow_nan=False) + "\n" for row in kept)
         with disk_errors(path, len(text)):
             atomic_write_text(path, text)
         if tensors is not None and self._tensors:
@@ -101,8 +107,8 @@ class Recorder:
 
     def diagnostics(self, step: int, record: dict[str, Any]) -> Path:
         """Write diagnostics/NNNNNN.json atomically: one record of JSON values."""
-        path = self.diagnostics_directory / f"{step:06d}.json"
-        text = json.dumps(_json_value(record), allow_nan=False) + "\n"
+        path = self.diagnostics_directory / f"{step_name(step)}.json"
+        text = json.dumps(strict(record), allow_nan=False) + "\n"
         with disk_errors(path, len(text)):
             path.parent.mkdir(exist_ok=True)
             atomic_write_text(path, text)
@@ -127,21 +133,18 @@ class Recorder:
         """
         dropped = 0
         with disk_errors(self.metrics_path):
-            lines = self.metrics_path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if (r := parse_record(line)) is not None and r["step"] <= step]
+            lines = [line for _, line in read_lines(self.metrics_path)]
+            kept = [line for line in lines if (r := parse_record(line, Metrics)) is not None and r["step"] <= step]
             dropped = len(lines) - len(kept)
             torn = bool(kept) and not kept[-1].endswith(b"\n")  # only its newline is missing
             if dropped or torn:
                 self._file.close()
                 atomic_write_text(self.metrics_path, b"".join(kept).decode() + "\n" * torn)
                 self._file = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115 - closed by close
-            rollouts, diagnostics = self.rollouts_directory, self.diagnostics_directory
-            written = (*rollouts.glob("*.jsonl"), *rollouts.glob("*.safetensors"), *diagnostics.glob("*.json"))
-            for path in written:
-                if path.stem.isdigit() and int(path.stem) > step:
-                    path.unlink()
-            for directory in {path.parent for path in written}:
-                fsync_directory(directory)
+            folders = [(self.rollouts_directory, ".jsonl"), (self.rollouts_directory, ".safetensors")]
+            for folder, suffix in [*folders, (self.diagnostics_directory, ".json")]:
+                remove_later(folder, suffix, step)
+        self.step = step
         self._track(lambda tracker: tracker.truncate(step))
         return dropped
 
@@ -169,13 +172,3 @@ class Recorder:
 def _number(value: Any) -> float | int | None:
     value = value if isinstance(value, int) else float(value)
     return value if math.isfinite(value) else None
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _json_value(child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(child) for child in value]
-    return value

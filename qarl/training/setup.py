@@ -21,13 +21,15 @@ from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.policy.device import DTYPES, pick_device
-from qarl.policy.load import load_model, load_model_config, load_tokenizer, stop_token_ids
+from qarl.policy.load import load_architecture, load_model, load_model_config, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.storage.saved_state import Digests
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
+from qarl.training.fingerprints import input_digests
 from qarl.training.learner import Learner
 from qarl.training.optim import Optimizer, build_optimizer, round_masters
 from qarl.training.trackers import require_trackers
@@ -47,11 +49,12 @@ class Run:
     rewards: RewardPool
     sampling: SamplingParams  # of step 0; each step has its own seed
     evaluation: TrainingEvaluation
+    inputs: Digests  # of what the run is made from
 
     def close(self) -> None:
-        self.engine.close()
-        self.rewards.close()
-        self.evaluation.close()
+        with ExitStack() as parts:  # each of them, whatever another raises
+            for part in (self.evaluation, self.rewards, self.engine):
+                parts.callback(part.close)
 
 
 def set_determinism(config: Config) -> None:
@@ -86,8 +89,15 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
             raise UserError(f"model.path: '{config.model.path}' does not say its max_position_embeddings; supported "
                             "families are Llama, Mistral, Qwen2 and Qwen3")  # fmt: skip
         context = min(config.model.max_length or limit, limit)
-        prompts, report = build_prompts(config.data, tokenizer, context, config.rollout.max_response_length)
-        tasks = load_training_tasks(config, tokenizer, context)
+        if config.rollout.engine == "vllm":
+            from qarl.rollout.vllm.launch import require_vllm
+
+            require_vllm(config, device, context)
+        shape = load_architecture(config.model)
+        vocabulary = shape.vocab_size if shape else None
+        longest = config.rollout.max_response_length
+        prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary)
+        tasks = load_training_tasks(config, tokenizer, context, vocabulary)
     console.message(report.summary())
     if len(prompts) < config.train.prompts_per_step:
         raise UserError(f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
@@ -99,6 +109,8 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
     try:
         with console.phase("model"):
             model = load_model(config.model)
+        with console.phase("digests of model and rewards"):
+            inputs = input_digests(config, model, tokenizer)
         with console.phase("quantize"):
             policy = build_policy(config, model, device, context)
         policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
@@ -114,7 +126,7 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
     if learner.objective.needs.reference:
         policy.keep_reference()  # the model itself, before a checkpoint is put back
     evaluation = TrainingEvaluation(config, tasks, task_rewards, sampling)
-    return Run(policy, tokenizer, optimizer, learner, engine, stream, rewards, sampling, evaluation)
+    return Run(policy, tokenizer, optimizer, learner, engine, stream, rewards, sampling, evaluation, inputs)
 
 
 def build_policy(config: Config, model: PreTrainedModel, device: torch.device, max_length: int | None = None) -> Policy:
@@ -133,15 +145,13 @@ def build_engine(
 ) -> RolloutEngine:  # fmt: skip
     """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know.
 
-    Raises UserError where vLLM is not installed, or cannot run what the configuration asks for on this device.
+    Raises UserError where vLLM does not start.
     """
     if config.rollout.engine == "native":
         return NativeEngine(policy, tokenizer, config.rollout)
     from qarl.rollout.vllm.canary import canary_of
     from qarl.rollout.vllm.engine import VLLMEngine
-    from qarl.rollout.vllm.launch import require_vllm
 
-    require_vllm(config, policy)
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     return VLLMEngine(config, policy, tokenizer, canary, run_dir, say)
 

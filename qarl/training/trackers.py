@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from qarl.errors import UserError
+from qarl.inputs.files import read_text
 from qarl.storage.disk import atomic_write_text, disk_errors
 
 
@@ -110,7 +111,7 @@ class Wandb:
         with disk_errors(id_file):
             if not id_file.exists():
                 atomic_write_text(id_file, uuid.uuid4().hex[:12])
-            run_id = id_file.read_text(encoding="utf-8").strip()
+            run_id = read_text(id_file, limit=1000).strip()
         self._run = _start(
             "wandb", wandb.init, project=options.project, name=options.name or run_dir.name, mode=options.mode,
             dir=str(run_dir), id=run_id, resume="allow", config=config,

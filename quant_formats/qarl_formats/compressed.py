@@ -90,6 +90,8 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     if source not in tensors:
         raise ValueError(f"{source}: missing; scheme {scheme.name} stores it")
     shape_from = tensors[source]
+    if shape_from.ndim != (1 if scheme.packed else 2) or (scheme.packed and shape_from.numel() != 2):
+        raise ValueError(f"{source}: of shape {list(shape_from.shape)}, which no matrix has")
     out_features, in_features = (int(size) for size in (shape_from if scheme.packed else shape_from.shape))
     found = {}
     for suffix, spec in tensor_specs(scheme, out_features, in_features).items():
@@ -173,27 +175,65 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
     The scale dtype and the grid are not recorded there; they come back as their defaults.
 
     Raises:
-        ValueError: another method, several groups, or a layout that no scheme here has.
+        ValueError: another method or format, several groups, a layout that no scheme here has, values of the wrong
+            type.
     """
     method = config.get("quant_method")
     if method != "compressed-tensors":
-        raise ValueError(f"method {method!r} cannot be read; only compressed-tensors can")
-    groups = list((config.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise ValueError(f"method {_shown(method)} cannot be read; only compressed-tensors can")
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if config.get(key):
+            raise ValueError(f"its {key} cannot be read; only quantized weights and activations can")
+    groups = list(_mapping(config.get("config_groups") or {}, "config_groups").values())
+    if len(groups) != 1 or _mapping(groups[0], "the group").get("targets") != ["Linear"]:
         raise ValueError("it needs one group with targets ['Linear']; mixed schemes cannot be read")
-    weights, activations = groups[0]["weights"], groups[0].get("input_activations")
+    weights, activations = _mapping(groups[0].get("weights"), "weights"), groups[0].get("input_activations")
+    if groups[0].get("output_activations") is not None:
+        raise ValueError("quantized outputs cannot be read; only weights and input activations can")
     kind = None
     if activations is not None:
-        kind = {"int": "int8", "float": "fp8"}.get(activations["type"])
-        if activations["num_bits"] != 8 or not activations["dynamic"] or activations["strategy"] != "token":
-            raise ValueError("activations must be 8 bits, dynamic, per token")
-    layout = (weights["num_bits"], weights["type"], kind)
-    names = [name for name, known in LAYOUTS.items() if known == layout]
+        activations = _mapping(activations, "input_activations")
+        kind = {"int": "int8", "float": "fp8"}.get(_text(activations, "type"))
+        settings = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+        if any(activations.get(key) != value for key, value in settings.items()) or not activations.get(
+            "symmetric", True
+        ):
+            raise ValueError("activations must be 8 bits, dynamic, per token, symmetric")
+    bits, kind_of_weights, strategy = weights.get("num_bits"), _text(weights, "type"), _text(weights, "strategy")
+    names = [name for name, known in LAYOUTS.items() if known == (bits, kind_of_weights, kind)]
     if not names:
-        raise ValueError(f"{layout[0]}-bit {layout[1]} weights with {kind or 'unquantized'} activations have no scheme")
-    strategies = ("group", "channel") if weights["num_bits"] == 4 else ("channel",)
-    if weights["strategy"] not in strategies or weights.get("actorder"):
-        raise ValueError(f"weight strategy {weights['strategy']!r} (actorder {weights.get('actorder')}) cannot be read")
-    by_channel = CHANNEL if weights["num_bits"] == 4 else None
-    group_size = weights["group_size"] if weights["strategy"] == "group" else by_channel
-    return make_scheme(names[0], group_size, weights["symmetric"]), list(config.get("ignore") or [])
+        raise ValueError(f"{_shown(bits)}-bit {kind_of_weights} weights with {kind or 'unquantized'} activations have "
+                         "no scheme")  # fmt: skip
+    strategies = ("group", "channel") if bits == 4 else ("channel",)
+    if strategy not in strategies or weights.get("actorder"):
+        raise ValueError(f"weight strategy {strategy!r} (actorder {str(weights.get('actorder'))[:20]}) cannot be read")
+    symmetric, size, ignore = weights.get("symmetric"), weights.get("group_size"), config.get("ignore") or []
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"symmetric is {_shown(symmetric)}, expected true or false")
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise ValueError(f"ignore is {_shown(ignore)}, expected a list of names")
+    if strategy == "group" and (not isinstance(size, int) or isinstance(size, bool)):
+        raise ValueError(f"group_size is {_shown(size)}, expected a number")
+    formats = [_FORMATS[names[0]], *(["int-quantized"] if bits == 4 and symmetric else [])]
+    if config.get("format") not in formats:
+        raise ValueError(f"format {_shown(config.get('format'))} is not that of scheme {names[0]} "
+                         f"({' or '.join(formats)})")  # fmt: skip
+    by_channel = CHANNEL if bits == 4 else None
+    return make_scheme(names[0], size if strategy == "group" else by_channel, symmetric), list(ignore)
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {_shown(value)}, expected an object")
+    return value
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    if not isinstance(values.get(key), str):
+        raise ValueError(f"{key} is {_shown(values.get(key))}, expected text")
+    return values[key]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

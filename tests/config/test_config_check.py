@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_a_model_directory_without_config_is_refused(inspect, model):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "config.json is not JSON"), ("[]", "is not a JSON object"), ('{"model_type": "llama"}', "positive integer")],
+    [("{", "config.json is not JSON"), ("[]", "is not a JSON object"), ('{"model_type": "llama"}', "is missing")],
 )
 def test_a_damaged_config_json_is_refused(inspect, model, content, message):
     (model / "config.json").write_text(content)
@@ -252,3 +253,102 @@ def test_a_package_with_several_gguf_files_needs_a_name(inspect, package):
 
 def test_a_gguf_file_that_the_package_lacks_is_refused(inspect, package):
     assert "not in" in refused(inspect, "model.path=package:qarl_test_weights", "model.gguf_file=c.gguf")
+
+
+WRONG_PLACES = {
+    "no such user": "~nosuchuser/x.jsonl",
+    "loop": "{here}/loop.jsonl",
+    "dangling": "{here}/dangling.jsonl",
+    "below a file": "{here}/file.jsonl/x.jsonl",
+    "pipe": "{here}/pipe.jsonl",
+    "device": "/dev/null",
+    "long when joined": "{here}/" + "a/" * 1500 + "../" * 500 + "x.jsonl",
+}
+PATH_KEYS = {
+    "data.source": lambda path: ([f"data.source={path}"], "data.source"),
+    "model.path": lambda path: ([f"model.path={path}"], "model.path"),
+    "checkpoint.resume": lambda path: ([f"checkpoint.resume={path}"], "checkpoint.resume"),
+    "reward": lambda path: (
+        [f"reward.functions.0.name={path.removesuffix('.jsonl')}.py:f"], "reward.functions.0.name"
+    ),
+    "evaluation": lambda path: ([f"evaluation.tasks=[{{preset: gsm8k, path: '{path}'}}]"], "evaluation.tasks.0.path"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    for suffix in (".jsonl", ".py", ""):
+        (tmp_path / f"loop{suffix}").symlink_to(f"loop{suffix}")
+        (tmp_path / f"dangling{suffix}").symlink_to("nowhere")
+        (tmp_path / f"file{suffix}").write_text("{}\n")
+        os.mkfifo(tmp_path / f"pipe{suffix}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+@pytest.mark.parametrize("place", WRONG_PLACES)
+def test_a_path_that_leads_nowhere_is_one_line_at_its_key(inspect, places, key, place):
+    overrides, named = PATH_KEYS[key](WRONG_PLACES[place].format(here=places))
+    assert refused(inspect, *overrides).startswith(f"command line: {named} = ")
+
+
+@pytest.mark.parametrize("place", ["~nosuchuser/x", "{here}/loop", "{here}/dangling", "{here}/file", "{here}/file/x/y",
+                                   "{here}/pipe", "/dev/null", "/dev/null/x"])  # fmt: skip
+def test_a_run_directory_that_cannot_be_made_is_refused(inspect, places, place):
+    assert refused(inspect, f"train.run_dir={place.format(here=places)}").startswith("command line: train.run_dir = ")
+
+
+def test_a_run_directory_that_is_there_or_can_be_made_is_accepted(inspect, places):
+    for path in (places, places / "new" / "er"):
+        inspect(f"train.run_dir={path}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.task={size: 7}"], "train.prompts_per_step = 8: is more than the 7 rows of task:arithmetic"),
+        (["data.max_rows=3"], "train.prompts_per_step = 8: is more than the 3 rows"),
+        (["data.task={sizes: 7}"], "data.task.sizes = 7: unknown option"),
+        (["data.task={digits: 0}"], "data.task.digits = 0: must be an integer of at least 1"),
+        (["data.task={min: 5, max: 2}"], "data.task.max = 2: must be an integer of at least min"),
+        (["data.columns={answer: solution}"], 'data.columns.answer = "solution": task:arithmetic has no such column'),
+        (["data.prompt_template='{question} ='"], "task:arithmetic has no column question; there are prompt, answer"),
+        (["data.prompt_template='{prompt:d}'"], "{prompt:d}: Unknown format code"),
+        (["evaluation.tasks=[{name: e, data: {source: 'task:arithmetic', task: {terms: 1}}, reward: [{name: exact}]}]"],
+         "evaluation.tasks.0.data.task.terms = 1: must be an integer of at least 2"),
+        (["rollout.stop_token_ids=[5, 1000, 2000]"], "stop_token_ids.1 = 1000: the model's vocabulary has 1,000"),
+        (["rollout.kv_cache_tokens=769", "rollout.max_response_length=257"],
+         "its whole pages of 64 tokens must hold one full sequence"),
+        (["rollout.engine=vllm", "rollout.kv_cache_tokens=800"], "vLLM demands room for the whole context"),
+        (["data.source=an/odd/name.txt"], "no such file or directory"),
+        (["data.source='not a name'"], "neither a path that is there nor the name of a hub dataset"),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_what_would_end_a_run_is_refused_before_it(inspect, overrides, message):
+    assert message in refused(inspect, *overrides)
+
+
+def test_what_would_end_a_run_of_a_local_file_is_refused_before_it(inspect, places):
+    (places / "empty.jsonl").write_text("")
+    assert "is an empty file" in refused(inspect, f"data.source={places}/empty.jsonl")
+    file = f"data.source={places}/file.jsonl"
+    assert "data.split = \"test\": a single file has only" in refused(inspect, file, "data.split=test")
+    assert "data.subset = \"main\": only hub datasets" in refused(inspect, file, "data.subset=main")
+
+
+def test_the_kv_page_is_the_kernels():
+    from qarl_kernels.attention import PAGE
+
+    from qarl.config.limits import KV_PAGE
+
+    assert KV_PAGE == PAGE
+
+
+def test_more_threads_than_the_machine_starts_are_refused(inspect, monkeypatch):
+    import resource
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 100))
+    assert "this machine allows 100 threads in all" in refused(inspect, "train.threads=64")
+    inspect("train.threads=8")

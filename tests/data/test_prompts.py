@@ -199,3 +199,16 @@ def test_two_system_messages_are_refused(tokenizer, source):
 def test_conversation_the_template_refuses_names_the_row(tokenizer, source):
     with fails(r"row 0: the model's chat template refuses the prompt: unknown role tool"):
         build(tokenizer, source=source({"prompt": [{"role": "tool", "content": "u"}]}))
+
+
+def test_a_token_that_the_model_lacks_is_refused_by_row(tiny_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.add_tokens(["<extra>"])
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "plain"}\n{"prompt": "with <extra>"}\n')
+    config = DataConfig(source=str(path), chat_template=False)
+    assert len(build_prompts(config, tokenizer, 100, 1, vocabulary=260)[0]) == 2
+    with pytest.raises(UserError, match=r"data: row 1: holds '<extra>', a token that the model lacks"):
+        build_prompts(config, tokenizer, 100, 1, vocabulary=259)

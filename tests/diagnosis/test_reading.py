@@ -44,7 +44,8 @@ def test_bit_for_bit_is_said():
 
 def test_the_failing_run_of_the_trl_study_is_phantom_clipping():
     findings = read(HEALTHY | FAILING | {"deployed/efficiency": 0.013})
-    assert findings[0].level == "problem" and "13.5% of the tokens are clipped because of precision" in findings[0].text
+    assert findings[0].level == "problem"
+    assert "13.5% of the tokens are outside the clip bounds because of precision" in findings[0].text
     assert findings[0].evidence["precision/phantom_frac"] == 0.135
     text = "\n".join(finding.text for finding in findings if finding.level == "watch")
     assert "mostly precision" in text and "hardly improved what is served: 1.3%" in text
@@ -58,11 +59,13 @@ def test_the_failing_run_of_the_trl_study_is_phantom_clipping():
     ({"mismatch__tail_abs_mean": 0.4}, "watch", "objective.dvp_rho"),
     ({"history__k3_last": 0.01}, "watch", "K3 between learner and sampler grew"),
     ({"policy__contribution_train_pos": 0.02}, "watch", "two signs unevenly"),
-    ({"precision__phantom_frac": 0.01}, "watch", "1.0% of the tokens are clipped by precision alone"),
+    ({"precision__phantom_frac": 0.01}, "watch", "1.0% of the tokens are outside the clip bounds by precision alone"),
     ({"precision__clipped_frac": 0.4}, "watch", "lower optim.lr"),
     ({"mismatch__outside_frac": 0.05}, "watch", "5.0% of the tokens are outside"),
     ({"gradients__cos_total": 0.55, "gradients__score_rel": 1.0}, "problem", "through the score"),
     ({"gradients__cos_total": 0.9, "gradients__ratio_rel": 0.4}, "watch", "through the ratio"),
+    ({"gradients__cos_clipped": 0.55, "gradients__clip_rel": 0.7, "gradients__clipped_rel": 0.9}, "problem",
+     "What precision alone clips turns the gradient"),
     ({"deployed__efficiency": -0.02}, "watch", "hardly improved what is served: -2.0%"),
     ({"deployed__delta_abs_mean": 0.0, "deployed__efficiency": None}, "watch", "changed nothing that is served"),
     ({"error_tokens__frac": 0.04, "error_tokens__negative_frac": 0.07}, "problem", "objective.name: tbpo"),

@@ -8,7 +8,7 @@ from qarl.diagnostics.gradients import gradient_metrics
 
 def vectors(seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(4)]
+    return [torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(6)]
 
 
 def gram(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -21,9 +21,9 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_matches_the_vectors_themselves():
-    a, b, c, d = vectors()
+    a, b, c, d, e, f = vectors()
     ratio, score = c - a, b - a
-    assert gradient_metrics(gram([a, b, c, d])) == pytest.approx(
+    four = pytest.approx(
         {
             "gradients/ratio_rel": float(ratio.norm() / a.norm()),
             "gradients/score_rel": float(score.norm() / a.norm()),
@@ -36,6 +36,25 @@ def test_matches_the_vectors_themselves():
         },
         rel=1e-12,
     )
+    assert gradient_metrics(gram([a, b, c, d])) == four
+    metrics = gradient_metrics(gram([a, b, c, d, e, f]))
+    clipping = {name: metrics.pop(f"gradients/{name}") for name in ("clip_rel", "clipped_rel", "cos_clipped")}
+    assert metrics == four
+    assert clipping == pytest.approx(
+        {
+            "clip_rel": float((e - f).norm() / a.norm()),
+            "clipped_rel": float((e - a).norm() / a.norm()),
+            "cos_clipped": cosine(e, a),
+        },
+        rel=1e-12,
+    )
+
+
+def test_a_gradient_that_is_clipped_away_has_no_cosine():
+    a = vectors()[0]
+    metrics = gradient_metrics(gram([a, a, a, a, 0 * a, a]))
+    assert metrics["gradients/clip_rel"] == metrics["gradients/clipped_rel"] == pytest.approx(1.0)
+    assert "gradients/cos_clipped" not in metrics
 
 
 def test_without_a_precision_gap_all_four_are_one_gradient():
@@ -63,7 +82,7 @@ def test_small_errors_are_seen_down_to_a_millionth():
 
 def test_a_zero_gradient_has_no_relative_errors_and_nan_stays_nan():
     assert gradient_metrics(torch.zeros(4, 4, dtype=torch.float64)) == {}
-    broken = gram(vectors())
+    broken = gram(vectors()[:4])
     broken[3, :] = broken[:, 3] = math.nan
     metrics = gradient_metrics(broken)
     assert math.isnan(metrics["gradients/total_rel"]) and math.isnan(metrics["gradients/cos_total"])

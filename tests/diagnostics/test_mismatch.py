@@ -42,7 +42,19 @@ def transcription(old: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
         "mismatch/chi2_token": math.fsum(math.exp(2 * d) for d in deltas) / n - 1,
         "mismatch/chi2_seq": math.fsum(math.exp(2 * s) for s in sums) / len(sums) - 1,
         "mismatch/clamped_frac": 0.0,
+        "mismatch/k3_inside": math.fsum(math.exp(d) - 1 - d for d in deltas) / n,
+        "mismatch/optimal_cap_token": math.sqrt(2 * math.fsum(math.exp(2 * d) for d in deltas) / n),
+        "mismatch/optimal_cap_seq": math.sqrt(2 * math.fsum(math.exp(2 * s) for s in sums) / len(sums)),
+        "mismatch/tv": math.fsum(abs(1 - math.exp(d)) for d in deltas) / n / 2,
+        "mismatch/tv_seq": math.fsum(abs(1 - math.exp(s)) for s in sums) / len(sums) / 2,
+        **signed_means(deltas, sampler.double().exp().tolist()),
     }
+
+
+def signed_means(deltas: list[float], probabilities: list[float]) -> dict[str, float]:
+    pairs = list(zip(deltas, probabilities, strict=True))
+    parts = {"tail": [d for d, p in pairs if p < 0.1], "head": [d for d, p in pairs if p >= 0.9]}
+    return {f"mismatch/{name}_delta_mean": statistics.fmean(part) for name, part in parts.items() if part}
 
 
 @pytest.mark.parametrize("spread", [0.001, 0.3, 1.0])
@@ -68,6 +80,8 @@ def test_equal_log_probs_are_exactly_no_mismatch():
     finite = math.exp(sum(logp[[0, 1, 3]].double().neg().tolist()) / 3)
     for side in ("learner", "sampler"):
         assert metrics.pop(f"mismatch/ppl_{side}") == pytest.approx(finite, rel=1e-12)
+    for level in ("token", "seq"):
+        assert metrics.pop(f"mismatch/optimal_cap_{level}") == math.sqrt(2.0)
     assert set(metrics.values()) == {0.0}
     assert all(math.copysign(1.0, value) == 1.0 for value in metrics.values())  # no -0.0 in the log
 
@@ -107,6 +121,7 @@ def test_small_mismatches_keep_their_digits():
 def test_a_batch_without_tokens_has_no_mismatch():
     metrics = mismatch_metrics(torch.zeros(0), torch.zeros(0), Segments.from_lengths([0]))
     assert {metrics.pop(f"mismatch/ppl_{which}") for which in ("ratio", "learner", "sampler")} == {1.0}
+    assert {metrics.pop(f"mismatch/optimal_cap_{which}") for which in ("token", "seq")} == {math.sqrt(2.0)}
     assert set(metrics.values()) == {0.0}
 
 
@@ -151,3 +166,49 @@ def test_probabilities_of_0_and_1_are_in_the_outer_tenths_and_an_empty_one_has_n
     assert [row["count"] for row in rows] == [1, *[0] * 8, 1]
     assert rows[0]["delta_abs_mean"] == 20.0 and rows[9]["delta_abs_mean"] == 0.5
     assert rows[5]["delta_abs_mean"] is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_total_variation_is_estimated_from_what_the_sampler_draws(seed):
+    """Against the distance itself, sum |b - o| / 2, of two distributions over 50 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(50, generator=generator, dtype=torch.float64)
+    sampler = logits.log_softmax(0)
+    learner = (logits + 0.3 * torch.randn(50, generator=generator, dtype=torch.float64)).log_softmax(0)
+    exact = float((sampler.exp() - learner.exp()).abs().sum() / 2)
+    drawn = torch.multinomial(sampler.exp(), 40000, replacement=True, generator=generator)
+    metrics = mismatch_metrics(learner[drawn], sampler[drawn], Segments.from_lengths([1] * 40000))
+    spread = float((1 - (learner - sampler).exp()).abs()[drawn].std() / 2) / 200  # of the mean of 40,000
+    assert abs(metrics["mismatch/tv"] - exact) < 4 * spread
+    assert metrics["mismatch/tv_seq"] == pytest.approx(metrics["mismatch/tv"], rel=1e-12)  # responses of one token
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_deciles_have_the_signed_bias_of_the_tokens_inside_both_distributions(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sampler = torch.rand(200, generator=generator, dtype=torch.float64).log()
+    old = sampler + 0.2 * torch.randn(200, generator=generator, dtype=torch.float64)
+    old[torch.rand(200, generator=generator) < 0.1] = -math.inf
+    rows = probability_deciles(old, sampler)
+    for i, row in enumerate(rows):
+        members = [(o, b) for o, b in zip(old.tolist(), sampler.tolist(), strict=True)
+                   if min(int(math.exp(b) * 10), 9) == i]  # fmt: skip
+        finite = [o - b for o, b in members if math.isfinite(o)]
+        assert row["count"] == len(members)
+        assert row["delta_mean"] == (pytest.approx(statistics.fmean(finite), rel=1e-9) if finite else None)
+
+
+def test_what_a_noisy_sampler_draws_it_overrates_in_the_tail():
+    """DVP, proposition 4.3: logits with noise, tokens drawn from the noisy ones; the learner's log-probs are lower."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn(20000, 50, generator=generator, dtype=torch.float64)
+    learner = logits.log_softmax(1)
+    sampler = (logits + 0.6 * torch.randn(20000, 50, generator=generator, dtype=torch.float64)).log_softmax(1)
+    drawn = torch.multinomial(sampler.exp(), 1, generator=generator)
+    metrics = mismatch_metrics(
+        learner.gather(1, drawn)[:, 0], sampler.gather(1, drawn)[:, 0], Segments.from_lengths([1] * 20000)
+    )
+    tokens = int((sampler.gather(1, drawn).exp() < 0.1).sum())
+    error = 0.6 / math.sqrt(tokens)  # of a mean of deltas that spread by about the noise
+    assert metrics["mismatch/tail_delta_mean"] < -5 * error
+    assert metrics["mismatch/tail_delta_mean"] < metrics["mismatch/head_delta_mean"]

@@ -1,4 +1,5 @@
 import math
+import random
 import statistics
 
 import pytest
@@ -30,7 +31,8 @@ def correlation(x: list[float], y: list[float]) -> float:
 def test_matches_the_formulas():
     logp, shadow, sampler = sample(beta=0.6)
     segments = Segments.from_lengths(LENGTHS)
-    got = precision_metrics(logp, shadow, sampler, logp - sampler, ADVANTAGES, segments, BAND)
+    ends = torch.arange(sum(LENGTHS)) % 5 == 3
+    got = precision_metrics(logp, shadow, sampler, logp - sampler, ADVANTAGES, segments, BAND, ends)
     l, q, b = (x.double().tolist() for x in (logp, shadow, sampler))  # noqa: E741
     advantage = [a for a, n in zip(ADVANTAGES.tolist(), LENGTHS, strict=True) for _ in range(n)]
     alpha = [y - z for y, z in zip(q, b, strict=True)]
@@ -40,8 +42,20 @@ def test_matches_the_formulas():
     def outside(exponent: float, a: float) -> bool:
         return (a > 0 and math.exp(exponent) > 1.2) or (a < 0 and math.exp(exponent) < 0.8)
 
-    legitimate = [outside(x, a) for x, a in zip(alpha, advantage, strict=True)]
-    clipped = [outside(x + y, a) for x, y, a in zip(alpha, beta, advantage, strict=True)]
+    def beyond(exponent: float) -> bool:
+        return not 0.8 <= math.exp(exponent) <= 1.2
+
+    phantom = [beyond(x + y) and not beyond(x) for x, y in zip(alpha, beta, strict=True)]
+    lost = [p and outside(x + y, a) for p, x, y, a in zip(phantom, alpha, beta, advantage, strict=True)]
+    parts = {}
+    for name, wanted in (("eos", True), ("rest", False)):
+        rows = [(x, y, p) for x, y, p, end in zip(alpha, beta, phantom, ends.tolist(), strict=True) if end == wanted]
+        parts |= {
+            f"precision/{name}_alpha_abs_mean": statistics.fmean(abs(x) for x, _, _ in rows),
+            f"precision/{name}_beta_abs_mean": statistics.fmean(abs(y) for _, y, _ in rows),
+            f"precision/{name}_beta_mean": statistics.fmean(y for _, y, _ in rows),
+            f"precision/{name}_phantom_frac": statistics.fmean(p for _, _, p in rows),
+        }
     assert got == pytest.approx(
         {
             "precision/alpha_abs_mean": math.fsum(map(abs, alpha)) / n,
@@ -53,13 +67,77 @@ def test_matches_the_formulas():
             "precision/beta_advantage_corr": correlation(beta, advantage),
             "precision/ratio_off_10_frac": sum(abs(math.exp(x) - 1) > 0.1 for x in beta) / n,
             "precision/ratio_off_50_frac": sum(abs(math.exp(x) - 1) > 0.5 for x in beta) / n,
-            "precision/clipped_frac": sum(legitimate) / n,
-            "precision/phantom_frac": sum(c and not x for c, x in zip(clipped, legitimate, strict=True)) / n,
+            "precision/beta_advantage_mean": math.fsum(y * a for y, a in zip(beta, advantage, strict=True)) / n,
+            "precision/clipped_frac": sum(map(beyond, alpha)) / n,
+            "precision/clipped_lost_frac": sum(outside(x, a) for x, a in zip(alpha, advantage, strict=True)) / n,
+            "precision/phantom_frac": sum(phantom) / n,
+            "precision/phantom_lost_frac": sum(lost) / n,
             "precision/outside_frac": 0.0,
+            "precision/eos_frac": sum(ends.tolist()) / n,
+            **parts,
         },
         rel=1e-12,
     )
-    assert got["precision/phantom_frac"] > 0  # the sample has some
+    assert 0 < got["precision/phantom_lost_frac"] < got["precision/phantom_frac"]  # the sample has both kinds
+    assert 0 < got["precision/clipped_lost_frac"] < got["precision/clipped_frac"]
+
+
+def normal_above(bound: float) -> float:
+    return math.erfc(bound / math.sqrt(2)) / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_study_s_distribution_of_beta_gives_the_study_s_count_and_half_of_it_loses_its_gradient(seed):
+    """TRL study, section 10.3: beta ~ N(-0.01, 0.15), alpha = 0, epsilon 0.2: about 18 %, and 9 % without gradient."""
+    n = 400_000
+    generator = torch.Generator().manual_seed(seed)
+    beta = -0.01 + 0.15 * torch.randn(n, generator=generator, dtype=torch.float64)
+    sampler = torch.full((n,), -1.0, dtype=torch.float64)
+    signs = torch.where(torch.rand(n // 4, generator=generator) < 0.5, 1.0, -1.0).double()
+    segments = Segments.from_lengths([4] * (n // 4))
+    got = precision_metrics(sampler + beta, sampler, sampler, beta, signs, segments, BAND)
+    above = normal_above((math.log(1.2) + 0.01) / 0.15)
+    below = normal_above((-0.01 - math.log(0.8)) / 0.15)
+    assert above + below == pytest.approx(0.1776, abs=5e-5)
+    error = 4 * math.sqrt(0.18 / n)  # of a share of 18 % in n draws
+    assert got["precision/phantom_frac"] == pytest.approx(above + below, abs=error)
+    assert got["precision/phantom_lost_frac"] == pytest.approx((above + below) / 2, abs=error)
+    assert got["precision/clipped_frac"] == got["precision/clipped_lost_frac"] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_every_count_is_that_of_a_loop_over_tokens(seed, level):
+    draw = random.Random(f"{level}-{seed}")
+    lengths = [draw.randrange(4) for _ in range(12)]
+    high, low = 1 + draw.uniform(0.01, 0.4), 1 - draw.uniform(0.01, 0.4)
+    band = Band(level, high, low, draw.choice([math.inf, high + draw.uniform(0, 2)]))
+    n = sum(lengths)
+    logp, shadow, sampler = (torch.tensor([draw.gauss(-1, 0.3) for _ in range(n)]).double() for _ in range(3))
+    advantages = [draw.choice([-1.3, 0.0, 0.4, 2.0]) for _ in lengths]
+    log_ratio = draw.choice([logp - sampler, logp - shadow, torch.zeros(n).double()])
+    got = precision_metrics(
+        logp, shadow, sampler, log_ratio, torch.tensor(advantages).double(), Segments.from_lengths(lengths), band
+    )
+    counts = dict.fromkeys(["clipped", "clipped_lost", "phantom", "phantom_lost"], 0)
+    start = 0
+    for length, a in zip(lengths, advantages, strict=True):
+        rows = range(start, start + length)
+        start += length
+        for t in rows:
+            pick = rows if level == "sequence" else [t]
+            clean, full = (math.exp(sum(float(x[i]) for i in pick) / len(pick)) for x in (shadow - sampler, log_ratio))
+
+            def lost(r: float) -> bool:
+                return r > high if a > 0 else a < 0 and (r < low or r > band.neg_high)  # noqa: B023
+
+            phantom = not low <= full <= high and low <= clean <= high
+            counts["clipped"] += not low <= clean <= high
+            counts["clipped_lost"] += lost(clean)
+            counts["phantom"] += phantom
+            counts["phantom_lost"] += phantom and lost(full)
+    expected = {f"precision/{name}_frac": count / max(n, 1) for name, count in counts.items()}
+    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_aligned_learner_has_no_beta_no_phantom_clipping_and_no_ratio_of_the_two():
@@ -91,9 +169,10 @@ def test_a_sequence_band_clips_whole_responses_by_their_mean():
 def test_the_objectives_own_ratio_decides_what_is_clipped_not_alpha_plus_beta():
     logp, shadow, sampler = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0])
     one = Segments.from_lengths([1])
-    for log_ratio, phantom in ((1.0, 1.0), (0.0, 0.0)):
+    for log_ratio, phantom in ((1.0, 1.0), (-1.0, 1.0), (0.0, 0.0)):
         metrics = precision_metrics(logp, shadow, sampler, torch.tensor([log_ratio]), torch.ones(1), one, BAND)
         assert metrics["precision/phantom_frac"] == phantom
+        assert metrics["precision/phantom_lost_frac"] == float(log_ratio > 0)  # a rewarded token is clipped above alone
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -105,7 +184,7 @@ def test_a_token_outside_a_distribution_is_counted_and_changes_no_mean(which):
     with_it = precision_metrics(*columns, torch.zeros(3), advantages, Segments.from_lengths([3]), BAND)
     without = precision_metrics(*kept, torch.zeros(2), advantages, Segments.from_lengths([2]), BAND)
     assert with_it.pop("precision/outside_frac") == 1 / 3 and without.pop("precision/outside_frac") == 0.0
-    over_all = {"precision/clipped_frac", "precision/phantom_frac"}
+    over_all = {f"precision/{name}_frac" for name in ("clipped", "clipped_lost", "phantom", "phantom_lost")}
     assert {n: v for n, v in with_it.items() if n not in over_all} == {
         n: v for n, v in without.items() if n not in over_all
     }

@@ -36,12 +36,14 @@ def test_what_the_band_clips_is_marked_token_by_token():
     assert record["band"] == {"level": "token", "high": 1.05, "low": 0.9, "neg_high": None}
     assert record["tokens"]["outside"] == [True] * 3 + [False] * 3
     assert record["tokens"]["phantom"] == [True] * 3 + [False] * 3  # the shadow has not moved at all
+    assert record["tokens"]["phantom_either_side"] == [True] * 6
 
 
 def test_without_a_band_or_a_shadow_there_is_nothing_to_mark():
     record = diagnostics_record(1, {}, tokens(shadow=False), None, [], 100, 0)
     assert record["band"] is None and record["layers"] is None
     assert record["tokens"]["logp_shadow"] is record["tokens"]["outside"] is record["tokens"]["phantom"] is None
+    assert record["tokens"]["phantom_either_side"] is None
 
 
 def test_the_sample_is_of_seed_and_step_alone_and_keeps_the_order():

@@ -166,7 +166,7 @@ def test_a_reward_that_breaks_down_in_an_evaluation_loses_no_finished_step(evalu
     ("evaluation.max_response_length=600", "the context of 512 tokens; lower it"),
     ("evaluation.tasks=[{preset: gsm8k, path: nowhere.jsonl}]", "evaluation.tasks.0.path = \"nowhere.jsonl\": no such"),
     ("evaluation.tasks.0.reward=[{name: 'no.py:f'}]", "evaluation.tasks.0.reward.0.name = \"no.py:f\": no such file"),
-    ("evaluation.tasks.1.data.prompt_template='{question}'", "evaluation task long: data.prompt_template: there is no"),
+    ("evaluation.tasks.1.data.prompt_template='{question}'", "task:arithmetic has no column question"),
     ("rollout.kv_cache_tokens=100", "evaluation task short: 3 of 3 prompts"),
 ])  # fmt: skip
 def test_evaluations_that_cannot_be_are_refused_before_the_run_starts(evaluated, tmp_path, override, message):

@@ -108,6 +108,11 @@ def test_a_run_is_asked_as_it_was_trained(tiny_model, data, look, text):
         ({"top_p": 0.0, "temperature": 1.0}, "--top-p: 0.0 is no probability"),
         ({"temperature": -1.0}, "--temperature: -1.0 is no temperature"),
         ({"temperature": float("nan")}, "--temperature: nan is no temperature"),
+        ({"temperature": 1e300}, "--temperature: 1e\\+300 is no temperature"),
+        ({"seed": -1}, "--seed: -1 is no seed"),
+        ({"seed": 2**31}, "--seed: 2147483648 is no seed"),
+        ({"n": 10**8, "temperature": 1.0}, "--n: 100000000 is no number of samples"),
+        ({"max_new_tokens": 10**12}, "--max-new-tokens: 1000000000000 is no length"),
         ({"chat": False, "system": "be brief"}, "--system: is part of the chat template"),
         ({"max_new_tokens": 500}, "--prompt 1: its 24 tokens and 500 new ones exceed the context of 512"),
     ],
@@ -125,7 +130,7 @@ def test_chat_without_a_template_is_refused(tiny_model):
 def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ raise_exception('only in French') }}")
-    with pytest.raises(UserError, match="the chat template refuses the prompt: only in French; give --no-chat"):
+    with pytest.raises(UserError, match=r"the chat template refuses the prompt \(--no-chat .*only in French"):
         completions(model, ["hi"])
 
 
@@ -135,7 +140,8 @@ def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
         ([], None, "--prompt: there is none"),
         (["hi", "  "], None, "--prompt 2: is empty"),
         ([], b"\n", "is empty"),
-        ([], b"\xff", "is not UTF-8 text"),
+        ([], b"\xff", "not UTF-8 text"),
+        (["\udcff"], None, "--prompt 1: is not UTF-8 text"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, message):
@@ -147,7 +153,7 @@ def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, mes
 
 
 def test_a_missing_prompt_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--prompt-file: .*absent.txt: cannot be read \(No such file"):
+    with pytest.raises(UserError, match=r"--prompt-file: .*absent.txt: no such file"):
         gather_texts([], tmp_path / "absent.txt")
 
 

@@ -215,3 +215,20 @@ def test_a_cut_token_keeps_a_finite_log_prob() -> None:
     logits = torch.tensor([[10.0, 0.0]])
     logp = log_probs_of(logits, Truncation(top_k=1))
     assert math.isfinite(logp[0, 1]) and logp[0, 1] == pytest.approx(-CUT_LOGIT_GAP)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_the_retained_mass_is_the_probability_of_the_kept_tokens_before_truncation(truncation: Truncation) -> None:
+    hidden, weight, targets = _case()
+    retained: list[torch.Tensor] = []
+    plain = token_logprobs(hidden, None, weight, targets, truncation, 7)
+    watched = token_logprobs(hidden, None, weight, targets, truncation, 7, retained=retained)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    if not truncation.active:
+        assert retained == []
+        return
+    before = torch.softmax(hidden.double() @ weight.double().T / truncation.divisor, -1)
+    _, _, kept = _logprobs64(hidden.double(), weight.double(), targets, truncation)
+    expected = (before * kept).sum(-1)
+    torch.testing.assert_close(retained[0].double(), expected, rtol=2e-6, atol=0)  # float32 sums of a few hundred
+    assert retained[0].min() < 1.0

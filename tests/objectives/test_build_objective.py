@@ -290,6 +290,7 @@ INFINITE = math.inf
 )
 def test_the_band_is_that_of_the_options(options, band):
     assert build_objective(ObjectiveConfig(**options), NONE).band == band
+    assert ObjectiveConfig(**options).clips == (band is not None)
 
 
 BOUNDS = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}

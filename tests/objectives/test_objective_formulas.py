@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from ragged import random_batch
@@ -65,11 +67,32 @@ CORRECTIONS = [
             {"estimator": "ratio", "aggregate": "max", "lower": 0.45, "upper": 1.9, "signal": "rollout"},
         ],
     },
-]
+    # a mask of tokens beside a weight of the tokens, of the response, and alone
+    {"level": "token", "upper": 1.2, "reject": [
+        {"estimator": "ratio", "aggregate": "token", "lower": 0.8, "upper": 1.3},
+        {"estimator": "k3", "aggregate": "sum", "upper": 0.3},
+    ]},
+    {"level": "sequence", "upper": 1.5, "normalize": True, "reject": [
+        {"estimator": "k1", "aggregate": "token", "lower": -0.3, "upper": 0.3, "signal": "rollout"},
+    ]},
+    {"reject": [{"estimator": "k2", "aggregate": "token", "upper": 0.04}], "veto": 0.6},
+    {"level": "sequence", "mode": "raw"},
+    {"level": "token", "mode": "raw", "normalize": True},
+]  # fmt: skip
+POLICY_GRADIENT = [  # weights of learner now over sampler, for objectives without a ratio
+    {"level": "token", "upper": 1.2, "signal": "rollout"},
+    {"level": "sequence", "mode": "raw", "signal": "rollout"},
+    {"level": "sequence", "mode": "mask", "lower": 0.5, "upper": 1.8, "signal": "rollout", "normalize": True},
+    {"preset": "bypass_pg_is", "upper": 1.4},
+    {"preset": "bypass_pg_geo_rs_token_tis", "upper": 1.1, "reject": [
+        {"estimator": "ratio", "aggregate": "mean", "lower": 0.9, "upper": 1.15, "signal": "rollout"},
+    ]},
+]  # fmt: skip
 
 
 def correction_config(options: dict) -> CorrectionConfig:
-    return CorrectionConfig(**options | {"reject": [RejectRule(**rule) for rule in options.get("reject", [])]})
+    rules = {"reject": [RejectRule(**rule) for rule in options["reject"]]} if "reject" in options else {}
+    return CorrectionConfig(**options | rules)
 
 
 def identity(options: dict) -> str:
@@ -80,6 +103,10 @@ CASES = [pytest.param(options, {}, id=identity(options)) for options in objectiv
     pytest.param({"name": name}, options, id=f"{name}-correction{i}")
     for name in ("grpo", "rloo")
     for i, options in enumerate(CORRECTIONS)
+] + [
+    pytest.param({"name": name}, options, id=f"{name}-policy-gradient{i}")
+    for name in ("reinforce", "rloo", "on_policy")
+    for i, options in enumerate(POLICY_GRADIENT)
 ]
 
 
@@ -134,6 +161,18 @@ def test_the_weights_are_those_of_the_formula_before_normalization(options):
     expected = [x for row in correction(ObjectiveConfig(name="grpo"), cfg, responses_of(batch)) for x in row]
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
     assert int((weights != 1).sum()) > 0  # it corrects something
+
+
+def test_a_weight_of_learner_now_over_sampler_is_the_bypass_policy_gradient():
+    """min(prod_t l/b, C) A grad l, summed over the response, in a loop (verl's bypass mode with REINFORCE)."""
+    batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
+    cfg = correction_config({"preset": "bypass_pg_is", "upper": 1.4})
+    computed(ObjectiveConfig(name="reinforce"), cfg, batch).backward()
+    expected = []
+    for l, _, b, a in batch.responses():  # noqa: E741
+        weight = min(math.exp(math.fsum(x - y for x, y in zip(l, b, strict=True))), 1.4)
+        expected += [-weight * a / len(LENGTHS)] * len(l)
+    assert batch.logp.grad.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("options", [CORRECTIONS[1], CORRECTIONS[2]], ids=["token", "sequence"])

@@ -28,8 +28,25 @@ def exp(x: float) -> float:
     return math.exp(max(-20.0, min(20.0, x)))
 
 
+def difference(u: float, v: float) -> float:
+    """u - v; an infinite one is far beyond every bound, two equal infinities are no difference."""
+    return 0.0 if u == v else max(-1e12, min(1e12, u - v))
+
+
 def differences(x: Row, y: Row) -> Row:
-    return [u - v for u, v in zip(x, y, strict=True)]
+    return [difference(u, v) for u, v in zip(x, y, strict=True)]
+
+
+def outside(cfg: Any, r: Response, frozen: Row) -> list[bool]:
+    """Tokens that the learner's set does not hold: their ratio is 0."""
+    by_shadow = cfg.ratio == "shadow"
+    columns = zip(frozen, r.o, r.q, strict=True)
+    return [l == -math.inf or o == -math.inf or (by_shadow and q == -math.inf) for l, o, q in columns]  # noqa: E741
+
+
+def mean_inside(x: Row, out: list[bool]) -> float:
+    """Over all tokens, those outside as 0."""
+    return math.fsum(v for v, gone in zip(x, out, strict=True) if not gone) / len(x)
 
 
 def mean(x: Row) -> float:
@@ -42,7 +59,7 @@ def token_ratios(kind: str, r: Response, frozen: Row) -> Row:
     if kind == "rollout":
         return [exp(x) for x in differences(r.l, r.b)]
     if kind == "shadow":
-        return [exp(q - b) * math.exp(x - f) for q, b, x, f in zip(r.q, r.b, r.l, frozen, strict=True)]
+        return [exp(x) * math.exp(y) for x, y in zip(differences(r.q, r.b), differences(r.l, frozen), strict=True)]
     return [math.exp(x) for x in differences(r.l, frozen)]
 
 
@@ -63,8 +80,15 @@ def sequence_value(ratio: float, a: float, name: str, cfg: Any) -> tuple[float, 
     return value, value != ratio * a
 
 
-def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0) -> Row:
+def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0, pruning: str = "token") -> Row:
     """What each token of a response is worth before correction and penalties. cfg: an ObjectiveConfig."""
+    out = outside(cfg, r, frozen)
+    if pruning == "response" and any(out):
+        return [0.0] * len(out)
+    return [0.0 if gone else x for x, gone in zip(unpruned_values(cfg, r, frozen, center), out, strict=True)]
+
+
+def unpruned_values(cfg: Any, r: Response, frozen: Row, center: float) -> Row:
     if cfg.name in ("reinforce", "rloo"):
         return [r.a * x for x in r.l]
     if cfg.name == "on_policy":
@@ -72,7 +96,7 @@ def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0) -> Row:
     if cfg.name in ("gspo", "mis_gspo", "tbpo"):
         at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
         tokens = token_ratios(cfg.ratio or "train", at, frozen)
-        s = exp(mean([math.log(x) for x in tokens])) if tokens else 1.0
+        s = exp(mean_inside([math.log(x) for x in tokens], outside(cfg, r, frozen))) if tokens else 1.0
         value, constant = sequence_value(s, r.a, cfg.name, cfg)
         return [value if constant else r.a * s * math.exp(x) for x in differences(r.l, frozen)]
 
@@ -84,12 +108,19 @@ def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0) -> Row:
         return [0.0] * len(ratios)
     low, high = (0.0, 11.0) if cfg.loss == "no_clip" else (1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)
     if cfg.loss in ("detach", "detach_center"):
-        return [(w - center) * x for w, x in zip(weights_w(cfg, r, frozen), r.l, strict=True)]
+        return [(w - center) * x for w, x in zip(unpruned_w(cfg, r, frozen), r.l, strict=True)]
     return [ppo(x, r.a, low, high, cfg.clip_ratio_c) for x in ratios]
 
 
-def weights_w(cfg: Any, r: Response, frozen: Row) -> Row:
-    """W of detach, from the log-probs at the point of differentiation."""
+def weights_w(cfg: Any, r: Response, frozen: Row, pruning: str = "token") -> Row:
+    """W of detach, from the log-probs at the point of differentiation; 0 for what is pruned."""
+    out = outside(cfg, r, frozen)
+    if pruning == "response" and any(out):
+        return [0.0] * len(out)
+    return [0.0 if gone else w for w, gone in zip(unpruned_w(cfg, r, frozen), out, strict=True)]
+
+
+def unpruned_w(cfg: Any, r: Response, frozen: Row) -> Row:
     if cfg.name == "positive_only" and r.a < 0:
         return [0.0] * len(frozen)
     at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
@@ -106,7 +137,7 @@ def passes(rule: Any, r: Response) -> bool:
     x = differences(r.o if rule.signal == "corr" else r.l, r.b)
     lower = -math.inf if rule.lower is None else rule.lower
     upper = math.inf if rule.upper is None else rule.upper
-    if not x:
+    if not x or rule.aggregate == "token":
         return True
     if rule.estimator == "ratio":
         if rule.aggregate == "max":
@@ -116,56 +147,88 @@ def passes(rule: Any, r: Response) -> bool:
     return lower <= {"sum": math.fsum, "mean": mean, "max": max}[rule.aggregate](each) <= upper
 
 
-def importance(cfg: Any, r: Response) -> Row:
+def token_passes(rule: Any, learner: float, sampler: float) -> bool:
+    """Of a rule that drops single tokens."""
+    x = difference(learner, sampler)
+    score = exp(x) if rule.estimator == "ratio" else k(rule.estimator, max(-20.0, min(20.0, x)))
+    lower = -math.inf if rule.lower is None else rule.lower
+    return lower <= score <= (math.inf if rule.upper is None else rule.upper)
+
+
+def importance(cfg: Any, r: Response, out: list[bool], pruning: str) -> Row:
     """The weights of a CorrectionConfig, without rules and veto."""
-    delta = differences(r.o, r.b)
+    learner = r.l if cfg.signal == "rollout" else r.o
+    delta = [0.0 if gone else d for d, gone in zip(differences(learner, r.b), out, strict=True)]
     if cfg.level == "none":
         return [1.0] * len(delta)
+    if any(out) and pruning == "response":
+        return [0.0] * len(delta)
     exponents = {
-        "token": delta,
+        "token": [-math.inf if gone else d for d, gone in zip(delta, out, strict=True)],
         "sequence": [math.fsum(delta)] * len(delta),
         "geometric": [math.fsum(delta) / max(len(delta), 1)] * len(delta),
     }[cfg.level]
+    if cfg.level == "token":
+        return [0.0 if gone else x for x, gone in zip(bounded(cfg, exponents), out, strict=True)]
+    return bounded(cfg, exponents)
+
+
+def bounded(cfg: Any, exponents: Row) -> Row:
+    if cfg.mode == "raw":
+        return [exp(x) for x in exponents]
     low = -math.inf if cfg.lower is None else cfg.lower
     if cfg.mode == "truncate":
         return [max(low, min(cfg.upper, exp(x))) for x in exponents]
     return [exp(x) if low <= exp(x) <= cfg.upper else 0.0 for x in exponents]
 
 
-def correction(objective: Any, cfg: Any, responses: list[Response]) -> list[Row]:
+def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str = "token") -> list[Row]:
     """The final weight of each token of each response; `responses` at the point of differentiation."""
-    rows = [importance(cfg, r) for r in responses]
+    outs = [outside(objective, r, r.l) for r in responses]
+    rows = [importance(cfg, r, out, pruning) for r, out in zip(responses, outs, strict=True)]
     if objective.name == "tbpo":
         cap = objective.seq_tis_imp_ratio_cap
-        rows = [[max(1 / cap, min(cap, exp(mean(differences(r.o, r.b)))))] * len(r.o) if r.o else [] for r in responses]
+        rows = [
+            [0.0 if pruning == "response" and any(out) else
+             max(1 / cap, min(cap, exp(mean_inside(differences(r.o, r.b), out))))] * len(r.o) if r.o else []
+            for r, out in zip(responses, outs, strict=True)
+        ]  # fmt: skip
     if cfg.normalize:
         per_unit = [x for row in rows for x in row] if cfg.level == "token" else [row[0] for row in rows if row]
-        rows = [[x / mean(per_unit) for x in row] for row in rows]
+        rows = [[x / (mean(per_unit) or 1.0) for x in row] for row in rows]
     out = []
     for r, row in zip(responses, rows, strict=True):
         keep = all(passes(rule, r) for rule in cfg.reject or [])
         keep &= cfg.veto is None or all(exp(d) >= cfg.veto for d in differences(r.o, r.b))
         if objective.name == "mis_gspo" and r.o:
             keep &= objective.mis_ratio_low <= exp(mean(differences(r.o, r.b))) <= objective.mis_ratio_high
-        out.append([x if keep else 0.0 for x in row])
+        learner = {"corr": r.o, "rollout": r.l}
+        single = [rule for rule in cfg.reject or [] if rule.aggregate == "token"]
+        out.append([
+            x if keep and all(token_passes(rule, learner[rule.signal][i], r.b[i]) for rule in single) else 0.0
+            for i, x in enumerate(row)
+        ])  # fmt: skip
     return out
 
 
-def loss(objective: Any, cfg: Any, responses: list[Response], frozen: list[Row], max_tokens: int) -> float:
-    """The loss of a minibatch. frozen: the log-probs of each response at the point of differentiation."""
+def loss(
+    objective: Any, cfg: Any, responses: list[Response], frozen: list[Row], max_tokens: int, pruning: str = "token"
+) -> float:
+    """The loss of a minibatch. frozen: the log-probs of each response at the point of differentiation. pruning: what a
+    token outside takes with it."""
     still = [
         Response(f, r.o, r.b, r.q, r.ref, r.h, r.a) for f, r in zip(frozen, responses, strict=True)
     ]  # fmt: skip
-    weights = correction(objective, cfg, still)
+    weights = correction(objective, cfg, still, pruning)
     center = 0.0
     if objective.loss == "detach_center":
-        center = mean([w for f, r in zip(frozen, responses, strict=True) for w in weights_w(objective, r, f)])
+        center = mean([w for f, r in zip(frozen, responses, strict=True) for w in weights_w(objective, r, f, pruning)])
     tokens = sum(len(r.l) for r in responses)
     total = 0.0
     for r, f, w in zip(responses, frozen, weights, strict=True):
-        worth = [v * x for v, x in zip(values(objective, r, f, center), w, strict=True)]
+        worth = [v * x for v, x in zip(values(objective, r, f, center, pruning), w, strict=True)]
         for i in range(len(worth)):
-            if objective.kl_coef:
+            if objective.kl_coef and math.isfinite(r.ref[i]) and math.isfinite(f[i]):
                 worth[i] -= objective.kl_coef * k(objective.kl_estimator, r.ref[i] - r.l[i])
             worth[i] += objective.entropy_coef * r.h[i]
         if not worth:

@@ -28,9 +28,12 @@ CONTRAST = """element => {
 }"""
 
 
+NAME = HOSTILE.replace("\ud800 ", "")  # of a metric: a configuration gives none with a lone surrogate
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [step(i, **{f"reward/{HOSTILE}_mean": 0.1 * i, "reward/b_mean": 0.2, HOSTILE: i}) for i in range(1, 5)]
+    rows = [step(i, **{f"reward/{NAME}_mean": 0.1 * i, "reward/b_mean": 0.2, NAME: i}) for i in range(1, 5)]
     completion = HOSTILE + "W" * 3000
     run = make_run(tmp_path_factory.mktemp("run") / "a", rows, completion=completion)
     example = {"text": HOSTILE, "before": HOSTILE, "after": "W" * 300, "kind": "garbled", "advantage": -1.0}
@@ -57,7 +60,7 @@ def test_hostile_text_stands_there_and_does_nothing(opened):
     assert page.title() == "Run a"
     assert page.locator(".completion:not(.excerpt) pre").nth(1).inner_text().startswith(HOSTILE_SHOWN)
     assert page.locator(".excerpt pre mark").inner_text() == HOSTILE_SHOWN
-    assert HOSTILE_SHOWN in page.locator(".legend li").all_inner_texts()
+    assert HOSTILE_SHOWN.replace("\\ud800 ", "") in page.locator(".legend li").all_inner_texts()
 
 
 def test_nothing_is_cut_off_or_scrolls_sideways(opened):

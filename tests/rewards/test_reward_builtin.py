@@ -199,7 +199,7 @@ def test_reasoning_gym_scores_with_the_options_of_the_task():
         (regex, {"pattern": "a", "group": 1}, "group 1 is not in the pattern"),
         (regex, {"pattern": "(a)", "group": 1, "column": "gold"}, "no data column `gold`"),
         (format, {"pattern": "["}, "is not a regular expression"),
-        (length, {"unit": "tokens"}, "unit must be chars or words, got 'tokens'"),
+        (length, {"unit": "lines"}, "unit must be chars, words or tokens, got 'lines'"),
         (length, {"target": 5, "max": 5}, "target or max, not both"),
         (length, {"max": 0}, "max must be positive, got 0"),
     ],

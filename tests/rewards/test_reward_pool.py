@@ -285,7 +285,8 @@ from qarl.rewards import RewardPool
 # No `if __name__ == "__main__"`: a worker that imported this file would start workers of its own.
 functions = [Namespace(name=sys.argv[1] + ":pids", weight=1.0, options={}),
              Namespace(name=sys.argv[1] + ":orders", weight=1.0, options={})]
-pool = RewardPool(Namespace(functions=functions, workers=1, timeout_s=600.0, max_failed_frac=1.0))
+pool = RewardPool(Namespace(functions=functions, workers=1, timeout_s=600.0, max_failed_frac=1.0,
+                            memory_gib=None))
 print(int(pool.score(["0"], ["p"], {}).by_function["pids"][0]), flush=True)
 pool.score(["hold the GIL"], ["p"], {})
 """

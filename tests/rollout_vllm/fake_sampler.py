@@ -11,9 +11,11 @@ import faulthandler
 import gc
 import math
 import os
+import pickle
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +33,7 @@ from qarl.publish.delta import Patch, apply_patch
 from qarl.publish.verify import Fingerprint, PublishError, fingerprints, verify
 from qarl.rollout.vllm import process, worker
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+from qarl.rollout.vllm.wire import HEADER, MAGIC
 
 VOCABULARY = 259
 EVEN = -math.log(VOCABULARY)
@@ -89,6 +92,17 @@ class FakeHost:
     def wake(self) -> None:
         pass
 
+    def _write_rubbish(self, name: str) -> None:
+        """`NAME` is written and nothing after it; `NAME/N` the first N bytes, `NAME/N/exit` and then it is gone."""
+        name, *cut = name.split("/")
+        data = rubbish()[name] if name in rubbish() else HEADER.pack(MAGIC, 1000, 0) + b'["done'
+        with socket.socket(fileno=os.dup(int(sys.argv[1]))) as connection:
+            connection.setblocking(True)
+            connection.sendall(data[: int(cut[0])] if cut else data)
+        if cut[1:] == ["exit"]:
+            os._exit(3)
+        time.sleep(600)
+
     def _trouble(self, operation: str) -> None:
         lines = self._troubles.read_text().splitlines()
         if not lines or lines[0].split()[0] != operation:
@@ -114,10 +128,38 @@ class FakeHost:
             case "noise":
                 os.write(1, b"noise from a library\n")
                 os.write(2, b"and on the other stream\n")
+            case "rubbish":
+                self._write_rubbish(lines[0].split()[2])
             case "lie":
                 self._offset = 1.0  # the canary's log-probs are off by it until the next publish
             case other:
                 raise AssertionError(f"no trouble {other!r}")
+
+
+def rubbish() -> dict[str, bytes]:
+    """What a sampler that has lost its mind writes, by name; some of it is the start of a message."""
+    noise = random.Random(14).randbytes(4096)
+    frame = lambda text: HEADER.pack(MAGIC, len(text), 0) + text  # noqa: E731
+    return {
+        "noise": noise,
+        "text": b"Traceback (most recent call last):\n",
+        "pickle": pickle.dumps(("done", [])),
+        "absurd-json": HEADER.pack(MAGIC, 2**32 - 1, 0),
+        "absurd-data": HEADER.pack(MAGIC, 10, 2**64 - 1) + b'["done",0]',
+        "more-than-asked": HEADER.pack(MAGIC, 10, 1 << 30) + b'["done",0]',
+        "no-json": frame(noise),
+        "no-message": frame(b'{"done": 1}'),
+        "deep": frame(b"[" * 100_000),
+        "long-number": frame(b'["done",' + b"9" * 10_000 + b"]"),
+        "unknown": frame(b'["\\u001b[31mevil",null]'),
+        "nothing-drawn": frame(b'["done",null]'),
+        "wrong-types": frame(b'["done",{"lengths":"x","finish_reasons":[],"stopped_by":[]}]'),
+        "too-few": frame(b'["done",{"lengths":[],"finish_reasons":[],"stopped_by":[]}]'),
+        "no-tokens": frame(b'["done",{"lengths":[1],"finish_reasons":["stop"],"stopped_by":[1]}]'),
+        "negative": frame(b'["done",{"lengths":[-1],"finish_reasons":["stop"],"stopped_by":[1]}]'),
+        "progress": frame(b'["progress",[1]]'),
+        "failure": frame(b'["failed",{"message":7}]'),
+    }
 
 
 def _draw(request: Request, drawing: Drawing) -> Response:

@@ -6,54 +6,85 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Pipe
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.carriers import Carrier
+from qarl.rollout.vllm.messages import order, start_order
+from qarl.rollout.vllm.parcels import Parcel
+from qarl.rollout.vllm.settings import Publication, SamplerSettings
 from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.wire import Message, channel_pair
+
+NO_SETTINGS = SamplerSettings(
+    checkpoint=Path("none"), dtype="bfloat16", scheme="bf16", context=8, max_num_seqs=1, max_batched_tokens=8,
+    kv_cache_bytes=None, memory_frac=0.5, enforce_eager=True, sleep=False, staging=False, kernels="native", cuda=None,
+)  # fmt: skip
 
 CHILD = """
-import sys
-from multiprocessing.connection import Connection
+import socket, sys
+from dataclasses import asdict
 from qarl.publish.verify import fingerprints
+from qarl.rollout.vllm.messages import read_order, read_start
 from qarl.rollout.vllm.transport import open_receiver
+from qarl.rollout.vllm.wire import Channel, Message
 
-connection = Connection(int(sys.argv[1]))
-receiver = open_receiver(connection.recv())
-while (parcel := connection.recv()) is not None:
-    connection.send(fingerprints(receiver.take(parcel)))
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+receiver = open_receiver(read_start(channel.poll(None))[2])
+while (order := channel.poll(None)).kind == "publish":
+    taken = dict(receiver.take(read_order(order).cargo))
+    found = fingerprints(taken.items())
+    answer = {name: asdict(found[name]) | {"device": str(tensor.device)} for name, tensor in taken.items()}
+    del taken
     receiver.done()
+    channel.send(Message("done", answer))
 receiver.close()
 """
 
 
 class Sampler:
-    """A process of its own that answers every parcel with the fingerprints of what it took. gpu: the one it sees."""
+    """A process of its own that answers every parcel with the fingerprints of what it took.
 
-    def __init__(self, plan: ReceiverPlan, gpu: int = 0) -> None:
-        self.connection, end = Pipe()
+    devices: where the tensors of the last answer were, as that process numbers them.
+    """
+
+    def __init__(self, plan: ReceiverPlan) -> None:
+        self.channel, end = channel_pair()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+        if plan.gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+                visible.split(",")[gpu] if visible else str(gpu) for gpu in plan.gpus
+            )
         command = [sys.executable, "-c", CHILD, str(end.fileno())]
         self.process = subprocess.Popen(command, pass_fds=(end.fileno(), *plan.fds), env=environment)
         end.close()
-        self.connection.send(plan)
+        self.channel.send(start_order(NO_SETTINGS, {}, plan))
 
     def sent(self, carrier: Carrier, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
         """Publish the tensors; what arrived."""
-        self.connection.send(carrier.pack(tensors))
-        carrier.transmit()
-        assert self.connection.poll(180), "no answer"
-        found = self.connection.recv()
+        self.send(carrier.pack(tensors))
+        found = self.answer()
         carrier.release()
         return found
 
+    def send(self, parcel: Parcel) -> None:
+        self.channel.send(order("publish", Publication(0, parcel, {}, [])))
+
+    def answer(self) -> dict[str, Fingerprint]:
+        answer = self.channel.poll(180)
+        assert answer is not None, "no answer"
+        self.devices = {name: found["device"] for name, found in answer.body.items()}
+        return {
+            name: Fingerprint(tuple(found["shape"]), found["dtype"], found["digest"])
+            for name, found in answer.body.items()
+        }
+
     def close(self) -> int:
-        self.connection.send(None)
+        self.channel.send(Message("end"))
         return self.process.wait(timeout=60)
 
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import json
 import os
-import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from far_side import Sampler, ragged, random_bytes
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from qarl.publish.delta import Patch, flatten, plan_shipment, unflatten
 from qarl.publish.verify import fingerprints
+from qarl.rollout.vllm import gpu_carriers
 from qarl.rollout.vllm.carriers import MemoryFileCarrier, MemoryFileReceiver
-from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver, NcclCarrier
-from qarl.rollout.vllm.parcels import ALIGNED, packed_buffers, plan_buffers, unpacked
+from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
+from qarl.rollout.vllm.messages import order, read_order
+from qarl.rollout.vllm.parcels import ALIGNED, CudaHandle, Entry, Parcel, entry_of
+from qarl.rollout.vllm.settings import Publication
 from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.wire import Message
 
 
 @pytest.fixture(scope="module")
@@ -104,57 +112,61 @@ def test_what_the_receiver_writes_reaches_nobody_else(carrier, receiver) -> None
 def test_a_parcel_is_small_whatever_the_tensors(carrier) -> None:
     names = [f"model.layers.{i}.self_attn.q_proj.weight_packed" for i in range(500)]
     parcel = carrier.pack(dict.fromkeys(names, torch.zeros(1000)))
-    assert len(pickle.dumps(parcel)) < 200 * 500
+    assert len(json.dumps(order("publish", Publication(0, parcel, {}, [])).body)) < 200 * 500
 
 
-# --- what the carriers for GPUs do that needs none
+# --- what the carrier for GPUs does that needs none
 
 
-def test_buffers_are_bounded_and_in_order() -> None:
-    tensors = {str(i): random_bytes((size,), torch.int8) for i, size in enumerate([100, 60, 60, 400, 1, 299, 300])}
-    plan = plan_buffers(tensors, 300)
-    assert plan.buffers == (192 + 60, 400, 1, 299, 300)
-    assert [entry.place for entry in plan.entries] == [(0, 0), (0, 128), (0, 192), (1, 0), (2, 0), (3, 0), (4, 0)]
-    assert [entry.name for entry in plan.entries] == list(tensors)
+def arrived(parcel: Parcel) -> Parcel:
+    """What the other side reads of the message that carries a parcel."""
+    sent = order("publish", Publication(0, parcel, {}, []))
+    return read_order(Message(sent.kind, json.loads(json.dumps(sent.body)), sent.data)).cargo
 
 
-@pytest.mark.parametrize("limit", [1, 64, 300, 1 << 20])
-def test_buffers_of_any_size_carry_every_tensor(limit: int) -> None:
-    tensors = ragged()
-    plan = plan_buffers(tensors, limit)
-    line = [buffer.clone() for buffer in packed_buffers(plan, tensors)]
-    assert tuple(buffer.numel() for buffer in line) == plan.buffers
-    sizes: list[int] = []
-
-    def receive(size: int) -> Tensor:
-        sizes.append(size)
-        return line.pop(0)
-
-    assert fingerprints(unpacked(plan, receive)) == fingerprints(tensors.items())
-    assert not line and tuple(sizes) == plan.buffers
+def test_every_kind_of_place_arrives_as_it_was_sent() -> None:
+    handle = CudaHandle((7, 1), 3, 1, b"\0\xff".hex(), 1 << 40, 512, b"/torch_1_2".hex(), 9, b"e".hex(), True)
+    entries = [Entry("big", "int32", (33, 7), handle), Entry("small", "float8_e4m3fn", (), 64)]
+    parcel = Parcel((*entries, *CudaIpcCarrier().pack(ragged()).entries), 1 << 33)
+    assert arrived(parcel) == parcel
 
 
 def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_parcel_by_ipc() -> None:
-    parcel = pickle.loads(pickle.dumps(CudaIpcCarrier().pack(ragged())))
-    receiver = CudaIpcReceiver(torch.device("cuda", 0))
+    parcel = arrived(CudaIpcCarrier().pack(ragged()))
+    receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", 0))
     assert fingerprints(receiver.take(parcel)) == fingerprints(ragged().items())
 
 
-def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_parcel_by_nccl() -> None:
-    carrier = NcclCarrier(torch.device("cuda", 0))
-    parcel = pickle.loads(pickle.dumps(carrier.pack(ragged())))
-    carrier.close()
-    assert not parcel.buffers
-    assert fingerprints(unpacked(parcel, torch.empty)) == fingerprints(ragged().items())
+@pytest.mark.parametrize("source", [0, 1])
+def test_torch_gets_back_what_it_gave_out_to_share_a_tensor(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the fields, where no GPU is needed to see it."""
+    given = (Tensor, torch.Size((3, 4)), (4, 1), 5, torch.TypedStorage, torch.bfloat16, 7, b"h\0\xff", 96, 1 << 33,
+             False, b"/torch_1_2_3", 11, b"event\0", True)  # fmt: skip
+    assert len(given) == len(inspect.signature(rebuild_cuda_tensor).parameters)
+    taken: list[tuple] = []
+
+    class Opened:
+        def to(self, device: torch.device) -> torch.device:
+            return device
+
+    monkeypatch.setattr(gpu_carriers, "reduce_tensor", lambda tensor: (rebuild_cuda_tensor, given))
+    monkeypatch.setattr(gpu_carriers, "rebuild_cuda_tensor", lambda *args: taken.append(args) or Opened())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
+    parcel = arrived(Parcel((entry_of("a", tensor, CudaIpcCarrier()._handle(tensor)),)))
+    receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", source))
+    assert list(receiver.take(parcel)) == [("a", torch.device("cuda", 0))]
+    assert taken == [(*given[:6], source, *given[7:])]  # the GPU's number is the receiver's own
 
 
 def test_a_counter_of_a_receiver_is_read_where_torch_keeps_it() -> None:
     counters = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 0, 5, 0])
     _, name, _ = counters.untyped_storage()._share_filename_cpu_()  # as torch shares the counters of CUDA IPC
-    handles = [(*[None] * CudaIpcCarrier._COUNTER, name, slot) for slot in range(len(counters))]
+    blank = CudaHandle((1,), 0, 0, "", 1, 0, name.hex(), 0, "", False)
+    handles = [replace(blank, slot=slot) for slot in range(len(counters))]
     assert [CudaIpcCarrier()._awaited(handle) for handle in handles] == (counters > 0).tolist()
     del counters
-    assert not CudaIpcCarrier()._awaited((*[None] * CudaIpcCarrier._COUNTER, b"/torch_no_such_file", 1))
+    assert not CudaIpcCarrier()._awaited(replace(blank, counter=b"/torch_no_such_file".hex(), slot=1))
 
 
 def test_a_shipment_survives_the_way_through_a_carrier(carrier, receiver) -> None:

@@ -156,5 +156,5 @@ def test_what_libraries_print_goes_to_the_log(start, tmp_path, capfd) -> None:
 
 def test_the_process_ends_with_its_connection(start) -> None:
     sampler = start()
-    sampler._connection.close()
+    sampler._channel.close()
     assert fake_sampler.gone(sampler.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,12 @@ from qarl.rollout.vllm.process import SamplerFault
 
 
 @pytest.fixture(autouse=True)
-def _torch_modes():
+def _modes_and_environment():
+    """As they were: later tests of this process start samplers, which take the environment with them."""
+    before = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(before)
     torch.use_deterministic_algorithms(False)
 
 

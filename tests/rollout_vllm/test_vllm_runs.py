@@ -49,14 +49,17 @@ def publish(self, snapshot):
         ops.create_onednn_scaled_mm = keeping
 VLLMEngine.publish = publish
 """
-KILL_IN_SECOND_ROLLOUT = """
-import os, signal
+KILL_IN_SECOND_ROLLOUT = f"""
+import os, signal, sys
+sys.path.append({str(Path(__file__).parent)!r})
+from listening import listening
 from qarl.rollout.vllm.process import SamplerProcess
 real, rollouts = SamplerProcess.begin, []
 def begin(self, operation, payload):
     real(self, operation, payload)
     if operation == "generate":
         print("sampler", self.pid)
+        print("listening", listening(os.getpid()), listening(self.pid))
         rollouts.append(self.pid)
         if len(rollouts) == 2:
             os.kill(self.pid, signal.SIGKILL)
@@ -175,6 +178,11 @@ def test_a_run_survives_its_samplers_death_and_learns_what_an_undisturbed_one_le
                         f"of 2, see {killed.run / 'sampler.log'}"]  # fmt: skip
     # The undisturbed one had vLLM in its own process.
     assert killed.metrics() == inline["w4a16"].metrics()
+
+
+def test_neither_learner_nor_sampler_listens(killed) -> None:
+    found = [line for line in killed.out.splitlines() if line.startswith("listening ")]
+    assert found == ["listening [] []"] * len(found) and len(found) >= 3
 
 
 def test_a_run_leaves_no_sampler_and_keeps_vllms_lines_out_of_its_own(killed) -> None:

@@ -64,7 +64,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "no CUDA device": ({"model": {"device": "cuda"}}, "", ["model.device: cuda", "auto or cpu"]),
     "no such model": ({"model": {"path": "./absent"}}, "", ["model.path", "./absent"]),
     "reasoning-gym is not installed": (
-        {"data": {"source": "reasoning-gym:chain_sum"}, "reward": {"functions": [{"name": "reasoning_gym"}]}},
+        {"data": {"source": "reasoning-gym:chain_sum"}},
         MISSING.format("reasoning_gym"),
         ["reasoning-gym", "pip install", "tasks"],
     ),

@@ -281,3 +281,18 @@ def test_reward_rises(llama, objective, scheme, group):
         run.learn(run.batch(small_ids, seed=step), step)
     first, last = sum(rewards[:96]) / 96, sum(rewards[-96:]) / 96  # 32 responses a step
     assert last > first + 0.2, (first, last)
+
+
+@pytest.mark.parametrize("minibatch", [16, 8])
+def test_the_retained_mass_is_of_every_response_token_at_the_snapshot(llama, minibatch):
+    run = parts(llama, objective={"dvp_rho": 0.3}, train={"minibatch_size": minibatch})
+    batch = live(run)
+    everything, truncation = list(range(len(batch))), run.sampling.truncation
+    kept: list[torch.Tensor] = []
+    with torch.no_grad():
+        run.policy.logprobs(*batch.texts(everything), truncation, 64, kept)
+    metrics = run.learn(batch)
+    assert metrics["policy/retained_mass_mean"] == pytest.approx(kept[0].double().mean().item(), rel=1e-6)
+    assert metrics["policy/retained_mass_min"] == pytest.approx(kept[0].min().item(), rel=1e-6)
+    assert 0.0 < metrics["policy/retained_mass_min"] < metrics["policy/retained_mass_mean"] < 1.0
+    assert not any(name.startswith("policy/retained") for name in parts(llama).learn(live(parts(llama))))

@@ -62,7 +62,7 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
     assert (done.code, done.err) == (0, "")
     assert {p.name for p in runs.run.iterdir()} == {
         ".lock", "config.yaml", "environment.json", "metrics.jsonl", "rewards.log", "rollouts", "checkpoints",
-        "tensorboard", "diagnostics",
+        "tensorboard", "diagnostics", "history.json",
     }  # fmt: skip
     lines = [line for line in done.out.splitlines() if not line.startswith(("model: ", "quantize: ", "tokenizer and"))]
     lines = [line for line in lines if not line.startswith(("reward workers: ", "rollout: ", "learner: "))]
@@ -101,6 +101,23 @@ def test_every_metric_of_the_interface_is_logged(runs):
 
 COSTLY = [f"diagnostics.{name}_every=1" for name in ("shadow", "deployed", "crossings", "gradients")]
 LEARNER = ["quant.learner=full_precision", "model.learner_dtype=float32", "objective.kl_coef=0.1"]
+
+
+def test_a_run_whose_rule_rejects_everything_says_so_once_and_counts_what_pruning_drops(runs):
+    rule = "correction.reject=[{estimator: k3, aggregate: sum, upper: 1e-30}]"
+    dvp = ["objective.name=rloo", "objective.dvp_rho=0.2", "quant.learner=full_precision", "train.steps=12"]
+    small = ["train.prompts_per_step=2", "train.minibatch_size=8", "rollout.max_response_length=4",
+             "logging={rollouts_every: 20, tensorboard: false}", "checkpoint={every: 12, save_final: false}"]
+    done = runs.train(rule, *dvp, *small)
+    assert done.code == 0, done.err
+    warnings = [line for line in done.out.splitlines() if line.startswith("warning: ")]
+    assert warnings == [line for line in warnings if line.startswith(
+        "warning: step 10: the rule 'sum k3 of corr outside [none, 1e-30]' rejects responses: ")]  # fmt: skip
+    assert len(warnings) == 1
+    records = [json.loads(line) for line in (runs.run / "metrics.jsonl").read_text().splitlines()]
+    assert all(0.0 < r["policy/retained_mass_min"] <= r["policy/retained_mass_mean"] < 1.0 for r in records)
+    assert all(r["policy/outside_responses_frac"] >= r["policy/outside_frac"] for r in records)
+    assert any(r["policy/outside_frac"] > 0.0 for r in records)
 
 
 def test_diagnostics_and_rollout_tensors_say_what_metrics_say_and_change_nothing(runs):

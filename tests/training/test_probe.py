@@ -9,8 +9,9 @@ import torch
 from tiny_runs import Parts, live, parts
 
 from qarl.config.diagnostics import COSTLY
+from qarl.objectives import Band
 from qarl.training.batch import Batch, micro_batches
-from qarl.training.four_passes import four_pass_gram
+from qarl.training.four_passes import gradient_gram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,11 +132,11 @@ def test_a_step_that_moved_nothing_improved_nothing(llama):
 # --- the four passes
 
 
-def gram_of(run: Parts, batch: Batch, tokens: int = 10_000) -> torch.Tensor:
+def gram_of(run: Parts, batch: Batch, tokens: int = 10_000, band: Band | None = None) -> torch.Tensor:
     everything = list(range(len(batch)))
     count = sum(len(r) for r in batch.responses)
     parts_ = micro_batches(batch, everything, tokens)
-    return four_pass_gram(run.policy, batch, parts_, count, run.sampling.truncation, 64, run.config.loss_scale)
+    return gradient_gram(run.policy, batch, parts_, count, run.sampling.truncation, 64, run.config.loss_scale, band)
 
 
 def test_the_four_gradients_are_those_of_four_losses(llama):
@@ -166,6 +167,74 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
     torch.testing.assert_close(gram, rows @ rows.t(), rtol=1e-4, atol=0)
     torch.testing.assert_close(gram_of(run, batch, 40), gram, rtol=1e-4, atol=0)
     assert float(gram[0, 0]) != float(gram[1, 1]) != float(gram[2, 2])
+
+
+BANDS = [Band("token", 1.1, 0.9), Band("token", 1.0, 1.0), Band("token", 1e9, 0.0), Band("sequence", 1.01, 0.99, 1.05)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=["clips some", "clips all that moved", "clips nothing", "clips responses"])
+@pytest.mark.parametrize("moved", [True, False], ids=["after a step", "at the snapshot"])
+def test_the_clipped_gradients_are_those_of_the_losses_with_the_clip_indicator_restored(llama, band, moved):
+    run = parts(llama, **QUANTIZED_ROLLOUT, model={"learner_dtype": "float32", "dtype": "float32"}, optim={"lr": 1e-2})
+    batch = mostly_live(run)
+    if moved:
+        run.learn(mostly_live(run, 5))
+    everything, lengths = list(range(len(batch))), [len(r) for r in batch.responses]
+    sampler, q = packed(batch.logp_sampler), shadow(run, batch)
+    with torch.enable_grad():
+        logp, _ = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)
+        losses = []
+        for clips in (None, logp.detach() - sampler, q - sampler):
+            total, start = 0.0, 0
+            for length, a in zip(lengths, batch.advantages.tolist(), strict=True):
+                for t in range(start, start + length):
+                    row = slice(start, start + length) if band.level == "sequence" else slice(t, t + 1)
+                    r = 1.0 if clips is None else math.exp(float(clips[row].double().mean()))
+                    lost = r > band.high if a > 0 else a < 0 and (r < band.low or r > band.neg_high)
+                    if clips is None or not lost:
+                        total = total - a * (logp[t].detach() - sampler[t]).exp() * logp[t] / sum(lengths)
+                start += length
+            losses.append(total)
+        masters = [p for _, p in run.policy.named_parameters()]
+        d, e, f = (
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss, masters, retain_graph=True)]).double()
+            if isinstance(loss, torch.Tensor) else torch.zeros(sum(p.numel() for p in masters), dtype=torch.float64)
+            for loss in losses
+        )  # fmt: skip
+    gram = gram_of(run, batch, band=band)
+    rows = torch.stack([d, e, f])
+    scale = float(d @ d)
+    torch.testing.assert_close(gram[3:, 3:], rows @ rows.t(), rtol=1e-4, atol=1e-6 * scale)
+    torch.testing.assert_close(gram[:4, :4], gram_of(run, batch), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gram_of(run, batch, 40, band), gram, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_what_nothing_clips_is_not_run_again(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch, backwards = mostly_live(run), []
+    plain = run.policy.logprobs
+    run.policy.logprobs = lambda *arguments: backwards.append(1) or plain(*arguments)
+    for band, passes in ((None, 4), (Band("token", 1e9, 0.0), 4), (Band("token", 1 + 1e-9, 1 - 1e-9), 5)):
+        backwards.clear()
+        gram_of(run, batch, band=band)
+        assert len(backwards) == passes  # of one micro batch; at the snapshot the shadow's own ratio clips nothing
+
+
+def test_ends_of_responses_are_told_apart(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch = mostly_live(run)
+    for response in batch.responses[:3]:
+        response[-1] = min(run.sampling.stop_token_ids)
+    probe = run.probe("shadow")
+    run.learn(batch, 0, probe)
+    tokens = probe.tokens(batch)
+    beta = (tokens.logp - tokens.logp_shadow).double().abs().tolist()
+    ids = [t for response in batch.responses for t in response]
+    ends = [b for b, t in zip(beta, ids, strict=True) if t in run.sampling.stop_token_ids]
+    rest = [b for b, t in zip(beta, ids, strict=True) if t not in run.sampling.stop_token_ids]
+    assert len(ends) >= 3 and probe.metrics["precision/eos_frac"] == pytest.approx(len(ends) / len(ids))
+    assert probe.metrics["precision/eos_beta_abs_mean"] == pytest.approx(sum(ends) / len(ends), rel=1e-6)
+    assert probe.metrics["precision/rest_beta_abs_mean"] == pytest.approx(sum(rest) / len(rest), rel=1e-6)
 
 
 def test_the_four_passes_leave_gradients_and_shadow_as_they_were(llama):

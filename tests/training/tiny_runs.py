@@ -69,7 +69,8 @@ class Parts:
         return self.learner.learn(batch, step, lambda responses: None, probe)
 
     def probe(self, *due: str) -> Probe:
-        return Probe(self.policy, self.learner.objective, self.config, self.sampling.truncation, due, True)
+        return Probe(self.policy, self.learner.objective, self.config, self.sampling.truncation, due, True,
+                     self.sampling.stop_token_ids)  # fmt: skip
 
     def masters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}

@@ -3,15 +3,82 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict
 
 from qarl.errors import UserError
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
+from qarl.inputs.schema import Bytes, checked
+from qarl.inputs.schema import Record as Schema
 from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.runs import Number
+from qarl.storage.saved_state import Count
 
 FORMAT_VERSION = 1
 KIND = "offline"
+
+
+class _Values(Schema):
+    """Exactly these, so that what is kept can be taken as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Mean(_Values):
+    mean: Number | None
+    low: Number | None
+    high: Number | None
+
+
+class _Divergence(_Mean):
+    median: Number
+    p99: Number
+    max: Number
+
+
+class _Rate(_Values):
+    median: Number
+    low: Number
+    high: Number
+
+
+class _Layer(_Values):
+    module: str
+    layer: Count | None
+    kind: str
+    relative: Number | None
+    sqnr_db: Number | None
+    max_abs: Number
+
+
+class _Member(_Values):
+    """What was measured of a scheme, as the table and the page read it."""
+
+    name: str
+    state: Literal["finished"]
+    reason: None
+    group_size: Count | None
+    kl: _Divergence
+    top1_agreement: _Mean
+    perplexity: _Mean
+    perplexity_ratio: _Mean
+    checkpoint_bytes: Bytes
+    checkpoint_ratio: Number
+    prefill_tokens_per_s: _Rate
+    decode_tokens_per_s: _Rate
+    weight_error: list[_Layer]
+    seconds: Number
+
+
+class _Kept(_Values):
+    state: Literal["finished"]
+    settings: dict[str, Any]
+    member: _Member
 
 
 @dataclass(frozen=True)
@@ -26,12 +93,11 @@ class Record:
 
     def member(self, scheme: str) -> dict[str, Any]:
         """What was measured of a scheme, or a pending member."""
-        try:
-            found = json.loads(self._file(scheme).read_text(encoding="utf-8"))
-            if found["state"] == "finished" and found["settings"] == self.settings:
+        with suppress(Unreadable):  # not there, or not whole: it is measured again
+            found = read_json_object(self._file(scheme))
+            kept = checked(_Kept, found, scheme)
+            if kept.settings == self.settings and kept.member.name == scheme:
                 return found["member"]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # not there, or not whole: it is measured again
         return {"name": scheme, "state": "pending", "reason": "not measured yet"}
 
     def keep(self, member: dict[str, Any]) -> None:
@@ -60,10 +126,10 @@ def open_out(out: Path, settings: dict[str, Any]) -> None:
     file = out / "comparison.json"
     if file.is_file():
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-            kind, held = before["kind"], before.get("settings")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{file}: is damaged; remove it, or choose another --out") from error
+            before = read_json_object(file)
+        except Unreadable as error:
+            raise UserError(f"{error}; remove it, or choose another --out") from error
+        kind, held = before.get("kind"), before.get("settings")
         if kind != KIND or not isinstance(held, dict):
             raise UserError(f"{out}: holds a comparison of {kind}; choose another --out")
         if changed := [key for key in settings if held.get(key) != settings[key]]:

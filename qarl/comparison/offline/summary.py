@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, interval, number, percent
+from qarl.terminal.console import Console
 from qarl.text import visible
 
 LOSS_COLUMNS = [
@@ -101,7 +101,7 @@ def print_table(members: list[dict[str, Any]]) -> None:
     for source in (loss_table(members), cost_table(members)):
         for place, column in enumerate(source.columns[1:], 1):
             table.add_row(column.name, *(Text(row[place].replace(" [", "\n[")) for row in source.rows))
-    console = Console(highlight=False)
+    console = Console()
     console.print(table)
     for member in members:
         if member["state"] == "failed":

@@ -10,8 +10,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from qarl.errors import UserError
+from qarl.inputs.files import Unreadable, decode, read_bytes
+from qarl.inputs.paths import user_path
 
 BUNDLED = "bundled text"
+TEXT_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,16 @@ class Windows:
 def read_text(path: Path | None) -> Source:
     """The user's file, or without one the short English, mathematics and code that comes with qarl.
 
-    Raises UserError: no such file, not UTF-8, nothing in it.
+    Raises UserError: no such file, too large, not UTF-8, nothing in it.
     """
     if path is None:
         data = (resources.files("qarl.comparison.offline") / "default_text.txt").read_bytes()
     else:
         try:
-            data = path.expanduser().read_bytes()
-        except OSError as error:
-            raise UserError(f"--text: {path}: cannot be read ({error.strerror or error}); give a text file") from error
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--text: {path}: is not UTF-8 text (byte {error.start}); convert it") from error
+            data = read_bytes(user_path(path, "--text"), TEXT_BYTES, stream=True)
+        except Unreadable as error:
+            raise UserError(f"--text: {path}: {error.reason}") from error
+    text = decode(data, f"--text: {path}")
     if not text.strip():
         raise UserError(f"--text: {path}: is empty; give a text with at least one window of tokens")
     return Source(BUNDLED if path is None else str(path), text, hashlib.sha256(data).hexdigest())

@@ -1,15 +1,15 @@
-"""How tensors travel from the learner's process to the sampler's: a memory file, CUDA IPC, or NCCL.
+"""How tensors travel from the learner's process to the sampler's: a memory file, or CUDA IPC.
 
 A carrier packs tensors and gives a parcel, a small description that the learner sends over the connection; a receiver
 turns the parcel into the tensors. One publish:
 
-    learner:  parcel = carrier.pack(tensors); send parcel; carrier.transmit(); wait for the answer; carrier.release()
+    learner:  parcel = carrier.pack(tensors); send parcel; wait for the answer; carrier.release()
     sampler:  for name, tensor in receiver.take(parcel): load it
               receiver.done(); answer
 
 - Memory file (CPU): the learner copies into shared memory, the sampler reads it there.
-- CUDA IPC (both on one GPU): the sampler reads the learner's tensors; only small ones are copied, into one buffer.
-- NCCL (two GPUs): tensors are packed into buffers of bounded size, which are broadcast.
+- CUDA IPC (GPUs of one host): the sampler reads the learner's tensors; only small ones are copied, into one buffer. On
+  a GPU of its own it makes a copy there.
 
 A tensor arrives on the kind of device that it left: the few CPU tensors beside those of a GPU (`weight_shape`) travel
 inside the parcel.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -33,9 +34,6 @@ class Carrier(Protocol):
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Parcel:
         """Make tensors ready to travel; they must not change before `release`. One parcel at a time."""
-
-    def transmit(self) -> None:
-        """Send what does not travel by itself; called once the receiver has the parcel. Does not wait for it."""
 
     def release(self) -> None:
         """Let go of the packed tensors: the receiver is done with them."""
@@ -67,19 +65,14 @@ class MemoryFileCarrier:
         self.fd = os.memfd_create("qarl-publish")
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Parcel:
-        entries, size = [], 0
-        for name, tensor in tensors.items():
-            entries.append(entry_of(name, tensor, size))
-            size += aligned(tensor.nbytes)
-        size = max(size, ALIGNED)  # an empty file cannot be mapped
+        starts = list(accumulate((aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
+        entries = [entry_of(*item, start) for item, start in zip(tensors.items(), starts, strict=False)]
+        size = max(starts[-1], ALIGNED)  # an empty file cannot be mapped
         os.ftruncate(self.fd, max(size, os.fstat(self.fd).st_size))
         buffer = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
-        for entry, tensor in zip(entries, tensors.values(), strict=True):
-            in_buffer(buffer, entry.place, entry).copy_(tensor.detach())
-        return Parcel(tuple(entries), (size,))
-
-    def transmit(self) -> None:
-        pass
+        for entry, start, tensor in zip(entries, starts, tensors.values(), strict=False):
+            in_buffer(buffer, start, entry).copy_(tensor.detach())
+        return Parcel(tuple(entries), size)
 
     def release(self) -> None:
         pass
@@ -95,10 +88,10 @@ class MemoryFileReceiver:
         self._fd = fd
 
     def take(self, parcel: Parcel) -> Iterator[tuple[str, Tensor]]:
-        (size,) = parcel.buffers
         # The mapping lives as long as a tensor that looks into it: torch holds on to the buffer's owner.
-        buffer = torch.frombuffer(mmap.mmap(self._fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        buffer = torch.frombuffer(mmap.mmap(self._fd, parcel.nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         for entry in parcel.entries:
+            assert isinstance(entry.place, int)
             yield entry.name, in_buffer(buffer, entry.place, entry)
 
     def done(self) -> None:

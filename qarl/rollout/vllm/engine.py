@@ -29,7 +29,6 @@ from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longe
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.canary import Bound, Difference, difference
 from qarl.rollout.vllm.carriers import Carrier
-from qarl.rollout.vllm.gpu_carriers import NcclCarrier
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, sampler_settings
 from qarl.rollout.vllm.process import SamplerFault, SamplerProcess
@@ -194,14 +193,8 @@ class VLLMEngine:
         cargo = list(unflatten(tensors.items())) if carrier is None else carrier.pack(tensors)
         try:
             self._sampler.begin("publish", Publication(version, cargo, prints, self.canary))
-            if carrier is not None:
-                carrier.transmit()
-            if isinstance(carrier, NcclCarrier):  # waiting for this GPU now would wait for a sampler that may be dead
-                seconds, scored = self._sampler.finish(ignore_progress)
-                expected = self.policy.score(self.canary).tolist()
-            else:
-                expected = self.policy.score(self.canary).tolist()
-                seconds, scored = self._sampler.finish(ignore_progress)
+            expected = self.policy.score(self.canary).tolist()
+            seconds, scored = self._sampler.finish(ignore_progress)
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
             return difference(_joined(scored), expected)
         except SamplerFault:
@@ -239,8 +232,6 @@ class VLLMEngine:
                 self._carrier, plan = make_carrier(self.policy.device, vllm.device)
                 self._sampler = SamplerProcess(settings, prints, plan, self.log, vllm.timeout_s)
             self._sampler.start(ignore_progress)
-            if isinstance(self._carrier, NcclCarrier):
-                self._carrier.connect()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         scored = _joined(self._sampler.call("score", self.canary, ignore_progress))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qarl.errors import UserError
 from qarl.publish.delta import Patch
 from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader
@@ -190,6 +191,7 @@ def _prepare_environment(settings: SamplerSettings) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["QARL_VLLM_KERNELS"] = settings.kernels
+    keep_compiled_code_private()
     if settings.threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
 
@@ -204,6 +206,11 @@ def _start(settings: SamplerSettings) -> LLM:
     keep_scales()
     batch_seeded_noise()
     register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
+    with no_way_in("gloo" if settings.cuda is None else "nccl"):
+        return LLM(str(settings.checkpoint), **_arguments(settings), **settings.args)
+
+
+def _arguments(settings: SamplerSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "dtype": settings.dtype,
         "max_model_len": settings.context,
@@ -228,7 +235,7 @@ def _start(settings: SamplerSettings) -> LLM:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     if settings.kernels == "qarl" and settings.scheme == "bf16":
         arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
-    return LLM(str(settings.checkpoint), **arguments, **settings.args)
+    return arguments
 
 
 def _require_served(model: nn.Module) -> None:

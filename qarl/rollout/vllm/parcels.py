@@ -1,37 +1,68 @@
-"""Parcels: where tensors lie while they travel, as a small description that is pickled.
+"""Parcels: where tensors lie while they travel, as a small description of plain data.
 
-Tensors lie in buffers one after the other, at aligned places; small ones can be in the description itself.
+Tensors lie in a buffer one after the other, at aligned places; small ones can be in the description itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 ALIGNED = 64  # bytes: where a tensor starts in a buffer, fit for every dtype and for vector loads
 INLINE_LIMIT = 1 << 16  # bytes of a tensor inside a parcel
+DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class Inline:
+    """The bytes of a tensor themselves, in hexadecimal."""
+
+    hex: str
+
+
+@dataclass(frozen=True)
+class CudaHandle:
+    """How another process opens a tensor in the memory of a GPU, in the terms of torch's CUDA IPC; bytes as hex.
+
+    stride, start: of the tensor in its storage, in elements. handle: of the allocation. size, offset: of the storage
+    there, in bytes. counter, slot: the file of shared memory and the place in it where receivers count down. event,
+    synchronize: what to wait for before reading. device: the sender's number of the GPU.
+    """
+
+    stride: tuple[int, ...]
+    start: int
+    device: int
+    handle: str
+    size: int
+    offset: int
+    counter: str
+    slot: int
+    event: str
+    synchronize: bool
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a parcel. place: where its bytes are, in the terms of its carrier."""
+    """One tensor of a parcel. dtype: as `torch` names it. place: its first byte in the buffer, or where else it is."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
-    place: Any
+    place: int | Inline | CudaHandle
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a receiver must know; pickled. entries: in the order packed. buffers: bytes of each buffer they are in."""
+    """What a receiver must know. entries: in the order packed. nbytes: of the memory file, 0 where there is none."""
 
     entries: tuple[Entry, ...]
-    buffers: tuple[int, ...]
+    nbytes: int = 0
 
 
 def aligned(size: int) -> int:
@@ -39,9 +70,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def entry_of(name: str, tensor: Tensor, place: Any) -> Entry:
+def entry_of(name: str, tensor: Tensor, place: int | Inline | CudaHandle) -> Entry:
     """The entry of a tensor that lies at `place`."""
-    return Entry(name, tensor.dtype, tuple(tensor.shape), place)
+    return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), place)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -51,75 +82,19 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def in_buffer(buffer: Tensor, start: int, entry: Entry) -> Tensor:
     """The entry's tensor as a view of a buffer. buffer: uint8; start: its first byte."""
-    size = entry.dtype.itemsize * torch.Size(entry.shape).numel()
-    return buffer[start : start + size].view(entry.dtype).view(entry.shape)
+    size = entry.torch_dtype.itemsize * torch.Size(entry.shape).numel()
+    return buffer[start : start + size].view(entry.torch_dtype).view(entry.shape)
 
 
 def inline(name: str, tensor: Tensor) -> Entry:
     """An entry whose place is the bytes themselves."""
     assert tensor.nbytes <= INLINE_LIMIT, f"{name}: {tensor.nbytes} bytes on the {tensor.device}, beside GPU tensors"
-    return entry_of(name, tensor, bytes_of(tensor).numpy().tobytes())
-
-
-def is_inline(entry: Entry) -> bool:
-    """Whether the entry's place is its bytes."""
-    return isinstance(entry.place, bytes)
+    return entry_of(name, tensor, Inline(bytes_of(tensor).numpy().tobytes().hex()))
 
 
 def from_inline(entry: Entry) -> Tensor:
     """The tensor of such an entry, on the CPU."""
-    if not entry.place:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    return in_buffer(torch.frombuffer(bytearray(entry.place), dtype=torch.uint8), 0, entry)
-
-
-def plan_buffers(tensors: Mapping[str, Tensor], limit: int) -> Parcel:
-    """Distribute tensors over buffers of at most `limit` bytes, in order; a larger tensor has a buffer of its own.
-
-    The place of an entry is (number of the buffer, first byte in it).
-    """
-    entries: list[Entry] = []
-    sizes: list[int] = []
-    for name, tensor in tensors.items():
-        if not sizes or aligned(sizes[-1]) + tensor.nbytes > limit:
-            sizes.append(0)
-        start = aligned(sizes[-1])
-        entries.append(entry_of(name, tensor, (len(sizes) - 1, start)))
-        sizes[-1] = start + tensor.nbytes
-    return Parcel(tuple(entries), tuple(sizes))
-
-
-def packed_buffers(parcel: Parcel, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The filled buffers of a plan, uint8; they share one memory, so each lasts until the next is asked for.
-
-    A tensor that has a buffer of its own is that buffer.
-    """
-    contents: list[list[Entry]] = [[] for _ in parcel.buffers]
-    for entry in parcel.entries:
-        if not is_inline(entry):
-            contents[entry.place[0]].append(entry)
-    shared = [size for size, entries in zip(parcel.buffers, contents, strict=True) if len(entries) > 1]
-    staging: Tensor | None = None
-    for size, entries in zip(parcel.buffers, contents, strict=True):
-        if len(entries) == 1:
-            yield bytes_of(tensors[entries[0].name])
-            continue
-        if staging is None:
-            device = tensors[entries[0].name].device
-            staging = torch.empty(max(shared), dtype=torch.uint8, device=device)
-        for entry in entries:
-            in_buffer(staging, entry.place[1], entry).copy_(tensors[entry.name].detach())
-        yield staging[:size]
-
-
-def unpacked(parcel: Parcel, receive: Callable[[int], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a plan, as views of the buffers. receive: gives the next buffer, in memory of its own."""
-    at, buffer = -1, torch.empty(0)
-    for entry in parcel.entries:
-        if is_inline(entry):
-            yield entry.name, from_inline(entry)
-            continue
-        number, start = entry.place
-        if number != at:
-            at, buffer = number, receive(parcel.buffers[number])
-        yield entry.name, in_buffer(buffer, start, entry)
+    assert isinstance(entry.place, Inline)
+    if not entry.place.hex:
+        return torch.empty(entry.shape, dtype=entry.torch_dtype)
+    return in_buffer(torch.frombuffer(bytearray.fromhex(entry.place.hex), dtype=torch.uint8), 0, entry)

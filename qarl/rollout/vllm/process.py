@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,8 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from qarl.publish.verify import Fingerprint, PublishError
+from qarl.rollout.vllm.messages import (
+    data_limit,
+    order,
+    read_done,
+    read_failed,
+    read_progress,
+    read_ready,
+    start_order,
+)
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.wire import Message, WireError, WireTimeout, channel_pair
 
 TICK_S = 0.1  # between two looks at a busy sampler
 ABORT_LIMIT_S = 30.0  # for an engine step that is under way when the user interrupts
@@ -40,12 +49,12 @@ class SamplerProcess:
     ) -> None:  # fmt: skip
         self.timeout_s, self.log = timeout_s, log
         self.facts: dict[str, Any] = {}
-        self._connection, child = multiprocessing.Pipe()
+        self._channel, child = channel_pair()
         environment = dict(os.environ)
-        if settings.cuda is not None:
+        if plan.gpus:
             visible = environment.get("CUDA_VISIBLE_DEVICES")
-            chosen = visible.split(",")[settings.cuda] if visible else str(settings.cuda)
-            environment["CUDA_VISIBLE_DEVICES"] = chosen
+            names = [visible.split(",")[gpu] if visible else str(gpu) for gpu in plan.gpus]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -54,7 +63,8 @@ class SamplerProcess:
                 start_new_session=True, env=environment,
             )  # fmt: skip
         child.close()
-        self._order = (settings, dict(expected), plan)
+        self._start = start_order(settings, expected, plan)
+        self._order: tuple[str, Any] = ("start", None)
 
     @property
     def pid(self) -> int:
@@ -62,7 +72,7 @@ class SamplerProcess:
 
     def start(self, tick: Tick) -> None:
         """Wait until vLLM is ready. tick(0, 0): called meanwhile. Raises SamplerFault, PublishError."""
-        self._send(self._order)
+        self._send(self._start)
         self.facts = self._answer(tick)
 
     def call(self, operation: str, payload: Any, tick: Tick) -> Any:
@@ -75,7 +85,8 @@ class SamplerProcess:
 
     def begin(self, operation: str, payload: Any) -> None:
         """Give an order; `finish` waits for its result."""
-        self._send((operation, payload))
+        self._order = (operation, payload)
+        self._send(order(operation, payload))
 
     def finish(self, tick: Tick) -> Any:
         try:
@@ -91,56 +102,78 @@ class SamplerProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._connection.close()
+        self._channel.close()
 
-    def _send(self, message: Any) -> None:
-        if self._connection.closed:  # by `_abort`
+    def _send(self, message: Message) -> None:
+        if self._channel.closed:  # by `_abort`
             raise SamplerFault("it did not let go of what was interrupted, and was ended")
         try:
-            self._connection.send(message)
+            self._channel.send(message, self.timeout_s)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._died() from error
+        except WireTimeout:
+            raise self._hung() from None
+        except WireError as error:  # an interrupt cut an order off, and the sampler waits for the rest of it
+            raise self._ended(str(error)) from None
 
     def _answer(self, tick: Tick) -> Any:
-        deadline = time.monotonic() + self.timeout_s
+        operation, payload = self._order
+        self._channel.data_limit = data_limit(operation, payload)
+        deadline, received = time.monotonic() + self.timeout_s, self._channel.received
         responses = tokens = 0
         while True:
-            if self._connection.poll(TICK_S):
-                try:
-                    kind, value = self._connection.recv()
-                except (EOFError, ConnectionResetError) as error:
-                    raise self._died() from error
-                deadline = time.monotonic() + self.timeout_s
-                match kind:
-                    case "ready" | "done":
-                        return value
-                    case "failed":
-                        raise PublishError(value.message) if value.publish else SamplerFault(value.message)
-                    case "progress":
-                        responses, tokens = value
-            elif self._process.poll() is not None:
-                raise self._died()
-            elif time.monotonic() > deadline:
-                self.close()
-                raise SamplerFault(f"it gave no sign of life for {self.timeout_s:g} s (rollout.vllm.timeout_s)")
+            try:
+                message = self._channel.poll(TICK_S)
+                if self._channel.received != received:
+                    deadline, received = time.monotonic() + self.timeout_s, self._channel.received
+                if message is not None:
+                    match message.kind:
+                        case "ready":
+                            return read_ready(message)
+                        case "done":
+                            return read_done(operation, payload, message)
+                        case "aborted":
+                            return None
+                        case "failed":
+                            failure = read_failed(message)
+                            raise PublishError(failure.message) if failure.publish else SamplerFault(failure.message)
+                        case "progress":
+                            responses, tokens = read_progress(message)
+                        case other:
+                            raise WireError(f"an answer {other[:40]!r}")
+                elif self._process.poll() is not None:
+                    raise self._died()
+                elif time.monotonic() > deadline:
+                    raise self._hung()
+            except EOFError as error:
+                raise self._died() from error
+            except WireError as error:
+                raise self._ended(f"it sent what is no answer: {error}") from None
             tick(responses, tokens)
 
     def _abort(self) -> None:
         """Let it forget the operation under way; it is ended if it does not within a while."""
         with suppress(SamplerFault, PublishError):
-            self._send(("abort", None))
+            self._send(Message("abort"))
             limit, self.timeout_s = self.timeout_s, ABORT_LIMIT_S
             try:
                 self._answer(lambda responses, tokens: None)
             finally:
                 self.timeout_s = limit
 
+    def _hung(self) -> SamplerFault:
+        return self._ended(f"it gave no sign of life for {self.timeout_s:g} s (rollout.vllm.timeout_s)")
+
+    def _ended(self, why: str) -> SamplerFault:
+        """It cannot be talked to any more: end it."""
+        self.close()
+        return SamplerFault(why)
+
     def _died(self) -> SamplerFault:
         try:
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            self.close()
-            return SamplerFault("it closed its connection")
+            return self._ended("it closed its connection")
         if code >= 0:
             return SamplerFault(f"its process ended with exit code {code}")
         hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from qarl.publish.verify import Fingerprint
 
 
-# In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly.
+# In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly; whatever
+# still opens a socket does so where no other machine reaches it.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -22,6 +23,9 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose reload was tried
     "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 
 

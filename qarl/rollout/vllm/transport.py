@@ -8,16 +8,19 @@ from typing import Literal
 import torch
 
 from qarl.rollout.vllm.carriers import Carrier, MemoryFileCarrier, MemoryFileReceiver, Receiver
-from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver, NcclCarrier, NcclReceiver
+from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
 
 
 @dataclass(frozen=True)
 class ReceiverPlan:
-    """What the sampler's process opens; pickled. fd: of the memory file, inherited. address: of the NCCL group."""
+    """What the sampler's process opens. fd: of the memory file, inherited.
 
-    kind: Literal["memory", "cuda_ipc", "nccl"]
+    gpus: CUDA indices, as the learner numbers them, that the process sees: its own, and the learner's if that differs.
+    """
+
+    kind: Literal["memory", "cuda_ipc"]
     fd: int | None = None
-    address: tuple[str, int] | None = None
+    gpus: tuple[int, ...] = ()
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -26,30 +29,26 @@ class ReceiverPlan:
 
 
 def make_carrier(learner: torch.device, sampler_gpu: int | None) -> tuple[Carrier, ReceiverPlan]:
-    """A memory file between processes on the CPU, CUDA IPC on one GPU, NCCL between two.
+    """A memory file between processes on the CPU, CUDA IPC on one GPU or between two of one host.
 
     sampler_gpu: CUDA index, None: the learner's.
     """
     if learner.type == "cpu":
         carrier = MemoryFileCarrier()
         return carrier, ReceiverPlan("memory", fd=carrier.fd)
-    if sampler_gpu in (None, learner_gpu(learner)):
-        return CudaIpcCarrier(), ReceiverPlan("cuda_ipc")
-    nccl = NcclCarrier(torch.device("cuda", learner_gpu(learner)))
-    return nccl, ReceiverPlan("nccl", address=nccl.address)
+    source = learner_gpu(learner)
+    own = source if sampler_gpu is None else sampler_gpu
+    return CudaIpcCarrier(), ReceiverPlan("cuda_ipc", gpus=(own,) if own == source else (own, source))
 
 
 def open_receiver(plan: ReceiverPlan) -> Receiver:
-    """The receiver of a plan, in the sampler's process, which sees one GPU at most."""
+    """The receiver of a plan, in the sampler's process, which sees the plan's GPUs under the numbers 0 and 1."""
     match plan.kind:
         case "memory":
             assert plan.fd is not None
             return MemoryFileReceiver(plan.fd)
         case "cuda_ipc":
-            return CudaIpcReceiver(torch.device("cuda", 0))
-        case "nccl":
-            assert plan.address is not None
-            return NcclReceiver(plan.address, torch.device("cuda", 0))
+            return CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", len(plan.gpus) - 1))
 
 
 def learner_gpu(device: torch.device) -> int:

@@ -1,14 +1,13 @@
 """`python -m qarl.rollout.vllm.worker FD`: the sampler's own process. It serves one connection until that ends.
 
-Orders are (operation, payload), answers ("ready" | "done", result), ("progress", (responses, tokens)) or
-("failed", Failure). Standard output and error are the sampler's log file.
+Orders and answers are those of `messages.py`. Standard output and error are the sampler's log file.
 """
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing.connection
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -22,8 +21,10 @@ from qarl.errors import UserError
 from qarl.publish.delta import Patch, unflatten
 from qarl.publish.verify import PublishError
 from qarl.rollout.vllm.host import Host, Progress
+from qarl.rollout.vllm.messages import done, failed, read_order, read_start
 from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request
 from qarl.rollout.vllm.transport import open_receiver
+from qarl.rollout.vllm.wire import Channel, Message
 
 PR_SET_PDEATHSIG = 1
 
@@ -77,46 +78,53 @@ def failure(error: Exception) -> Failure:
     return Failure(explain(error), isinstance(error, PublishError))
 
 
-def serve(connection: multiprocessing.connection.Connection) -> None:
+def serve(channel: Channel) -> None:
     """Start the host that the first order asks for, then serve orders until the connection ends."""
-    settings, expected, plan = connection.recv()
+    settings, expected, plan = read_start(_next(channel))
     try:
         host = Host(settings, expected)
     except Exception as error:  # whatever vLLM raises
-        connection.send(("failed", failure(error)))
+        channel.send(failed(failure(error)))
         return
-    connection.send(("ready", host.facts()))
+    channel.send(Message("ready", host.facts()))
     receiver = open_receiver(plan)
 
     def progress(responses: int, tokens: int) -> None:
-        connection.send(("progress", (responses, tokens)))
-        if connection.poll():
-            order = connection.recv()
-            assert order[0] == "abort", order
+        channel.send(Message("progress", [responses, tokens]))
+        if (waiting := channel.poll(0)) is not None:
+            assert waiting.kind == "abort", waiting.kind
             raise Aborted
 
     while True:
-        operation, payload = connection.recv()
+        message = _next(channel)
+        operation, payload = message.kind, read_order(message)
         if operation == "abort":  # it came after the last step
             continue
         try:
             result = perform(host, operation, payload, lambda parcel: unflatten(receiver.take(parcel)), progress)
         except Aborted:
-            result = None
+            channel.send(Message("aborted"))
+            continue
         except Exception as error:  # likewise
-            connection.send(("failed", failure(error)))
+            channel.send(failed(failure(error)))
             continue
         finally:
             sys.stdout.flush()
             receiver.done()
-        connection.send(("done", result))
+        channel.send(done(operation, result))
+
+
+def _next(channel: Channel) -> Message:
+    message = channel.poll(None)
+    assert message is not None, "it waits for ever"
+    return message
 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the learner
-    connection = multiprocessing.connection.Connection(int(sys.argv[1]))
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the learner is gone
-        serve(connection)
+        serve(channel)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,226 @@
+"""What a valid configuration demands of the machine: paths, files, rows of a task, threads. Loads nothing of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import resource
+import stat
+import string
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from qarl.config.base import Fault
+from qarl.config.config import Config
+from qarl.config.data import LOCAL_SUFFIXES, DataConfig
+from qarl.config.messages import Loc
+from qarl.config.reward import RewardFunction
+from qarl.data.tasks import generate
+from qarl.errors import UserError
+from qarl.inputs.paths import path_fault, reason_of
+
+Kind = Literal["file", "directory", "other", "missing"]
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+_LOOKED_AT = 20_000  # entries of a data directory; more of them than that are found to be wrong when they are loaded
+
+
+class Unusable(Exception):
+    """A path that cannot be looked at. The message is the reason."""
+
+
+def look(text: str) -> tuple[Path, Kind]:
+    """A user's path, `~` expanded, and what is there. Raises Unusable: no path at all, or the system refuses to look.
+
+    What stands behind a file that is no directory, and at the end of a dangling link, is missing.
+    """
+    if fault := path_fault(text):
+        raise Unusable(fault)
+    path = Path(text).expanduser()
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return path, "missing"
+    except OSError as error:
+        raise Unusable(f"cannot be used: {reason_of(error)}; check the path") from None
+    if stat.S_ISDIR(mode):
+        return path, "directory"
+    return path, "file" if stat.S_ISREG(mode) else "other"
+
+
+def file_faults(config: Config) -> Iterator[Fault]:
+    """What of the paths that a configuration names is missing, unreadable or of the wrong kind."""
+    yield from _source_faults(("data", "source"), config.data)
+    yield from _reward_faults(("reward", "functions"), config.reward.functions)
+    for index, task in enumerate(config.evaluation.tasks):
+        key = ("evaluation", "tasks", index)
+        yield from _source_faults((*key, "path") if task.preset else (*key, "data", "source"), task.dataset)
+        yield from _reward_faults((*key, "reward"), task.reward)
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never"):
+        key = ("checkpoint", "resume")
+        yield from _expect(key, resume, "directory", "no such checkpoint directory; give auto, never or its path")
+    yield from _run_dir_faults(config)
+
+
+def task_faults(config: Config) -> Iterator[Fault]:
+    """Options of `task:` sources, and whether their rows have the columns and the number that are asked for."""
+    faults = list(_task_faults(("data",), config.data))
+    yield from faults
+    if config.data.kind == "task" and not faults:
+        size = config.data.task.get("size", 1000)
+        rows = min(size, config.data.max_rows or size)
+        if rows < config.train.prompts_per_step:
+            text = f"is more than the {rows} rows of {config.data.source}; lower it, or raise data.task.size"
+            yield Fault(("train", "prompts_per_step"), config.train.prompts_per_step, text)
+    for index, task in enumerate(config.evaluation.tasks):
+        if task.data is not None:
+            yield from _task_faults(("evaluation", "tasks", index, "data"), task.data)
+
+
+def thread_faults(config: Config) -> Iterator[Fault]:
+    """More threads than the system lets this user start; torch has two pools of them."""
+    threads = config.train.threads
+    if threads is None:
+        return
+    limits = [] if os.geteuid() == 0 else [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
+    for file in ("/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
+        try:
+            text = Path(file).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        limits += [int(text)] if text.isdigit() else []
+    most = min((limit for limit in limits if limit >= 0), default=None)
+    if most is not None and 2 * threads > most:
+        yield Fault(("train", "threads"), threads, f"this machine allows {most} threads in all; lower it")
+
+
+def _expect(key: Loc, text: str, kind: Kind, missing: str, value: str | None = None) -> Iterator[Fault]:
+    """A fault where there is something else than a `kind` at the path. missing: what to say then. value: of the key."""
+    try:
+        path, found = look(text)
+    except Unusable as error:
+        yield Fault(key, value or text, str(error))
+        return
+    if found != kind:
+        yield Fault(key, value or text, missing)
+    elif kind == "file" and not os.access(path, os.R_OK):
+        yield Fault(key, value or text, "cannot be read: permission denied")
+
+
+def _source_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
+    if data.kind not in ("local", "hub"):
+        return
+    source = data.source
+    try:
+        path, found = look(source)
+    except Unusable as error:
+        yield Fault(key, source, str(error))
+        return
+    suffixes = ", ".join(LOCAL_SUFFIXES)
+    if found == "missing":
+        if data.kind == "local":
+            yield Fault(key, source, f"no such file or directory below {Path.cwd()}; give an existing path")
+        elif not _HUB_NAME.fullmatch(source):
+            text = "is neither a path that is there nor the name of a hub dataset, such as openai/gsm8k"
+            yield Fault(key, source, text)
+        return
+    if data.subset is not None and key[-1] == "source":
+        text = f"only hub datasets have subsets, and {source} is local; leave null"
+        yield Fault((*key[:-1], "subset"), data.subset, text)
+    if found == "other":
+        yield Fault(key, source, f"is neither a file nor a directory; give one of {suffixes}")
+    elif found == "directory":
+        if not os.access(path, os.R_OK | os.X_OK):
+            yield Fault(key, source, "cannot be read: permission denied")
+        elif not _holds_data(path):
+            yield Fault(key, source, f"the directory holds none of {suffixes}; give one that does")
+    elif path.suffix.lower() not in LOCAL_SUFFIXES:
+        yield Fault(key, source, f"unknown type of file; must be one of {suffixes}")
+    elif not os.access(path, os.R_OK):
+        yield Fault(key, source, "cannot be read: permission denied")
+    elif path.stat().st_size == 0:
+        yield Fault(key, source, "is an empty file; give one with rows")
+    elif data.split != "train" and key[-1] == "source":
+        yield Fault((*key[:-1], "split"), data.split, "a single file has only the split train")
+
+
+def _holds_data(directory: Path) -> bool:
+    """Whether a data file is below, as far as a look at some thousand entries tells."""
+    count = 0
+    try:
+        for entry in islice(directory.rglob("*"), _LOOKED_AT):
+            count += 1
+            if entry.suffix.lower() in LOCAL_SUFFIXES:
+                return True
+    except OSError:  # it changes while it is read: loading it tells
+        return True
+    return count == _LOOKED_AT
+
+
+def _reward_faults(key: Loc, functions: list[RewardFunction]) -> Iterator[Fault]:
+    for index, function in enumerate(functions):
+        if function.file is not None:
+            text = f"no such file below {Path.cwd()}; give an existing file.py:function"
+            yield from _expect((*key, index, "name"), function.file, "file", text, function.name)
+        elif function.name == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+            text = "needs the package reasoning-gym; pip install 'qarl[tasks]'"
+            yield Fault((*key, index, "name"), function.name, text)
+
+
+def _run_dir_faults(config: Config) -> Iterator[Fault]:
+    key, text = ("train", "run_dir"), config.train.run_dir or "runs/unnamed"
+    try:
+        path, found = look(text)
+        if found == "missing" and path.is_symlink():
+            yield Fault(key, text, "is a link to nothing; remove it, or choose another directory")
+            return
+        for place in (path, *path.parents):
+            _, kind = look(str(place))
+            if kind == "directory":
+                return
+            if kind != "missing":
+                yield Fault(key, text, f"{'it' if place == path else place} is no directory; choose another")
+                return
+    except Unusable as error:
+        yield Fault(key, text, str(error))
+
+
+def _task_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
+    if data.kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+        text = "needs the package reasoning-gym; pip install 'qarl[tasks]'"
+        yield Fault((*key, "source"), data.source, text)
+    if data.kind != "task":
+        return
+    try:
+        row = generate(data.source, data.task, max_rows=1)[0]
+    except UserError as error:
+        option, _, text = str(error).removeprefix("data.task.").partition(": ")
+        yield Fault((*key, "task", option), data.task.get(option), text)
+        return
+    for name, column in data.columns.items():
+        if column not in row:
+            text = f"{data.source} has no such column; it has {', '.join(row)}"
+            yield Fault((*key, "columns", name), column, text)
+            return
+    columns = row | {name: row[column] for name, column in data.columns.items()}
+    for _, name, spec, _ in string.Formatter().parse(data.prompt_template or ""):
+        if name is None:
+            continue
+        if name not in columns:
+            text = f"{data.source} has no column {name}; there are {', '.join(columns)}"
+            yield Fault((*key, "prompt_template"), data.prompt_template, text)
+        elif fault := _spec_fault(spec or ""):
+            yield Fault((*key, "prompt_template"), data.prompt_template, f"{{{name}:{spec}}}: {fault}")
+
+
+def _spec_fault(spec: str) -> str | None:
+    """Why a format cannot be used with text, which a task's columns are."""
+    try:
+        format("", spec if len(spec) <= 12 else "")
+    except ValueError as error:
+        return " ".join(str(error).split())
+    return None

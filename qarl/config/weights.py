@@ -1,0 +1,203 @@
+"""What a model's files must hold, by name, shape and type, and whether they do: from headers, no weights read.
+
+transformers initialises at random what a checkpoint lacks, and ignores what it has too much; a policy made that way
+is another one at every start. So nothing is loaded before its names and shapes are those of its configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl_formats.compressed import parse_quantization_config, tensor_specs
+from qarl_formats.scheme import check_shape, is_ignored
+
+from qarl.config.architecture import Architecture
+from qarl.config.gguf_header import read_gguf_header
+from qarl.config.model import ModelConfig
+from qarl.config.package_model import PREFIX, package_gguf
+from qarl.errors import UserError
+from qarl.inputs.json import read_json_object
+from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, shown_names, stored_tensors
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_STORED = {"int8": "I8", "int32": "I32", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16",
+           "float16": "F16", "float32": "F32"}  # fmt: skip
+_SCALES = ("BF16", "F16", "F32")
+# Buffers of old checkpoints, which transformers computes itself and passes over.
+_IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
+_PICKLED = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
+# Parts of names, Hugging Face's and GGUF's (gguf.tensor_mapping).
+_GGUF_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that must be there. dtypes: any of these, as safetensors spells them."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = _FLOATS
+
+
+def require_weights(
+    directory: Path, architecture: Architecture, quantization: Mapping[str, Any] | None = None
+) -> dict[str, StoredTensor]:
+    """The tensors of a model directory, proved to be those of its configuration.
+
+    quantization: the `quantization_config` of an exported checkpoint. A tied output layer may be missing or stored
+    too; whether it then equals the embedding, its values tell (`qarl.policy.load`).
+    Raises UserError that names what is missing, too much, of another shape or another type.
+    """
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory}: holds an adapter (adapter_config.json); merge it into its base model first")
+    if not has_weights(directory):
+        raise UserError(_no_weights(directory))
+    found = stored_tensors(directory)
+    wanted = _plain(architecture) if quantization is None else _quantized(architecture, quantization, found, directory)
+    if architecture.tied_embeddings and HEAD in found:
+        wanted[HEAD] = Wanted((architecture.vocab_size, architecture.hidden_size))
+    held = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
+    if fault := _difference(wanted, held, "config.json"):
+        raise UserError(f"{directory}: its weights are not those of its config.json: {fault}")
+    return found
+
+
+def require_gguf(path: Path, architecture: Architecture) -> None:
+    """As `require_weights`, of a GGUF file, whose types are for its reader to judge."""
+    try:
+        header = read_gguf_header(path)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    wanted = {gguf_name(name): Wanted(wish.shape) for name, wish in _plain(architecture).items()}
+    held = {name: (shape, "F32") for name, shape in header.tensors.items()}
+    if fault := _difference(wanted, held, "its header"):
+        raise UserError(f"{path}: its weights are not those of its header: {fault}")
+
+
+def check_weights(model: ModelConfig, architecture: Architecture) -> None:
+    """As `require_weights`, of a model to train from that is on this machine.
+
+    A model whose weights are not there (yet, or not in the cache) passes: loading it says so. Raises UserError also for
+    a quantized checkpoint.
+    """
+    if model.path.startswith(PREFIX):
+        require_gguf(package_gguf(model), architecture)
+        return
+    directory = user_path(model.path, "model.path")
+    with path_errors(f"model.path: '{model.path}'"):
+        if not directory.is_dir():
+            return
+        if model.gguf_file is not None:
+            require_gguf(directory / model.gguf_file, architecture)
+            return
+        description = read_json_object(directory / "config.json", nonfinite=True)
+        if description.get("quantization_config") is not None:
+            raise UserError(quantized_checkpoint(model))
+        own_code = model.trust_remote_code and "AutoModelForCausalLM" in (description.get("auto_map") or {})
+        if not own_code and (has_weights(directory) or _pickled(directory)):
+            require_weights(directory, architecture)
+
+
+def quantized_checkpoint(model: ModelConfig) -> str:
+    return f"model.path: '{model.path}' is a quantized checkpoint; train from the unquantized model"
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether there is a safetensors file or an index of such files."""
+    return os.path.lexists(directory / SINGLE) or os.path.lexists(directory / INDEX)
+
+
+def gguf_name(name: str) -> str:
+    """What GGUF calls a parameter of the families in `FAMILIES`."""
+    module, _, kind = name.rpartition(".")
+    if module in _GGUF_WHOLE:
+        return f"{_GGUF_WHOLE[module]}.{kind}"
+    _, _, layer, inner = module.split(".", 3)
+    return f"blk.{layer}.{_GGUF_LAYER[inner]}.{kind}"
+
+
+def _plain(architecture: Architecture) -> dict[str, Wanted]:
+    return {name: Wanted(shape) for name, shape in architecture.tensors()}
+
+
+def _quantized(
+    architecture: Architecture, quantization: Mapping[str, Any], found: Mapping[str, StoredTensor], directory: Path
+) -> dict[str, Wanted]:
+    """Codes and scales in place of the weights that the scheme quantizes. int4 codes may lie one to a byte."""
+    try:
+        scheme, ignore = parse_quantization_config(quantization)
+        linears = {name: (n, k) for name, n, k in architecture.linears() if not is_ignored(name, ignore)}
+        for name, shape in linears.items():
+            check_shape(scheme, name, *shape)
+    except ValueError as error:
+        place = f"{directory / 'config.json'}: quantization_config"
+        raise UserError(f"{place}: {error}; give another checkpoint") from error
+    unpacked = scheme.packed and scheme.symmetric and any(f"{name}.weight" in found for name in linears)
+    wanted: dict[str, Wanted] = {}
+    for name, wish in _plain(architecture).items():
+        module = name.removesuffix(".weight")
+        if module == name or module not in linears:
+            wanted[name] = wish
+            continue
+        for suffix, spec in tensor_specs(scheme, *linears[module], unpacked=unpacked).items():
+            dtypes = _SCALES if suffix == "weight_scale" else (_STORED[spec.dtype],)
+            wanted[f"{module}.{suffix}"] = Wanted(spec.shape, dtypes)
+    return wanted
+
+
+def _difference(
+    wanted: Mapping[str, Wanted], held: Mapping[str, tuple[tuple[int, ...], str]], source: str
+) -> str | None:
+    """One line: what is missing, too much, of another shape, of another type; None if nothing is."""
+    missing = [name for name in wanted if name not in held]
+    extra = [name for name in held if name not in wanted and not _IGNORED.search(name)]
+    both = [name for name in wanted if name in held]
+    shapes = [name for name in both if held[name][0] != wanted[name].shape]
+    types = [name for name in both if held[name][1] not in wanted[name].dtypes]
+    faults = []
+    if missing:
+        faults.append(f"{len(missing):,} missing ({shown_names(missing)})")
+    if extra:
+        faults.append(f"{len(extra):,} that it does not have ({shown_names(extra)})")
+    if shapes:
+        name = shapes[0]
+        faults.append(f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, {source} makes it "
+                      f"{list(wanted[name].shape)})")  # fmt: skip
+    if types:
+        name = types[0]
+        faults.append(f"{len(types):,} of another type ({name} is {held[name][1]}, must be "
+                      f"{' or '.join(wanted[name].dtypes)})")  # fmt: skip
+    if not faults:
+        return None
+    fix = "restore the model's own files"
+    if any(f"model.{name}" in wanted for name in extra):
+        fix = "save the causal LM (AutoModelForCausalLM), not its base model alone"
+    return f"{'; '.join(faults)}; {fix}"
+
+
+def _pickled(directory: Path) -> list[str]:
+    return [path.name for path in sorted(directory.glob("*")) if _PICKLED.fullmatch(path.name)]
+
+
+def _no_weights(directory: Path) -> str:
+    pickled = _pickled(directory)
+    if not pickled:
+        return f"{directory}: holds no weights ({SINGLE}, or {INDEX} and its files); restore them"
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"[A.from_pretrained('{directory}').save_pretrained('{directory}-safetensors') for A in (M, T)]"
+    )
+    return f'{directory}: {pickled[0]} is a pickle, which qarl does not read; convert it with: python -c "{code}"'

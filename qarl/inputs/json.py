@@ -1,0 +1,124 @@
+"""JSON from outside: limits on depth and numbers, no lone surrogates, and faults that name their place. And what of a
+value goes into it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from qarl.inputs.files import TEXT_BYTES, Unreadable, decode, read_text
+from qarl.text import visible
+
+DEPTH = 64  # of lists and objects in each other
+INT_DIGITS = 4000  # below Python's own limit for turning text into an integer, 4,300
+
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+class _Refused(ValueError):
+    pass
+
+
+def parse_json(
+    text: str | bytes, place: str, *, big_integers: bool = False, nonfinite: bool = False, surrogates: bool = False
+) -> Any:
+    """The value of a JSON text.
+
+    place: what the text is (a file, a line of it), for messages. big_integers: integers of up to INT_DIGITS digits;
+    otherwise they fit 64 bits. nonfinite: NaN and Infinity, which strict JSON cannot say. surrogates: lone ones too,
+    of text that goes nowhere but through `qarl.text.visible`.
+    Raises Unreadable: not UTF-8, not JSON, deeper than DEPTH, a number too large, text with lone surrogates.
+    """
+    if isinstance(text, bytes):
+        text = decode(text, place)
+
+    def integer(digits: str) -> int:
+        if len(digits) > (INT_DIGITS if big_integers else 20):
+            raise _Refused(f"the integer {digits[:20]}... of {len(digits):,} characters is too large")
+        value = int(digits)
+        if not big_integers and not -(2**63) <= value < 2**63:
+            raise _Refused(f"the integer {digits} does not fit 64 bits")
+        return value
+
+    def real(digits: str) -> float:
+        value = float(digits)
+        if math.isinf(value):
+            raise _Refused(f"the number {digits[:20]} is too large for a float")
+        return value
+
+    def constant(name: str) -> float:
+        if not nonfinite:
+            raise _Refused(f"holds {name}, which is no JSON number")
+        return float(name)
+
+    try:
+        value = json.loads(text, parse_int=integer, parse_float=real, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise Unreadable(place, f"not valid JSON (line {error.lineno} column {error.colno}: {error.msg})") from None
+    except _Refused as error:
+        raise Unreadable(place, str(error)) from None
+    except RecursionError:
+        raise Unreadable(place, f"nested deeper than {DEPTH} levels") from None
+    # Only a text that has the means needs the walk over its values.
+    if text.count("[") + text.count("{") > DEPTH or _ESCAPED_SURROGATE.search(text) or _LONE.search(text):
+        _walk(value, place, surrogates)
+    return value
+
+
+def read_json(path: Path, *, limit: int = TEXT_BYTES, **options: bool) -> Any:
+    """The value of a JSON file. limit: in bytes. options: of `parse_json`. Raises NoSuchFile, Unreadable."""
+    return parse_json(read_text(path, limit), str(path), **options)
+
+
+def read_json_object(path: Path, *, limit: int = TEXT_BYTES, **options: bool) -> dict[str, Any]:
+    """As `read_json`, of a file that must hold an object."""
+    value = read_json(path, limit=limit, **options)
+    if not isinstance(value, dict):
+        raise Unreadable(str(path), f"holds {json_kind(value)}, expected an object")
+    return value
+
+
+def json_kind(value: Any) -> str:
+    """What a JSON value is, for people."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def strict(value: Any) -> Any:
+    """A value as strict JSON can say it: NaN and infinities become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: strict(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(child) for child in value]
+    return value
+
+
+def _walk(value: Any, place: str, surrogates: bool) -> None:
+    """Refuse what is nested too deep, and lone surrogates, which no file or terminal can take, unless they are
+    allowed. No recursion."""
+    pending: list[tuple[Any, int, str]] = [(value, 1, "")]
+    while pending:
+        here, depth, path = pending.pop()
+        if isinstance(here, str):
+            if not surrogates and _LONE.search(here):
+                where = f" at {visible(path)}" if path else ""
+                raise Unreadable(place, f"holds a lone surrogate{where}, which is no character; write it out")
+        elif isinstance(here, (dict, list)):
+            if depth > DEPTH:
+                raise Unreadable(place, f"nested deeper than {DEPTH} levels")
+            if isinstance(here, dict):
+                pending += [(key, depth, f"{path}.{key}"[:60].lstrip(".")) for key in here if _LONE.search(key)]
+                children = here.items()
+            else:
+                children = enumerate(here)
+            pending += [
+                (child, depth + 1, f"{path}.{key}"[:60].lstrip("."))
+                for key, child in children
+                if isinstance(child, (str, dict, list))
+            ]

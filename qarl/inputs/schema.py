@@ -1,0 +1,55 @@
+"""Schemas of the files that qarl reads back: required keys, types and ranges, refused in one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from qarl.inputs.files import Unreadable
+from qarl.inputs.paths import NAME_BYTES
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class Record(BaseModel):
+    """A record of a file. Strict types, finite numbers; keys that it does not name are ignored, so that a file of a
+    later qarl can be read."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+def _plain_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode("utf-8", "replace")) > NAME_BYTES:
+        raise ValueError("must be the name of a file in the same directory")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_plain_name)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+STEP_LIMIT = 10**9  # training steps: more than any run takes, and every sum of them fits
+Step = Annotated[int, Field(ge=0, le=STEP_LIMIT)]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def checked(model: type[T], value: Any, place: str) -> T:
+    """`value` as a `model`. Raises Unreadable with the first key at fault. place: what holds the value."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise Unreadable(place, schema_fault(error)) from None
+
+
+def schema_fault(error: ValidationError) -> str:
+    """One line: the first key at fault, what it holds, and what it must be; and how many more there are."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    key = ".".join(map(str, first["loc"])) or "the value"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if first["type"] == "missing":
+        return f"{key} is missing{more}"
+    shown = json.dumps(first["input"], ensure_ascii=False, default=str)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{more}"

@@ -1,0 +1,130 @@
+"""Which tensors a model's safetensors files hold, from their headers alone: no torch, no weights read.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, RootModel
+
+from qarl.inputs.files import TEXT_BYTES, NoSuchFile, Unreadable, read_prefix
+from qarl.inputs.json import parse_json, read_json_object
+from qarl.inputs.schema import FileName, Record, checked
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6,
+    "F6_E3M2": 6, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+    "C64": 64,
+}  # fmt: skip
+_Size = Annotated[int, Field(ge=0, lt=2**48)]
+
+
+class _Entry(Record):
+    dtype: str
+    shape: Annotated[list[_Size], Field(max_length=8)]
+    data_offsets: Annotated[list[_Size], Field(min_length=2, max_length=2)]
+
+
+class _Header(RootModel[dict[str, _Entry]]):
+    pass
+
+
+class _Index(Record):
+    weight_map: dict[str, FileName]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file. dtype: as safetensors spells it (BF16, I32, ...)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model directory by name: of `model.safetensors`, else of the files that its index names.
+
+    That is the order in which transformers looks. Raises NoSuchFile if there is neither; Unreadable for what is
+    damaged, and for files and an index that disagree.
+    """
+    single = directory / SINGLE
+    if os.path.lexists(single):
+        return read_header(single)
+    index = directory / INDEX
+    place, weight_map = str(index), _weight_map(index)
+    found: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        try:
+            held = read_header(directory / file)
+        except NoSuchFile as error:
+            raise Unreadable(place, f"names {file}, and there is no such file; restore it") from error
+        for name, tensor in held.items():
+            if name in found:
+                raise Unreadable(place, f"{name} is in two files, {found[name].file.name} and {file}; keep one")
+            found[name] = tensor
+    for name in sorted(found.keys() - weight_map.keys()):
+        raise Unreadable(place, f"does not name {name}, which {found[name].file.name} holds; restore the index")
+    for name, file in weight_map.items():
+        if name not in found:
+            raise Unreadable(place, f"names {name}, which none of its files holds; restore {file}")
+        if found[name].file.name != file:
+            raise Unreadable(place, f"says that {name} is in {file}, and {found[name].file.name} holds it")
+    return found
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names. Raises NoSuchFile, Unreadable."""
+    return sorted(set(_weight_map(index).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    return checked(_Index, read_json_object(index), str(index)).weight_map
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file. Raises NoSuchFile, Unreadable: damaged, cut short, or of another format."""
+    prefix, size = read_prefix(path, 8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > size - 8:
+        raise Unreadable(str(path), "is cut short, or no safetensors file; restore it")
+    if length > TEXT_BYTES:
+        raise Unreadable(str(path), f"its header of {length:,} bytes is longer than the {TEXT_BYTES:,} that are read")
+    header = parse_json(read_prefix(path, 8 + length)[0][8:], f"{path} (header)")
+    if not isinstance(header, dict):
+        raise Unreadable(str(path), "its header is no JSON object; restore it")
+    header.pop("__metadata__", None)
+    entries = checked(_Header, header, f"{path} (header)").root
+    _check_layout(path, entries, size - 8 - length)
+    return {name: StoredTensor(path, entry.dtype, tuple(entry.shape)) for name, entry in entries.items()}
+
+
+def _check_layout(path: Path, entries: Mapping[str, _Entry], data_bytes: int) -> None:
+    """The tensors follow one another without a gap up to the end of the file, and each has its dtype's bytes."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        if entry.dtype not in _BITS:
+            raise Unreadable(str(path), f"{name} is of the unknown type {entry.dtype[:20]!r}")
+        if start != end or 8 * (stop - start) != _BITS[entry.dtype] * prod(entry.shape):
+            raise Unreadable(str(path), f"{name} is not where its shape and type say (damaged header); restore it")
+        end = stop
+    if end != data_bytes:
+        raise Unreadable(str(path), f"holds {data_bytes:,} bytes of tensors, its header says {end:,}; restore it")
+
+
+def shown_names(names: Any, most: int = 3) -> str:
+    """The first few of some names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

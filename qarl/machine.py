@@ -1,0 +1,48 @@
+"""How much memory this machine gives the process. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+
+def machine_bytes(root: Path = Path("/")) -> int:
+    """Memory and swap that this process can have: the machine's, or less where a control group limits it.
+
+    root: of /proc and /sys. A limit that cannot be read counts as none.
+    """
+    found = re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    sizes = {name: 1024 * int(size) for name, size in found}
+    return min([sum(sizes.values()), *_group_limits(root, sizes.get("SwapTotal", 0))])
+
+
+def _group_limits(root: Path, machine_swap: int) -> Iterator[int]:
+    """Memory and swap of the process's control groups, its own and those above: version 2, and the memory controller
+    of version 1. machine_swap: bytes of swap that there are."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, _, named = line.partition(":")
+            controllers, _, own = named.partition(":")
+            if not own or (controllers and "memory" not in controllers.split(",")):
+                continue
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            group = top / own.lstrip("/")
+            for directory in [group, *group.parents]:
+                memory = _limit(directory / ("memory.limit_in_bytes" if controllers else "memory.max"))
+                if memory is not None:
+                    # Without a limit on swap it takes what the machine has, which is counted for it.
+                    both = _limit(directory / "memory.memsw.limit_in_bytes") if controllers else None
+                    swap = machine_swap if controllers else _limit(directory / "memory.swap.max")
+                    yield both or memory + (machine_swap if swap is None else min(swap, machine_swap))
+                if directory == top:
+                    break
+
+
+def _limit(path: Path) -> int | None:
+    """The number in a file of the control group; None for `max`, and where there is no such file."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

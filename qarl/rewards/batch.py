@@ -1,0 +1,166 @@
+"""One batch on its way through the workers: what is still to be asked, and what came back."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.rewards.frames import pack
+from qarl.rewards.process import Report, Task
+from qarl.rewards.worker import SCORE_LIMIT
+
+logger = logging.getLogger("qarl.rewards")
+
+# For how long the completions of a function's failed chunks are scored one by one: 512 of 10 s each take over an hour.
+RETRY_TIMEOUTS = 6  # x timeout_s of wall time,
+RETRY_LOADS = 3  # and so many loadings of the functions, since what hangs or dies takes its worker with it
+PATIENCE = 2  # so many may hang for timeout_s; after them nobody may take more than
+IMPATIENT = 0.1  # x timeout_s
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Scores of one batch, in its order.
+
+    total: the weighted sum over the functions. by_function: label -> unweighted scores, 0 where the function failed.
+    failed: label -> completions it failed on (every label is there). messages: one line a failure.
+    """
+
+    total: list[float]
+    by_function: dict[str, list[float]]
+    failed: dict[str, int]
+    messages: list[str]
+
+
+@dataclass
+class _Retries:
+    """Of one function. until: time.monotonic after which nothing more is scored one by one; None before the first."""
+
+    until: float | None = None
+    hangs: int = 0
+
+
+class Batch:
+    """The completions of one `RewardPool.score`, in `chunks` contiguous parts for each function.
+
+    weights: of the functions. reads_tokens: which get `completion_ids` as a column. timeout_s, max_failed_frac: of the
+    configuration. Lists are checked by the caller to be of one length.
+    """
+
+    def __init__(
+        self,
+        completions: list[str],
+        prompts: list[str],
+        columns: dict[str, list],
+        completion_ids: list[list[int]] | None,
+        labels: Sequence[str],
+        weights: Sequence[float],
+        reads_tokens: Sequence[bool],
+        chunks: int,
+        timeout_s: float,
+        max_failed_frac: float,
+    ) -> None:
+        self._completions, self._prompts, self._columns = completions, prompts, columns
+        self._completion_ids = completion_ids
+        self._labels, self._weights, self._reads_tokens = labels, weights, reads_tokens
+        self._timeout_s, self._max_failed_frac = timeout_s, max_failed_frac
+        count = len(completions)
+        self._scores = [[0.0] * count for _ in labels]
+        self._failed = [0] * len(labels)
+        self._messages: list[str] = []
+        self._retries = [_Retries() for _ in labels]
+        chunk = max(1, -(-count // chunks))
+        self._waiting = deque(
+            Task(function, range(start, min(start + chunk, count)))
+            for function in range(len(labels))
+            for start in range(0, count, chunk)
+        )
+        self._retried: deque[Task] = deque()  # of one completion each, asked before what waits
+
+    @property
+    def left(self) -> bool:
+        return bool(self._waiting or self._retried)
+
+    def next_task(self, now: float) -> tuple[Task, float] | None:
+        """What to ask next, and for how many seconds at most; None if there is nothing. now: time.monotonic."""
+        while self._retried:
+            task = self._retried.popleft()
+            retries = self._retries[task.function]
+            assert retries.until is not None, "a retry has an end"
+            if now < retries.until:
+                limit_s = self._timeout_s if retries.hangs < PATIENCE else IMPATIENT * self._timeout_s
+                return task, min(limit_s, retries.until - now)
+            self._give_up(task, "the time for asking one by one is used up; see reward.timeout_s")
+        return (self._waiting.popleft(), self._timeout_s) if self._waiting else None
+
+    def arguments(self, task: Task) -> dict[str, Any]:
+        """What the function is called with, as it is sent."""
+        picked = {name: [pack(values[i]) for i in task.indices] for name, values in self._columns.items()}
+        if self._completion_ids is not None and self._reads_tokens[task.function]:
+            picked["completion_ids"] = [list(self._completion_ids[i]) for i in task.indices]
+        return {
+            "completions": [self._completions[i] for i in task.indices],
+            "prompts": [self._prompts[i] for i in task.indices],
+            "columns": picked,
+        }
+
+    def take(self, report: Report, now: float, load_s: float) -> None:
+        """Keep the scores, or see to it that the completions of a failed chunk are asked one by one.
+
+        load_s: how long a worker takes to load the functions. Raises UserError past `max_failed_frac`.
+        """
+        task, outcome, label = report.task, report.outcome, self._labels[report.task.function]
+        if report.stale:
+            self._note(f"reward `{label}`: replies dropped that were not to this call: {report.stale} (does it fork?)")
+        if isinstance(outcome, list):
+            for index, score in zip(task.indices, outcome, strict=True):
+                self._keep(task.function, index, score)
+            return
+        retries = self._retries[task.function]
+        if len(task.indices) == 1:
+            retries.hangs += report.hung and retries.until is not None
+            self._fail(task.function, 1, f"completion {task.indices[0]} scores 0: {outcome}", outcome)
+            return
+        self._note(f"reward `{label}`: {outcome}; scoring its {len(task.indices)} completions one by one")
+        if retries.until is None:
+            retries.until = now + RETRY_TIMEOUTS * self._timeout_s + RETRY_LOADS * load_s
+        self._retried.extend(Task(task.function, range(i, i + 1)) for i in task.indices)
+
+    def result(self) -> RewardResult:
+        total = [sum(w * s[i] for w, s in zip(self._weights, self._scores, strict=True))
+                 for i in range(len(self._completions))]  # fmt: skip
+        scores = dict(zip(self._labels, self._scores, strict=True))
+        return RewardResult(total, scores, dict(zip(self._labels, self._failed, strict=True)), self._messages)
+
+    def _keep(self, function: int, index: int, score: float) -> None:
+        weighted = self._weights[function] * score
+        if abs(weighted) <= SCORE_LIMIT:
+            self._scores[function][index] = score
+            return
+        why = f"{score:g} times its weight {self._weights[function]:g} is more than the {SCORE_LIMIT:.0e} it may be"
+        self._fail(function, 1, f"completion {index} scores 0: {why}", why)
+
+    def _give_up(self, task: Task, why: str) -> None:
+        """`task` and all others of the function that were to be asked one by one score 0."""
+        left = [other for other in self._retried if other.function != task.function]
+        count = 1 + len(self._retried) - len(left)
+        self._retried = deque(left)
+        self._fail(task.function, count, f"{count} completions of failed calls score 0: {why}", why)
+
+    def _fail(self, function: int, count: int, message: str, why: str) -> None:
+        label, total = self._labels[function], len(self._completions)
+        self._failed[function] += count
+        self._note(f"reward `{label}`: {message}")
+        if self._failed[function] > self._max_failed_frac * total:
+            raise UserError(
+                f"reward `{label}`: failed on {self._failed[function]} of {total} completions, more than "
+                f"reward.max_failed_frac {self._max_failed_frac:g}; the last: {why}"
+            )
+
+    def _note(self, message: str) -> None:
+        logger.warning(message)
+        self._messages.append(message)

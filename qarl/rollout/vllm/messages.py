@@ -1,0 +1,243 @@
+"""Orders to the sampler's process and its answers, as messages: every field is named here, typed, and checked.
+
+Orders: start, publish, score, generate, sleep, wake, abort. Answers: ready, done, failed, progress, aborted. Token ids
+and log-probs travel as arrays beside the JSON, in the machine's own order of bytes: both ends are on it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from qarl.inputs.schema import schema_fault
+from qarl.publish.verify import Fingerprint
+from qarl.rollout.vllm.parcels import Parcel
+from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request, Response, SamplerSettings
+from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.wire import Message, WireError
+from qarl.text import visible
+from qarl.types import FinishReason
+
+TOKEN, LOGPROB = "i", "d"  # codes of `array`: int32, float64
+BYTES_PER_TOKEN = array(TOKEN).itemsize + array(LOGPROB).itemsize
+
+T = TypeVar("T")
+Scores = list[list[float]]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """See `Host.facts`."""
+
+    proved_frac: float
+    units: dict[str, str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class _Start:
+    settings: SamplerSettings
+    expected: dict[str, Fingerprint]
+    plan: ReceiverPlan
+
+
+@dataclass(frozen=True)
+class _Publish:
+    version: int
+    parcel: Parcel
+    expected: dict[str, Fingerprint]
+    canary: list[list[int]]
+
+
+@dataclass(frozen=True)
+class _Generate:
+    drawing: Drawing
+    lengths: list[int]
+    seeds: list[int]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    lengths: list[int]
+    finish_reasons: list[FinishReason]
+    stopped_by: list[int | str | None]
+
+
+@dataclass(frozen=True)
+class _Published:
+    seconds: dict[str, float]
+    scores: Scores
+
+
+_START, _PUBLISH, _GENERATE = TypeAdapter(_Start), TypeAdapter(_Publish), TypeAdapter(_Generate)
+_FACTS, _PUBLISHED, _DRAWN = TypeAdapter(_Facts), TypeAdapter(_Published), TypeAdapter(_Drawn)
+_SEQUENCES, _SCORES, _LEVEL = TypeAdapter(list[list[int]]), TypeAdapter(Scores), TypeAdapter(int)
+_FREED, _FAILURE, _PROGRESS = TypeAdapter(int | None), TypeAdapter(Failure), TypeAdapter(tuple[int, int])
+
+
+def _read(adapter: TypeAdapter[T], message: Message) -> T:
+    try:
+        return adapter.validate_python(message.body)
+    except ValidationError as error:
+        raise WireError(f"{message.kind}: {schema_fault(error)}") from None
+
+
+# --- orders: the learner's side writes, the sampler's reads ------------------------------------------------------
+
+
+def start_order(settings: SamplerSettings, expected: Mapping[str, Fingerprint], plan: ReceiverPlan) -> Message:
+    body = _Start(settings, dict(expected), plan)
+    return Message("start", _START.dump_python(body, mode="json"))
+
+
+def read_start(message: Message) -> tuple[SamplerSettings, dict[str, Fingerprint], ReceiverPlan]:
+    _require(message, "start")
+    body = _read(_START, message)
+    return body.settings, body.expected, body.plan
+
+
+def order(operation: str, payload: Any) -> Message:
+    """The message of an operation; see `worker.perform` for what each takes."""
+    match operation:
+        case "publish":
+            assert isinstance(payload, Publication)
+            body = _Publish(payload.version, payload.cargo, dict(payload.expected), list(payload.canary))
+            return Message("publish", _PUBLISH.dump_python(body, mode="json"))
+        case "generate":
+            requests, drawing = payload
+            lengths, tokens = [len(request.token_ids) for request in requests], array(TOKEN)
+            for request in requests:
+                tokens.extend(request.token_ids)
+            asked = _Generate(drawing, lengths, [request.seed for request in requests])
+            return Message("generate", _GENERATE.dump_python(asked, mode="json"), tokens.tobytes())
+    return Message(operation, payload)
+
+
+def read_order(message: Message) -> Any:
+    """The payload of an order."""
+    match message.kind:
+        case "publish":
+            body = _read(_PUBLISH, message)
+            return Publication(body.version, body.parcel, body.expected, body.canary)
+        case "generate":
+            asked = _read(_GENERATE, message)
+            if len(asked.seeds) != len(asked.lengths):
+                raise WireError(f"{message.kind}: {len(asked.seeds)} seeds of {len(asked.lengths)} requests")
+            (tokens,) = _arrays(message, (TOKEN,), sum(asked.lengths))
+            prompts = _split(tokens, asked.lengths)
+            requests = [Request(prompt, seed) for prompt, seed in zip(prompts, asked.seeds, strict=True)]
+            return requests, asked.drawing
+        case "score":
+            return _read(_SEQUENCES, message)
+        case "sleep":
+            return _read(_LEVEL, message)
+        case "wake" | "abort":
+            return None
+    raise WireError(f"an order {message.kind[:40]!r}")
+
+
+# --- answers: the sampler's side writes, the learner's reads -----------------------------------------------------
+
+
+def done(operation: str, result: Any) -> Message:
+    """The answer to an order that was carried out."""
+    match operation:
+        case "publish":
+            seconds, scores = result
+            return Message("done", {"seconds": seconds, "scores": scores})
+        case "generate":
+            tokens, logprobs = array(TOKEN), array(LOGPROB)
+            for response in result:
+                tokens.extend(response.token_ids)
+                logprobs.extend(response.logprobs)
+            drawn = _Drawn([len(r.token_ids) for r in result], [r.finish_reason for r in result],
+                           [r.stopped_by for r in result])  # fmt: skip
+            return Message("done", asdict(drawn), tokens.tobytes() + logprobs.tobytes())
+    return Message("done", result)
+
+
+def data_limit(operation: str, payload: Any) -> int:
+    """The most bytes of arrays that the answer to an order can have."""
+    if operation != "generate":
+        return 0
+    requests, drawing = payload
+    return len(requests) * drawing.max_tokens * BYTES_PER_TOKEN
+
+
+def read_done(operation: str, payload: Any, message: Message) -> Any:
+    """The result of an order, which is of as many parts as the order asked for."""
+    match operation:
+        case "publish":
+            body = _read(_PUBLISHED, message)
+            return body.seconds, _scores_of(payload.canary, body.scores)
+        case "score":
+            return _scores_of(payload, _read(_SCORES, message))
+        case "generate":
+            return _responses(payload[0], message)
+        case "sleep":
+            return _read(_FREED, message)
+    return None
+
+
+def read_ready(message: Message) -> dict[str, Any]:
+    """What a started sampler says of itself; see `Host.facts`."""
+    return asdict(_read(_FACTS, message))
+
+
+def read_failed(message: Message) -> Failure:
+    return _read(_FAILURE, message)
+
+
+def read_progress(message: Message) -> tuple[int, int]:
+    """(responses finished, their tokens)."""
+    return _read(_PROGRESS, message)
+
+
+def failed(failure: Failure) -> Message:
+    return Message("failed", {"message": visible(failure.message, keep_newlines=True), "publish": failure.publish})
+
+
+def _responses(requests: Sequence[Request], message: Message) -> list[Response]:
+    drawn = _read(_DRAWN, message)
+    lengths = drawn.lengths
+    if not len(requests) == len(lengths) == len(drawn.finish_reasons) == len(drawn.stopped_by):
+        raise WireError(f"{len(lengths)} responses to {len(requests)} requests")
+    tokens, logprobs = _arrays(message, (TOKEN, LOGPROB), sum(lengths))
+    return [
+        Response(*parts)
+        for parts in zip(_split(tokens, lengths), _split(logprobs, lengths), drawn.finish_reasons,
+                         drawn.stopped_by, strict=True)
+    ]  # fmt: skip
+
+
+def _scores_of(sequences: Sequence[Sequence[int]], scores: Scores) -> Scores:
+    if [len(sequence) - 1 for sequence in sequences] != [len(logprobs) for logprobs in scores]:
+        raise WireError("log-probs of other tokens than were to be scored")
+    return scores
+
+
+def _arrays(message: Message, codes: Sequence[str], length: int) -> list[array[Any]]:
+    """The arrays of `length` elements each that the message's data are."""
+    arrays = [array(code) for code in codes]
+    ends = list(accumulate((length * each.itemsize for each in arrays), initial=0))
+    if len(message.data) != ends[-1]:
+        raise WireError(f"{message.kind}: {len(message.data):,} bytes of arrays instead of {ends[-1]:,}")
+    for each, (start, end) in zip(arrays, pairwise(ends), strict=True):
+        each.frombytes(memoryview(message.data)[start:end])
+    return arrays
+
+
+def _split(values: array[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    if lengths and min(lengths) < 0:
+        raise WireError("an array of a negative length")
+    return [values[start:end].tolist() for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def _require(message: Message, kind: str) -> None:
+    if message.kind != kind:
+        raise WireError(f"{message.kind[:40]!r} where {kind} was due")

@@ -1,0 +1,114 @@
+"""What a run has behind it: whether its metrics and its checkpoints tell of the same steps. Imports no torch.
+
+    history.json    {"began_after": 0, "checkpoint": 20}
+
+Written with each checkpoint, and at the start of a run that goes on from the checkpoint of another one. Without it a
+directory whose checkpoints were deleted would look like one that never had any, and the same command would train from
+step 1 over the metrics and rollouts of the run before.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from qarl.errors import UserError
+from qarl.inputs.files import NoSuchFile, Unreadable
+from qarl.inputs.json import read_json
+from qarl.inputs.schema import Record, Step, checked
+from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.names import step_files
+from qarl.storage.runs import METRICS, record_steps
+
+HISTORY = "history.json"
+START_OVER = "choose another train.run_dir to start over"
+
+
+class History(Record):
+    """began_after: the step of another run's checkpoint that this run began from, 0 without. checkpoint: the newest
+    step that was saved here, 0 for none yet."""
+
+    began_after: Step = 0
+    checkpoint: Step = 0
+
+
+def read_history(run_dir: Path) -> History | None:
+    """None where nothing was written yet. Raises UserError for a damaged file."""
+    path = run_dir / HISTORY
+    try:
+        return checked(History, read_json(path), str(path))
+    except NoSuchFile:
+        return None
+    except Unreadable as error:
+        raise UserError(f"{error}; restore it, remove it if nothing else is gone, or {START_OVER}") from error
+
+
+def write_history(run_dir: Path, history: History) -> None:
+    """Durably. Raises UserError if the disk refuses."""
+    path = run_dir / HISTORY
+    with disk_errors(path):
+        atomic_write_text(path, json.dumps(history.model_dump()) + "\n")
+
+
+def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
+    """The step after which the record of this run begins, if it may go on from step `start`.
+
+    own: whether the checkpoint of `start` is in this directory; a run that begins anew, with step 0, has none.
+    every: `checkpoint.every` of the start before.
+    What comes after `start` does not matter, it is forgotten: a kill may have cut off its end. Raises UserError that
+    names what is gone: checkpoints, or lines of metrics.jsonl up to `start`.
+    """
+    path = run_dir / METRICS
+    steps = record_steps(path)
+    known = [step for step in steps if step is not None]
+    history = read_history(run_dir)
+    if not own and not steps and not step_files(run_dir / "rollouts", ".jsonl"):
+        return start  # there is nothing that could be lost
+    if history is None:  # nothing was saved here yet, or by an earlier qarl, whose runs are taken as they are
+        first = known[0] - 1 if own and known else 0
+        # A save comes after its step's metrics: one step later it was done.
+        history = History(began_after=first, checkpoint=every if max(known, default=0) > every else 0)
+    if not own:
+        _require_anew(run_dir, history, start)
+        return start
+    count = max(0, start - history.began_after)
+    whole = len(steps) >= count and all(step == history.began_after + 1 + i for i, step in enumerate(steps[:count]))
+    if whole:
+        return history.began_after
+    missing = _missing(known, history.began_after, start)
+    what = f"lacks {missing}" if missing else "does not hold each step once and in order"
+    raise UserError(
+        f"{path}: {what}, and the checkpoint to go on from is of step {start}; restore the file, set checkpoint.resume "
+        f"to a checkpoint before that, or {START_OVER}"
+    )
+
+
+def _require_anew(run_dir: Path, history: History, start: int) -> None:
+    """Refuse to begin after `start`, with a checkpoint of another run or none, over what this run has behind it."""
+    if start == 0 and history.checkpoint:
+        raise UserError(
+            f"{run_dir / 'checkpoints'}: the checkpoints of this run are gone (there was one of step "
+            f"{history.checkpoint}); put them back to go on, or {START_OVER}"
+        )
+    if start == history.began_after:
+        return
+    if start == 0:
+        raise UserError(
+            f"{run_dir}: the run began from a checkpoint of another one, of step {history.began_after}, and has none "
+            f"of its own yet; give that one as checkpoint.resume, or {START_OVER}"
+        )
+    raise UserError(
+        f"checkpoint.resume: is a checkpoint of another run, and {run_dir} holds steps of its own; set "
+        f"checkpoint.resume: auto to go on with them, or {START_OVER}"
+    )
+
+
+def _missing(known: list[int], after: int, last: int) -> str:
+    """The first stretch of steps after `after`, up to `last`, that is not among `known`, for people."""
+    present = sorted({step for step in known if after < step <= last})
+    low = after + 1
+    for step in [*present, last + 1]:
+        if step > low:
+            return f"step {low}" if step == low + 1 else f"steps {low} to {step - 1}"
+        low = step + 1
+    return ""

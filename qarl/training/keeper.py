@@ -1,0 +1,125 @@
+"""What a run keeps of itself: going on from a checkpoint, saving finished steps, and rescuing them after a fault."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qarl.config.checkpoint import CheckpointConfig
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.history import History, write_history
+from qarl.storage.rundir import RunDirectory
+from qarl.training.console import RunConsole
+from qarl.training.recorder import Recorder
+from qarl.training.setup import Run
+from qarl.training.state import capture, restore
+
+
+@dataclass(frozen=True)
+class Finished:
+    """After a step: what a checkpoint of it holds beside masters and optimizer, while these are still its own.
+
+    position: of the data. skipped: `Learner.skipped_in_a_row`. begun: `Optimizer.begun`.
+    """
+
+    step: int
+    position: dict[str, Any]
+    skipped: int
+    begun: int
+
+
+class Keeper:
+    """The checkpoints of one run. Call `resume` first, then `finish` after every step.
+
+    unrecorded: a step that was learned from and is not yet in metrics.jsonl, with the metrics that are known of it.
+    """
+
+    def __init__(self, config: CheckpointConfig, run: Run, directory: RunDirectory, console: RunConsole) -> None:
+        self.config, self.run, self.directory, self.console = config, run, directory, console
+        self.store = CheckpointStore(directory.checkpoints, config.keep_last)
+        self.history = History()
+        self.saved_step = 0  # of a new run there is nothing to save before its first step
+        self.unrecorded: tuple[int, dict[str, float]] | None = None
+        self._refused_step = 0  # one that could not be saved
+
+    def resume(self) -> int:
+        """The step to go on from; a checkpoint, if there is one to take, is put back, and later ones are removed.
+
+        Raises UserError, with the directory as it was, where something of the run is gone or its inputs have changed.
+        """
+        found = None
+        if self.config.resume == "auto":
+            found = self.store.latest_valid(self.console.warn)
+        elif self.config.resume != "never":
+            found = self.store.load(Path(self.config.resume).expanduser())
+        if found is None:
+            self.history = self.directory.history_at(0, own=False)
+            return 0
+        own = found.path == self.store.path(found.step).resolve()  # and not that of another run
+        self.history = self.directory.history_at(found.step, own)
+        for change in restore(self.run, found, self.config.allow_changed):
+            self.console.warn(change)
+        for step in self.store.discard_after(found.step):
+            self.console.warn(f"checkpoint {step} is later than the one resumed from, and was removed")
+        if own:
+            self.saved_step = found.step
+        self.console.message(f"resumed from {found.path} (step {found.step})")
+        return found.step
+
+    def how_to_go_on(self) -> str:
+        same = "the same command"
+        return same if self.config.resume == "auto" else f"{same} with checkpoint.resume=auto"
+
+    def finish(self, step: int) -> None:
+        """The run is now exactly after `step`, and its metrics are on the disk."""
+        run = self.run
+        self.unrecorded = None
+        self.finished = Finished(step, run.stream.state(), run.learner.skipped_in_a_row, run.optimizer.begun)
+
+    def save(self) -> None:
+        """A checkpoint of the finished step, unless there is one. Raises UserError if the disk refuses."""
+        finished = self.finished
+        if finished.step == self.saved_step:
+            return
+        assert self.run.optimizer.begun == finished.begun, "the masters are those of a later step"
+        self.run.learner.skipped_in_a_row = finished.skipped
+        self._refused_step = finished.step
+        with self.console.phase("checkpoint"):
+            self.store.save(finished.step, *capture(self.run, finished.position))
+        self.saved_step, self._refused_step = finished.step, 0
+        self.history = self.history.model_copy(update={"checkpoint": finished.step})
+        write_history(self.directory.path, self.history)
+
+    def rescue(self, recorder: Recorder) -> None:
+        """After an exception: save the finished step, and say from where the run can go on. Raises nothing.
+
+        Once the learner has begun an optimizer step the masters are no longer the finished step's, nor yet the next
+        one's: then the newest checkpoint stands. A step that was learned from and only lacks its metrics is finished
+        here, with those that are known, if they can be written now.
+        """
+        reason = "the step that broke off had begun to change the weights"
+        try:
+            if self.unrecorded is not None:
+                step, metrics = self.unrecorded
+                if recorder.step < step:
+                    recorder.log(step, metrics)
+                self.finish(step)
+            if self.finished.step == self._refused_step:
+                reason = "its checkpoint could not be written"
+            elif self.run.optimizer.begun == self.finished.begun:
+                self.save()
+        except Exception as failure:  # whatever broke the run may break this too; the first fault is the one to tell
+            reason = " ".join(str(failure).split()) or type(failure).__name__
+        with suppress(Exception):
+            self._say_where_it_goes_on(reason)
+
+    def _say_where_it_goes_on(self, reason: str) -> None:
+        saved, finished = self.saved_step, self.finished.step
+        if saved == finished:
+            if saved:
+                self.console.message(f"step {saved} is saved; {self.how_to_go_on()} goes on from there")
+            return
+        goes_on = f"goes on from step {saved}" if saved else "starts again"
+        self.console.warn(f"step {finished} is not saved ({reason}); {self.how_to_go_on()} {goes_on}")

@@ -1,0 +1,175 @@
+"""Every number has a bottom and a top, every text and list a length, and no product of tops leaves int64."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+from config_walk import leaves, plain_numbers
+from pydantic import ValidationError
+
+from qarl.comparison.study import Study
+from qarl.config import Config
+from qarl.config.limits import DEPTH, EPOCHS, POOL_TOKENS, RESPONSES, SCORE, STEP_TOKENS, STEPS, VALUES
+from qarl.errors import UserError
+
+INT64 = 2**63
+FLOAT32 = 3.4e38
+# Free mappings, limited as a whole (`value_faults`), and parts of a study that become a configuration.
+FREE = {"data.task", "reward.functions.[].options", "rollout.vllm.args", "config", "profiles.{}", "variants.{}",
+        "evaluation.tasks.[].data.task", "evaluation.tasks.[].reward.[].options"}  # fmt: skip
+
+LEAVES = [leaf for root in (Config, Study) for leaf in leaves(root, [], "")]
+NUMBERS = [leaf for leaf in LEAVES if leaf[1] in (int, float)]
+
+
+def test_the_walk_finds_what_is_there():
+    paths = {path for path, *_ in LEAVES}
+    assert {"optim.betas.[]", "rollout.stop.[]", "correction.reject.[].upper", "evaluation.tasks.[].data.max_rows",
+            "logging.wandb.name", "data.columns.{}", "rollout.vllm.timeout_s"} <= paths  # fmt: skip
+    assert len(NUMBERS) > 80
+
+
+@pytest.mark.parametrize(("path", "kind", "bounds"), NUMBERS, ids=[leaf[0] for leaf in NUMBERS])
+def test_a_number_has_both_bounds_and_they_fit(path, kind, bounds):
+    low = [bounds[key] for key in ("ge", "gt") if key in bounds]
+    high = [bounds[key] for key in ("le", "lt") if key in bounds]
+    assert low and high, f"{path} has no bottom, or no top"
+    assert max(map(abs, low + high)) <= (INT64 if kind is int else FLOAT32)
+
+
+def test_a_text_or_list_has_a_length():
+    literals = [leaf for leaf in LEAVES if leaf[1] in (str, list, dict)]
+    without = [path for path, _, bounds in literals if "max_length" not in bounds and path not in FREE]
+    assert without == []
+    assert max(bounds.get("max_length", 0) for _, _, bounds in literals) <= 100_000
+
+
+def test_the_schema_shows_the_tops():
+    schema = Config.model_json_schema()
+    assert schema["$defs"]["TrainConfig"]["properties"]["steps"]["maximum"] == STEPS
+    lower = schema["$defs"]["RejectRule"]["properties"]["lower"]["anyOf"][0]
+    assert (lower["minimum"], lower["maximum"]) == (-SCORE, SCORE)
+
+
+def _at(root: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *sections, last = path.split(".")
+    data = json.loads(json.dumps(root))
+    here = data
+    for name in sections:
+        here = here.setdefault(name, {})
+    here[last] = value
+    return data
+
+
+BASE = {
+    "model": {"path": "a/b"}, "data": {"source": "task:arithmetic"}, "reward": {"functions": [{"name": "exact"}]},
+    "train": {"steps": 3},
+}  # fmt: skip
+PLAIN = plain_numbers()
+
+
+@pytest.mark.parametrize(("path", "kind", "bounds"), PLAIN, ids=[leaf[0] for leaf in PLAIN])
+def test_just_outside_is_refused_at_its_key_and_no_huge_number_is_slow(path, kind, bounds):
+    outside = [bounds[key] for key in ("lt", "gt") if key in bounds]
+    for key, direction in (("le", 1), ("ge", -1)):
+        if key in bounds:
+            step = direction if kind is int else math.nextafter(bounds[key], direction * math.inf) - bounds[key]
+            outside.append(kind(bounds[key] + step))
+    for value in [*outside, -(10**400), 10**400]:
+        with pytest.raises(ValidationError) as caught:
+            Config.model_validate(_at(BASE, path, value))
+        assert tuple(path.split(".")) in [error["loc"] for error in caught.value.errors()]
+
+
+def test_products_of_tops_fit_or_are_refused_on_one_line(load):
+    assert STEPS * EPOCHS * RESPONSES < INT64
+    assert STEP_TOKENS * 2**20 < INT64 and POOL_TOKENS * 2**20 < INT64  # with a megabyte a token
+    for overrides, key in (
+        (["train.prompts_per_step=1000000", "rollout.n=10000"], "rollout.n = 10000"),
+        (["train.prompts_per_step=1000000", "rollout.n=10", "rollout.max_response_length=100000000"],
+         "rollout.max_response_length = 100000000"),
+        (["rollout.max_response_length=100000000", "rollout.max_num_seqs=100000", "train.prompts_per_step=400"],
+         "rollout.max_num_seqs = 100000"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"^command line: {key}: .* possible") as caught:
+            load(*overrides)
+        assert "\n" not in str(caught.value)
+
+
+def test_what_products_are_accepted_stays_within_int64(load):
+    config = load("train.prompts_per_step=1000000", "rollout.n=10", "data.max_prompt_length=50000",
+                  "rollout.max_response_length=50000", "rollout.max_num_seqs=100000")  # fmt: skip
+    assert config.responses_per_step * config.max_sequence_length == STEP_TOKENS
+    assert config.kv_cache_tokens == POOL_TOKENS
+
+
+@pytest.mark.parametrize("prompts", [1_000_003, 999_983, 720_720, 2**19, 1])
+def test_the_nearest_divisor_is_found_at_once(load, prompts):
+    total = min(prompts, 999_983) * 7
+    wanted = max(2, total // 3 + 1)
+    if total % wanted == 0:
+        return
+    with pytest.raises(UserError) as caught:
+        load(f"train.prompts_per_step={total // 7}", "rollout.n=7", f"train.minibatch_size={wanted}")
+    nearest = int(str(caught.value).rpartition(" ")[2])
+    assert total % nearest == 0
+    closer = range(wanted - abs(nearest - wanted) + 1, wanted + abs(nearest - wanted))
+    assert not any(total % d == 0 for d in closer if d > 0)
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("key", ["data.task", "rollout.vllm.args"])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": _nested(DEPTH)}, f"nested deeper than {DEPTH} levels"),
+        ({"a": [0] * VALUES}, f"more than {VALUES:,} values"),
+        ({"a": [2**63]}, "must fit 64 bits"),
+        ({"a": -(10**400)}, "must fit 64 bits"),
+        ({"a": {"b": "x\ud800"}}, "lone surrogate"),
+        ({"\udfff": 1}, "lone surrogate"),
+        ({"a": math.inf}, "finite"),
+    ],
+    ids=["deep", "many", "large", "larger", "surrogate", "surrogate key", "infinite"],
+)
+def test_a_free_mapping_is_limited_as_a_whole(key, value, text):
+    with pytest.raises(ValidationError, match=text) as caught:
+        Config.model_validate(_at(BASE, key, value))
+    assert tuple(key.split(".")) == caught.value.errors()[0]["loc"][: len(key.split("."))] or text in str(caught.value)
+
+
+STRINGS = [leaf for leaf in LEAVES if leaf[1] is str and "[]" not in leaf[0] and "{}" not in leaf[0]
+           and leaf[0].partition(".")[0] in Config.model_fields]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [leaf[0] for leaf in STRINGS])
+@pytest.mark.parametrize("text", ["\ud800", "a\udc80b"], ids=["high", "low"])
+def test_a_lone_surrogate_is_refused_in_every_text(path, text):
+    with pytest.raises(ValidationError):
+        Config.model_validate(_at(BASE, path, text))
+
+
+PATHS = ["model.path", "data.source", "train.run_dir", "checkpoint.resume"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("text", ["a\0b", "./" + "x" * 256, "./" + "é" * 128, "/" + "a/" * 2048, "./\udc80"],
+                         ids=["nul", "long name", "long name in bytes", "long path", "undecodable"])  # fmt: skip
+def test_a_text_that_can_be_no_path_is_refused(path, text):
+    with pytest.raises(ValidationError):
+        Config.model_validate(_at(BASE, path, text))
+
+
+def test_a_path_of_another_users_home_is_for_the_machine_to_judge():
+    make = partial(_at, BASE, "train.run_dir")
+    assert Config.model_validate(make("~nosuchuser/x")).train.run_dir == "~nosuchuser/x"

@@ -1,0 +1,257 @@
+"""YAML from outside: whatever the text, one line with its place, soon; and what is accepted is read back as it was."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+
+import pytest
+import yaml
+
+from qarl.config import load_config
+from qarl.config.yaml_io import dump_yaml, parse_yaml
+from qarl.config.yaml_nodes import DEPTH, NODES, YAML_BYTES
+from qarl.errors import UserError
+
+PLACE = re.compile(r"^t: (line \d+, column \d+: |has [\d,]+ characters|\S+: line \d+: )")
+SOON_S = 3.0  # a second here, on a machine that others use too
+
+
+def refused(text: str, place: str = "t") -> str:
+    """The one line about a text, given within the time."""
+    start = time.process_time()
+    with pytest.raises(UserError) as caught:
+        parse_yaml(text, place)
+    assert time.process_time() - start < SOON_S
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 400
+    return line
+
+
+def bomb(levels: int, width: int, merge: bool) -> str:
+    """Each level holds the one before it `width` times."""
+    lines = ["a0: &a0 {k: v}"]
+    for level in range(1, levels):
+        inner = ", ".join([f"*a{level - 1}"] * width)
+        lines.append(f"a{level}: &a{level} " + (f"{{k{level}: 1, <<: [{inner}]}}" if merge else f"[{inner}]"))
+    return "\n".join(lines)
+
+
+HOSTILE = {
+    "alias bomb": bomb(30, 9, merge=False),
+    "merge bomb": bomb(60, 2, merge=True),
+    "wide merge bomb": bomb(6, 200, merge=True),
+    "text bomb": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]",
+    "deep by aliases": "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [[[[*a{i - 1}]]]]" for i in range(1, 40))]),
+    "holds itself": "a: &x [1, *x]",
+    "merges itself": "a: &x {b: 1, <<: *x}",
+    "holds itself as a key": "a: &x {*x : 1}",
+    "unknown alias": "a: *x",
+    "brackets": "a: " + "[" * 20_000,
+    "braces": "{a: " * 20_000,
+    "dashes": "- " * 20_000,
+    "questions": "? " * 20_000,
+    "many values": "a: [" + "1, " * NODES + "1]",
+    "long": "a: " + "x" * YAML_BYTES,
+    "ten megabytes": "a: b\n" * 2_000_000,
+    "tag int": "a: !!int x",
+    "tag bool": "a: !!bool maybe",
+    "tag float": "a: !!float x",
+    "tag null": "a: !!null x",
+    "tag binary": "a: !!binary aGk=",
+    "bad binary": "a: !!binary '*'",
+    "tag timestamp": "a: !!timestamp 2024-13-01",
+    "bad timestamp": "a: !!timestamp x",
+    "tag set": "a: !!set {b}",
+    "tag omap": "a: !!omap [b: 1]",
+    "tag pairs": "a: !!pairs [b: 1]",
+    "tag of another kind": "a: !!seq x",
+    "list tagged map": "a: !!map [1]",
+    "python": "a: !!python/name:os.system",
+    "integer of 20 digits": "a: 18446744073709551616",
+    "integer of 5000 digits": "a: " + "9" * 5000,
+    "negative": "a: -" + "9" * 400,
+    "float overflow": "a: 1e400",
+    "float of many digits": "a: 1." + "9" * 5000,
+    "exponent of many digits": "a: 1e" + "9" * 300,
+    "surrogate": r'a: "\ud800"',
+    "surrogate in a key": r'"\udfff": 1',
+    "pair of surrogates": r'a: "\ud83d\ude00"',
+    "beyond unicode": r'a: "\U00110000"',
+    "far beyond unicode": r'a: "\UFFFFFFFF"',
+    "control character": "a: \x07",
+    "nul": "a: \0",
+    "undecodable argument": "a: \udc80",
+    "two documents": "a: 1\n---\nb: 2",
+    "version of many digits": "%YAML 1." + "9" * 5000 + "\n---\na: 1",
+    "unknown version": "%YAML 7.7\n---\na: 1",
+    "tab": "a:\n\t- b",
+    "merge of text": "a: {<<: b}",
+    "merge of a list of texts": "a: {<<: [b]}",
+    "key twice": "a: {b: 1, b: 2}",
+    "key that is a list": "a: {[1]: 2}",
+    "key that is a date": "a: {1.5: 2}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_text_is_one_line_with_its_place(name):
+    assert PLACE.match(refused(HOSTILE[name]))
+
+
+def test_a_thousand_faults_are_not_a_thousand_lines():
+    with pytest.raises(UserError) as caught:
+        parse_yaml("\n".join("a: 1" for _ in range(1000)), "t")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21 and lines[-1] == "t: and 979 more faults"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("!!int 12", 12), ("!!float 1", 1.0), ("!!str 12", "12"), ("!!bool true", True), ("!!null ''", None),
+     ("!!seq [1]", [1]), ("!!map {a: 1}", {"a": 1}), ("9223372036854775807", 2**63 - 1),
+     ("-9223372036854775808", -(2**63)), ("0x10", "0x10"), ("0o7", "0o7"), ("1:30:00", "1:30:00"),
+     ("2024-13-45", "2024-13-45"), ("\ufeffa", "a"), (r'"\x07"', "\x07"), ("1e-400", 0.0),
+     ("[" * DEPTH + "]" * DEPTH, None)],
+)  # fmt: skip
+def test_neighbours_of_the_hostile_are_read(text, value):
+    if value is None and text.startswith("["):
+        assert "deeper" in refused("[" * (DEPTH + 1) + "]" * (DEPTH + 1))
+        parse_yaml(text, "t")
+    else:
+        assert parse_yaml(text, "t") == value
+
+
+def test_each_use_of_an_alias_has_values_of_its_own():
+    data = parse_yaml("a: &x {b: [1]}\nc: *x\nd: {<<: *x}", "t")
+    data["a"]["b"].append(2)
+    assert data["c"] == data["d"] == {"b": [1]}
+
+
+def test_of_a_list_of_merges_the_earlier_counts_and_own_keys_before_them():
+    text = "a: &a {k: 1, l: 1}\nb: &b {k: 2, m: 2}\nc: {m: 3, <<: [*a, *b]}"
+    assert parse_yaml(text, "t")["c"] == {"k": 1, "l": 1, "m": 3} == yaml.safe_load(text)["c"]
+
+
+def test_mutated_texts_are_read_or_refused_on_one_line():
+    """Random edits of a configuration with everything YAML has."""
+    rng = random.Random(14)
+    seed = ('%YAML 1.1\n---\na: &x {b: [1, 2.5e-3, ~], "c\\u00e9": \'d\'}\ne: *x\nf:\n  - |\n   g\n  - >-\n   h i\n'
+            '? j\n: !!str 1\nk: {<<: *x, l: "\\x41"}  # m\n')  # fmt: skip
+    pieces = ["[", "]", "{", "}", "&x ", "*x", "*y", "!!int ", "!!binary ", "<<: ", "? ", ": ", "- ", "\n", "\t", '"',
+              "'", "|", ">", "%", "---\n", "...", "\\ud800", "\\U0011FFFF", "\0", "\x85", "\u2028", "\ufeff", "#", ",",
+              "9" * 30, "1e999", ".inf", "\udcff", "!<", "!e!", "\\"]  # fmt: skip
+    accepted = 0
+    for _ in range(3000):
+        text = seed
+        for _ in range(rng.randint(1, 6)):
+            at = rng.randrange(len(text) + 1)
+            cut = rng.choice([0, 0, 1, 5])
+            text = text[:at] + rng.choice(pieces) * rng.choice([1, 1, 1, 40]) + text[at + cut :]
+        try:
+            parse_yaml(text, "t")
+            accepted += 1
+        except UserError as error:
+            lines = str(error).splitlines()
+            assert all(line.startswith("t: ") for line in lines) and len(lines) <= 21, text
+    assert 100 < accepted < 2900
+
+
+CHARACTERS = ["a", " ", "\n", "\r", "\t", "\\", '"', "'", ":", "#", "-", "{", "}", "[", "&", "*", "!", "|", ">", "%",
+              "@", "`", ",", "?", "~", "=", "<", "\0", "\x07", "\x1b", "\x7f", "\x85", "\xa0", "\u2028", "\u2029",
+              "\u202e", "\ufeff", "\ufffe", "\uffff", "\U000e0041", "\U0001f600", "é", "0", ".", "e", "_"]  # fmt: skip
+WORDS = ["", "null", "true", "no", "1e-6", "0x1", "1:30", "2024-01-01", "<<", "---", "...", "- a", "a: b", "# c",
+         "\n\n", " lead", "trail ", "=", "1_000", ".inf", "é\n", "\ud7ff", "x" * 300, "word " * 60]  # fmt: skip
+
+
+def _text(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.3:
+        return rng.choice(WORDS)
+    return "".join(rng.choice(CHARACTERS) for _ in range(rng.choice([1, 3, 12, 200])))
+
+
+def _float(rng: random.Random) -> float:
+    return rng.choice([0.0, -0.0, 1e-300, 5e-324, 1.7976931348623157e308, 1e22, 1e16, 0.1, -2.5, math.pi, 1e-6,
+                       123456789.0, rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300)])  # fmt: skip
+
+
+def _value(rng: random.Random, depth: int):
+    kind = rng.randrange(8 if depth else 6)
+    if kind < 2:
+        return _text(rng)
+    if kind < 6:
+        return [None, rng.random() < 0.5, rng.randint(-(2**63), 2**63 - 1), _float(rng)][kind - 2]
+    if kind == 6:
+        return [_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return {_text(rng): _value(rng, depth - 1) for _ in range(rng.randrange(4))}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_written_is_read_back_as_it_was(seed):
+    rng = random.Random(seed)
+    for _ in range(150):
+        data = {_text(rng): _value(rng, 4) for _ in range(3)}
+        again = parse_yaml(dump_yaml(data), "t")
+        assert again == data and repr(again) == repr(data)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_accepted_configuration_is_read_back_from_its_yaml(minimal, tmp_path, seed):
+    """Hostile characters and odd numbers in every field that takes them."""
+    rng = random.Random(seed)
+    copy = tmp_path / "copy.yaml"
+    accepted = 0
+    for _ in range(12):
+        changes = {
+            "data.prompt_template": "{prompt}" + _text(rng).replace("{", "").replace("}", ""),
+            "data.system_prompt": _text(rng),
+            "data.columns": {_text(rng): _text(rng) or "x"},
+            "data.task": {_text(rng): _value(rng, 3)},
+            "reward.functions.0.options": {_text(rng): _value(rng, 3)},
+            "rollout.stop": [text for text in (_text(rng), _text(rng)) if text],
+            "rollout.temperature": 10 ** rng.uniform(-4, 4),
+            "optim.lr": 10 ** rng.uniform(-300, 3),
+            "optim.loss_scale": 10 ** rng.uniform(-30, 30),
+            "reward.functions.0.weight": rng.uniform(-1e9, 1e9),
+            "logging.wandb.project": _text(rng)[:200] or "p",
+            "train.run_dir": "./" + _text(rng).replace("\0", "")[:50],
+        }
+        overrides = [f"{key}={_flow(value)}" for key, value in changes.items()]
+        try:
+            config = load_config(minimal, overrides)
+        except UserError as error:
+            assert all(line.startswith("command line: ") for line in str(error).splitlines())
+            continue
+        accepted += 1
+        copy.write_text(config.to_yaml(), encoding="utf-8", newline="")
+        assert load_config(copy) == config
+    assert accepted >= 3
+
+
+def _flow(value) -> str:
+    """On one line, as an override has it."""
+    return yaml.safe_dump({"v": value}, default_flow_style=True, allow_unicode=False, width=10**9)[4:-2]
+
+
+def test_a_configuration_too_large_for_its_own_yaml_is_refused(minimal):
+    text = minimal.read_text().replace("[{name: exact}]", "[{name: exact, options: {a: %s}}]")
+    minimal.write_text(text % ("'" + "\ufeff" * 80_000 + "'"))
+    with pytest.raises(UserError, match=rf"^{minimal}: takes [\d,]+ bytes with its defaults; at most"):
+        load_config(minimal)
+    minimal.write_text(text % ("'" + "x" * 90_000 + "'"))
+    load_config(minimal)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a: \xff", "not UTF-8 text .line 1, byte 0xff at 3"), (b"a: b\n" * 10**6, "holds more than 262,144 bytes"),
+     (b"\xef\xbb\xbf- a", "holds a list"), (b"\0", "line 1, column 1: not valid YAML: the character U.0000")],
+)  # fmt: skip
+def test_bytes_that_are_no_configuration_are_one_line(minimal, content, message):
+    minimal.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_config(minimal)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,71 @@
+"""Every field below the configuration's models, with its type and bounds."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, JsonValue
+from pydantic.fields import FieldInfo
+
+from qarl.config import Config
+
+Leaf = tuple[str, type, dict[str, Any]]
+
+
+def leaves(annotation: Any, metadata: list[Any], path: str) -> Iterator[Leaf]:
+    """(path, int | float | str | list | dict, its constraints) of everything below a field."""
+    bounds = _bounds(metadata)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        for part in annotation.__metadata__:
+            metadata = [*metadata, *(part.metadata if isinstance(part, FieldInfo) else [part])]
+        yield from leaves(arguments[0], metadata, path)
+    elif origin in (Union, types.UnionType):
+        for argument in arguments:
+            yield from leaves(argument, metadata, path)
+    elif origin is list:
+        yield path, list, bounds
+        yield from leaves(arguments[0], [], f"{path}.[]")
+    elif origin is tuple:
+        for argument in arguments:
+            yield from leaves(argument, [], f"{path}.[]")
+    elif origin is dict:
+        yield path, dict, bounds
+        if arguments[1] is not JsonValue:
+            yield from leaves(arguments[1], [], f"{path}.{{}}")
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from leaves(field.annotation, field.metadata, f"{path}.{name}".lstrip("."))
+    elif annotation in (int, float, str):
+        yield path, annotation, bounds
+    else:
+        assert origin is Literal or annotation in (bool, type(None), Any), f"{path}: {annotation} is not looked at"
+
+
+def _bounds(metadata: list[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in metadata:
+        for key in ("ge", "gt", "le", "lt", "min_length", "max_length"):
+            if (value := getattr(item, key, None)) is not None:
+                found[key] = value
+        if isinstance(item, annotated_types.Interval):
+            raise AssertionError("an Interval says its bounds elsewhere")
+    return found
+
+
+def plain_numbers() -> list[Leaf]:
+    """The numbers of the configuration that stand in no list."""
+    return [leaf for leaf in leaves(Config, [], "") if leaf[1] in (int, float) and "[]" not in leaf[0]]
+
+
+def extreme(kind: type, bounds: dict[str, Any], top: bool) -> float | int:
+    """The largest or smallest value that the bounds accept."""
+    inclusive, exclusive = ("le", "lt") if top else ("ge", "gt")
+    if inclusive in bounds:
+        return kind(bounds[inclusive])
+    step = 1 if top else -1
+    return bounds[exclusive] - step if kind is int else math.nextafter(bounds[exclusive], -step * math.inf)

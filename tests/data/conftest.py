@@ -1,0 +1,15 @@
+"""The tokenizer of tiny models, without a model; a file whose tests need another one has its own."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    from tiny_models import save_tokenizer
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)

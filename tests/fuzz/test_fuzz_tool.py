@@ -1,0 +1,330 @@
+"""`tools/fuzz.py` itself: planted faults are found and named, cases are what they were, and the summary counts them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(TOOLS))
+    yield
+    sys.path.remove(str(TOOLS))
+
+
+def refuse(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def raise_a_fault() -> None:
+    raise KeyError("planted")
+
+
+def print_and_end(text: str, code: int = 0) -> None:
+    print(text)
+    raise SystemExit(code)
+
+
+def exhaust_memory() -> None:
+    held = bytearray(200_000_000)
+    held[::4096] = b"x" * len(held[::4096])
+    raise SystemExit(0)
+
+
+# A command, and what is said of it: status and fault.
+PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "accepted": (lambda: None, "accepted", ""),
+    "refused in a line": (lambda: refuse("error: c.yaml: no such file; give another"), "refused", ""),
+    "refused in two": (lambda: refuse("error: a: b", "error: c: d"), "refused", ""),
+    "an option's own refusal": (lambda: refuse("Usage: qarl check", "╭─ Error ───╮", "│ No such option │"), "refused",
+                                ""),
+    "traceback": (raise_a_fault, "bad", "traceback"),
+    "traceback that was printed": (lambda: print_and_end("Traceback (most recent call last):\n  x\nKeyError: 5"),
+                                   "bad", "traceback"),
+    "hang": (lambda: time.sleep(1000), "bad", "hang"),
+    "hang that ignores signals": (lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)), time.sleep(1000)),
+                                  "bad", "hang"),
+    "signal": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "bad", "signal"),
+    "memory": (exhaust_memory, "bad", "memory"),
+    "exit code 1": (lambda: print_and_end("", 1), "bad", "exit code"),
+    "a fault that qarl reports": (lambda: (print("error: report this", file=sys.stderr), sys.exit(70)), "bad",
+                                  "exit code"),
+    "escape": (lambda: print_and_end("\x1b[31mred"), "bad", "output"),
+    "bidirectional override": (lambda: refuse("error: abc\u202edef"), "bad", "output"),
+    "bytes": (lambda: (os.write(1, b"\xff\xfe abc\n"), sys.exit(0)), "bad", "output"),
+    "a surrogate that cannot be printed": (lambda: print_and_end("\ud800"), "bad", "traceback"),
+    "refused without a reason": (lambda: refuse(), "bad", "output"),
+    "refused in prose": (lambda: refuse("error: a: b", "and more of it"), "bad", "output"),
+    "an empty error": (lambda: refuse("error: "), "bad", "output"),
+    "a line without end": (lambda: refuse("error: " + "x" * 100_000), "bad", "output"),
+}  # fmt: skip
+
+
+def run(directory: Path, command: Callable[[], object], **about: Any):
+    """The verdict on a command that takes a second at most."""
+    from fuzzing.case import Case
+    from fuzzing.execute import execute
+    from fuzzing.verdict import judge
+
+    case = Case("config-0", directory, "planted: a fault", ["check", "c.yaml"], **about)
+    case.cwd.mkdir(parents=True)
+    return case, judge(case, execute(case, lambda argv: command()))
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds and 128 MiB for a command that only reads."""
+    import fuzzing.case
+
+    monkeypatch.setattr(fuzzing.case, "READING_S", 2.0)
+    monkeypatch.setattr(fuzzing.case, "GIB", 2**27)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path, short_limit: None) -> None:
+    command, status, fault = PLANTED[name]
+    _, verdict = run(tmp_path, command)
+    assert (verdict.status, verdict.fault) == (status, fault), verdict
+
+
+def test_a_case_that_is_kept_from_the_cores_is_waited_for(
+    tmp_path: Path, short_limit: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fuzzing.execute
+
+    monkeypatch.setattr(fuzzing.execute, "_starved", lambda pid, limit_s: True)
+    _, verdict = run(tmp_path, lambda: time.sleep(2.5))
+    assert verdict.status == "accepted"
+
+
+def test_an_accepted_case_that_must_be_refused_is_silent(tmp_path: Path) -> None:
+    _, verdict = run(tmp_path, lambda: None, must_refuse=True)
+    assert (verdict.status, verdict.fault) == ("bad", "silent")
+
+
+def test_what_an_accepted_case_left_is_examined(tmp_path: Path) -> None:
+    _, verdict = run(tmp_path, lambda: Path("left").touch(),
+                     examine=lambda cwd: f"left {[p.name for p in cwd.iterdir()]}")
+    assert verdict.label == "check: left ['left']"
+
+
+def test_a_traceback_is_named_by_its_exception_and_the_frame_of_qarl(tmp_path: Path) -> None:
+    source = "def outer(): inner()\ndef inner(): int('7' * 5000)\nouter()"
+    planted = compile(source, "/somewhere/qarl/config/planted.py", "exec")
+    _, verdict = run(tmp_path, lambda: exec(planted, {}))
+    assert verdict.label.startswith("ValueError: Exceeds the limit (... digits)")
+    assert verdict.label.endswith(" in qarl/config/planted.py:inner")
+
+
+def test_a_reported_fault_is_named_by_the_traceback_that_was_saved(tmp_path: Path) -> None:
+    def command() -> None:
+        saved = Path(tempfile.gettempdir()) / "fault.txt"
+        frames = '  File "/x/qarl/a.py", line 3, in f\n    g()\n'
+        saved.write_text(f"Traceback (most recent call last):\n{frames}KeyError: 5\n")
+        print(f"error: a fault of its own: KeyError; please report it with the traceback in {saved}", file=sys.stderr)
+        raise SystemExit(70)
+
+    _, verdict = run(tmp_path, command)
+    assert verdict.label == "70: KeyError: ... in qarl/a.py:f"
+    assert (tmp_path / "tmp" / "fault.txt").exists()
+
+
+def test_what_a_case_started_ends_with_it(tmp_path: Path) -> None:
+    def command() -> None:
+        if pid := os.fork():
+            Path("child").write_text(str(pid))
+            return
+        time.sleep(1000)
+
+    case, _ = run(tmp_path, command)
+    pid = int((case.cwd / "child").read_text())
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "a child of the case lives on"
+        time.sleep(0.01)
+
+
+def test_the_command_cannot_harm_the_tool(tmp_path: Path) -> None:
+    before = (os.getcwd(), dict(os.environ), sys.stdout)
+
+    def command() -> None:
+        os.chdir("/")
+        os.environ.clear()
+        sys.stdout.close()
+
+    run(tmp_path, command)
+    assert (os.getcwd(), dict(os.environ), sys.stdout) == before
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory):
+    """Directories in the shape of a base, without a model that runs: what the mutators read of it."""
+    import json
+
+    import yaml
+    from fuzzing.base import CONFIGS, RUN, Base
+    from fuzzing.tensorfiles import Stored, write_tensors
+
+    root = tmp_path_factory.mktemp("base")
+    tensors = {f"model.layers.{i}.mlp.{name}.weight": Stored("F32", [4, 2], bytes(32)) for i in (0,
+        1) for name in ("up_proj", "down_proj")}
+    tensors["model.norm.weight"] = Stored("F32", [2], bytes(8))
+    found = Base(root, root / "model", root / RUN, root / "export", root / "results", root / "x.bin", root / "x.gguf",
+                 (CONFIGS / "quickstart.yaml",))
+    for folder in (found.model, found.export):
+        folder.mkdir()
+        write_tensors(folder / "model.safetensors", tensors)
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 64,
+                                                        "quantization_config": {"quant_method": "compressed-tensors"}}))
+        for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_text('{"eos_token_id": 1, "model": {"vocab": {"a": 1}}}')
+    found.results.mkdir()
+    for name in ("completions.jsonl", "evaluation.json", "results.json"):
+        (found.results / name).write_text('{"task": "a", "prompt_id": 3, "reward": 0.5}')
+    (root / "x.bin").write_bytes(bytes(100))
+    (root / "x.gguf").write_bytes(bytes(9_000))
+    for folder in ("checkpoints", "rollouts", "diagnostics", "evaluations"):
+        (found.run / folder).mkdir(parents=True)
+    (found.run / "config.yaml").write_text(yaml.safe_dump(found.config()))
+    lines = "".join(json.dumps({"step": i, "reward/mean": 0.5,
+                                "tasks": [{"name": "a", "avg": {"mean": 1.0}}]}) + "\n" for i in (1, 2, 3))
+    for name in ("metrics.jsonl", "evaluations.jsonl", "environment.json", "evaluations/000002.jsonl"):
+        (found.run / name).write_text(lines)
+    for step in ("000001", "000003"):
+        for name in (f"diagnostics/{step}.json", f"rollouts/{step}.jsonl"):
+            (found.run / name).write_text('{"step": 3, "tokens": [1, 2], "a": {"b": null}}')
+        write_tensors(found.run / "rollouts" / f"{step}.safetensors", tensors)
+        folder = found.run / "checkpoints" / step
+        folder.mkdir()
+        for name in ("masters.safetensors", "optimizer.safetensors"):
+            write_tensors(folder / name, tensors)
+        (folder / "state.json").write_text('{"version": 1, "data": {"position": 4}}')
+        files = {name: {"bytes": 1, "sha256": "0"} for name in ("masters.safetensors", "optimizer.safetensors",
+                                                                "state.json")}
+        (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "step": 3,
+                                                          "groups": {"masters": ["masters.safetensors"]},
+                                                          "files": files}))
+    (found.run / "checkpoints" / "latest").symlink_to("000003")
+    return found
+
+
+def contents(directory: Path) -> dict[str, object]:
+    """Every entry below it: bytes of files, targets of links, kinds of others."""
+    found: dict[str, object] = {}
+    for path in sorted(directory.rglob("*")):
+        content = path.read_bytes if path.is_file() else lambda: path.lstat().st_mode  # noqa: B023 - called at once
+        found[str(path.relative_to(directory))] = os.readlink(path) if path.is_symlink() else content()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["config", "override", "option", "data", "run", "model", "reward"])
+def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path: Path) -> None:
+    from fuzzing.series import build, remove
+
+    different = set()
+    for number in range(12):
+        made = []
+        for order in (1, 2):
+            random.seed(order)  # which no mutator may use
+            case = build("7", f"{kind}-{number}", base, tmp_path / "case")
+            made.append((case.mutation, case.argv, case.must_refuse, contents(case.directory)))
+            remove(case.directory)
+        assert made[0] == made[1]
+        different.add(case.mutation)
+    assert len(different) > 8, "the cases of a series are all alike"
+
+
+def test_the_kinds_and_the_count_do_not_change_a_case() -> None:
+    from fuzzing.series import MUTATORS, names
+
+    every = list(names("3", 400, MUTATORS))
+    assert len(set(every)) == 400 and {name.rpartition("-")[0] for name in every} == set(MUTATORS)
+    assert every[:50] == list(names("3", 50, MUTATORS))
+    runs = [name for name in every if name.startswith("run-")]
+    assert list(names("3", len(runs), ["run"])) == runs
+    assert every != list(names("4", 400, MUTATORS))
+
+
+def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
+    from fuzzing.configs import schema_keys
+    from fuzzing.options import WORKING, options
+
+    keys = {".".join(map(str, path)) for path, _ in schema_keys()}
+    assert {"train.steps", "reward.functions.0.weight", "rollout.vllm.memory_frac", "correction.reject.0.upper",
+            "evaluation.tasks.0.data.source"} <= keys
+    assert set(options()) == set(WORKING)
+    assert {option.name for option in options()["generate"]} >= {"prompt", "prompt_file", "seed", "as_json"}
+
+
+def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) -> None:
+    from fuzzing.series import Result
+    from fuzzing.summary import Tally, describe
+
+    tally = Tally("9")
+    for number, name in enumerate(("accepted", "refused in a line", "traceback", "traceback", "hang")):
+        case, verdict = run(tmp_path / str(number), PLANTED[name][0])
+        from fuzzing.execute import Outcome
+
+        tally.add(Result(case, Outcome(0, False, 0.5, 0, b"", b"KeyError: 'planted'", ""), verdict))
+    record = tally.record("tools/fuzz.py", 1.0)
+    expected = {"cases": 5, "accepted": 1, "refused": 1, "bad": 3, "traceback": 2, "hang": 1, "seconds": 2.5}
+    assert record["total"] == record["kinds"]["config"] == record["commands"]["check"] == expected
+    assert [(entry["fault"], entry["cases"]) for entry in record["classes"]] == [("traceback", 2), ("hang", 1)]
+    assert tally.bad == 3 and "hang" in tally.table()
+    assert "--seed 9 --only config-0" in describe("9", Result(case, Outcome(0, True, 0.5, 0, b"", b"last words", ""),
+                                                              verdict))
+
+
+def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
+    from fuzzing.series import build, names, remove
+
+    before = contents(base.root)
+    for name in names("11", 150, ["run", "model", "data", "option"]):
+        remove(build("11", name, base, tmp_path / "case").directory)
+    assert contents(base.root) == before
+
+
+def test_arguments_are_such_as_a_shell_can_pass() -> None:
+    from fuzzing.case import argument
+    from fuzzing.values import PATHS, TEXTS
+
+    for text in (*TEXTS, *PATHS):
+        raw = os.fsencode(argument(text))
+        assert b"\0" not in raw and len(raw) < 131_072
+    assert argument("a\ud800b") == os.fsdecode(b"a\xed\xa0\x80b")
+
+
+def test_valid_configurations_keep_to_the_schemas_ranges(base: Any) -> None:
+    from fuzzing.case import case_random
+    from fuzzing.valid import draw
+
+    drawn = [draw(case_random("1", f"valid-{number}"), base) for number in range(200)]
+    assert len({what for what, _ in drawn}) > 150
+    assert all(data["train"]["steps"] == 2 for _, data in drawn)
+
+
+def test_a_sequence_of_arguments_reaches_the_command(tmp_path: Path) -> None:
+    from fuzzing.case import Case
+    from fuzzing.execute import execute
+
+    def command(argv: Sequence[str]) -> None:
+        print(*argv, os.environ["HOME"], os.getcwd(), sep="\n")
+
+    case = Case("config-1", tmp_path, argv=["runs", "--json"])
+    case.cwd.mkdir(parents=True)
+    out = execute(case, command).out.decode().splitlines()
+    assert out == ["runs", "--json", str(tmp_path / "home"), str(case.cwd)]

@@ -1,0 +1,132 @@
+"""Commands on models and checkpoints that are not what they say: one line, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny_runs import settings
+
+from qarl import cli
+from qarl.errors import UserError
+from qarl.inference.masters import open_masters
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.policy.load import load_model
+from qarl.storage.checkpoint import CheckpointStore
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return end.value.code or 0, shown.out, shown.err
+
+
+def without(model: Path, directory: Path, name: str = NAME) -> Path:
+    shutil.copytree(model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def test_every_command_refuses_weights_that_are_missing(tiny_model, tmp_path, capsys):
+    model, out = without(tiny_model(), tmp_path / "model"), tmp_path / "out"
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(settings(model, train={"run_dir": str(tmp_path / "run")})))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
+    for command in (
+        ["check", config],
+        ["train", config],
+        ["quantize", model, out, "--scheme", "w8a8"],
+        ["generate", model, "--prompt", "hi"],
+        ["eval", model, "--data", f"gsm8k={rows}", "--max-response-length", 8, "--out", out],
+        ["compare", "--offline", model, "--schemes", "w8a8", "--max-tokens", 256, "--out", out],
+    ):
+        code, _, err = run(capsys, *command)
+        assert code == 2, (command, err)
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert "1 missing" in line and NAME in line, (command, line)
+        assert "Traceback" not in err
+    assert not out.exists() or not list(out.rglob("*.safetensors"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_quantize_twice_gives_one_digest(tiny_model, tmp_path, capsys):
+    digests = set()
+    for number in range(2):
+        code, _, err = run(capsys, "quantize", tiny_model(), tmp_path / str(number), "--scheme", "w8a8")
+        assert code == 0, err
+        digests.add(json.loads((tmp_path / str(number) / "qarl_export.json").read_text())["snapshot_sha256"])
+    assert len(digests) == 1
+
+
+@pytest.fixture
+def run_of(tiny_model, tmp_path):
+    """run_of(state, masters=...) -> a run directory with one checkpoint."""
+
+    def make(state: object, change=lambda masters: masters) -> Path:
+        path = tmp_path / "run"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        (path / "config.yaml").write_text(yaml.safe_dump(settings(tiny_model(), train={"run_dir": str(path)})))
+        masters = dict(load_model(resolve_target(str(tiny_model())).model).named_parameters())
+        masters = change({name: parameter.detach().clone() for name, parameter in masters.items()})
+        CheckpointStore(path / "checkpoints", 0).save(2, {"masters": masters}, state)
+        return path
+
+    return make
+
+
+GOOD = {
+    "version": 2, "snapshot_sha256": "0" * 64, "skipped_in_a_row": 0,
+    "optimizer": {"optimizer": "adamw", "tensors": []}, "data": {"epoch": 0, "position": 0, "fingerprint": "0" * 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [
+    {}, *({k: v for k, v in GOOD.items() if k != missing} for missing in ("version", "snapshot_sha256")),
+    GOOD | {"version": "2"}, GOOD | {"version": -1}, GOOD | {"version": 2.0},
+    GOOD | {"version": None}, GOOD | {"version": 10**30}, GOOD | {"version": [2]},
+    GOOD | {"snapshot_sha256": 5}, GOOD | {"snapshot_sha256": "zz"}, GOOD | {"snapshot_sha256": None}, [], None, 5, "x",
+])  # fmt: skip
+def test_a_state_without_what_inference_reads_is_refused(run_of, state):
+    with pytest.raises(UserError) as caught:
+        open_masters(resolve_target(str(run_of(state))))
+    assert "checkpoints/000002" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_masters_of_another_model_or_type_are_refused_by_name(run_of):
+    for change, message in (
+        (lambda masters: {n: m for n, m in masters.items() if n != NAME}, "made for another model"),
+        (lambda masters: masters | {"extra": torch.zeros(1)}, "'extra' is not the same in both"),
+        (lambda masters: masters | {NAME: masters[NAME][:-1].clone()}, f"'{NAME}' is not the same in both"),
+        (lambda masters: masters | {NAME: masters[NAME].half()}, f"{NAME} is torch.float16, and masters are float32"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_masters(resolve_target(str(run_of(GOOD, change))))
+
+
+def test_a_run_whose_digest_is_anothers_is_refused(run_of):
+    with pytest.raises(UserError, match="its masters quantize to other codes than they did in the run"):
+        open_policy(resolve_target(str(run_of(GOOD))), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["²²²²²²", "last", "12", "0000000000000001"])
+def test_a_directory_that_is_no_step_is_no_checkpoint(run_of, name):
+    path = run_of(GOOD)
+    found = path / "checkpoints" / name
+    shutil.copytree(path / "checkpoints" / "000002", found)
+    assert resolve_target(str(path)).step == 2
+    with pytest.raises(UserError, match="its directory is not named by a step"):
+        resolve_target(str(found))

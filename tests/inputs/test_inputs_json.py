@@ -1,0 +1,103 @@
+"""JSON from outside: what is refused, in one line, and what is read as the standard library reads it."""
+
+import json
+import random
+
+import pytest
+
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import DEPTH, INT_DIGITS, parse_json, read_json_object, strict
+
+
+def random_value(rng: random.Random, depth: int = 0):
+    kind = rng.randrange(7 if depth < 5 else 5)
+    if kind == 0:
+        return rng.choice([None, True, False])
+    if kind == 1:
+        return rng.randint(-(2**63), 2**63 - 1)
+    if kind == 2:
+        return rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300)
+    if kind in (3, 4):
+        return "".join(chr(rng.choice([rng.randrange(32, 0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(4))
+    if kind == 5:
+        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {f"k{i}": random_value(rng, depth + 1) for i in range(rng.randrange(4))}
+
+
+def test_values_come_back_as_they_were_written():
+    rng = random.Random(0)
+    for _ in range(500):
+        value = random_value(rng)
+        ascii_only = rng.random() < 0.5
+        assert parse_json(json.dumps(value, ensure_ascii=ascii_only), "here") == value
+
+
+def test_damaged_texts_are_refused_in_one_line_or_read():
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(2000):
+        text = bytearray(json.dumps(random_value(rng)).encode())
+        for _ in range(rng.randrange(1, 4)):
+            text[rng.randrange(len(text))] = rng.randrange(256)
+        try:
+            parse_json(bytes(text), "here")
+        except Unreadable as error:
+            refused += 1
+            assert str(error).startswith("here: ") and len(str(error).splitlines()) == 1
+    assert refused > 500
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "nested deeper"),
+        ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested deeper"),
+        ('{"a":' * (DEPTH + 1) + "1" + "}" * (DEPTH + 1), "nested deeper"),
+        (str(2**63), "does not fit 64 bits"),
+        ("9" * 400, "too large"),
+        ("9" * 5000, "too large"),
+        ("1e999", "too large for a float"),
+        ("NaN", "holds NaN"),
+        ("-Infinity", "holds -Infinity"),
+        ('{"a": ["\\ud800"]}', "lone surrogate at a.0"),
+        ('{"\\udfff": 1}', "lone surrogate"),
+        ("", "not valid JSON"),
+        ("{} {}", "Extra data"),
+        (b"\xff{}", "byte 0xff"),
+        (b'{"a":\n "\xe2\x82"}', "line 2"),
+    ],
+)
+def test_what_cannot_be_held_is_refused(text, reason):
+    with pytest.raises(Unreadable, match=reason):
+        parse_json(text, "here")
+
+
+def test_the_deepest_value_is_read():
+    text = "[" * DEPTH + "]" * DEPTH
+    assert parse_json(text, "here") == json.loads(text)
+
+
+def test_integers_of_data_may_be_larger():
+    assert parse_json("7" * INT_DIGITS, "here", big_integers=True) == int("7" * INT_DIGITS)
+    with pytest.raises(Unreadable, match="too large"):
+        parse_json("7" * 5000, "here", big_integers=True)
+
+
+def test_values_that_are_not_finite_can_be_allowed():
+    assert parse_json("[Infinity, -Infinity]", "here", nonfinite=True) == [float("inf"), float("-inf")]
+
+
+def test_a_surrogate_pair_is_a_character():
+    assert parse_json('"\\ud83d\\ude00"', "here") == "\U0001f600"
+
+
+def test_an_object_is_asked_for(tmp_path):
+    (tmp_path / "a.json").write_text("[1]")
+    with pytest.raises(Unreadable, match="holds a list, expected an object"):
+        read_json_object(tmp_path / "a.json")
+
+
+def test_what_strict_json_cannot_say_is_null():
+    value = {"a": [1.5, float("nan"), (float("inf"), {"b": -float("inf")})], "c": "NaN", "d": True}
+    assert strict(value) == {"a": [1.5, None, [None, {"b": None}]], "c": "NaN", "d": True}
+    json.dumps(strict(value), allow_nan=False)

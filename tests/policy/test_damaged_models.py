@@ -1,0 +1,333 @@
+"""Damaged model directories: refused in one line, or a model that runs a forward; never a traceback or a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from damaged_models import Weights, gguf_of, quantized_copy
+from qarl_kernels.logprob import Truncation
+
+from qarl.config import ModelConfig, QuantConfig, check_model
+from qarl.config.architecture import read_config_json
+from qarl.config.quant import scheme_of
+from qarl.errors import UserError
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.policy.load import load_generation_config, load_model, load_model_config, load_tokenizer, stop_token_ids
+from qarl.policy.policy import Policy
+
+ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63 - 1, 10**18, 10**9, 0.5, -1.5, 1e300, 1e-300, "", "x", "64", [],
+    [1], {}, {"a": 1}, [[1]], "default", [0] * 2000,
+]  # fmt: skip
+MORE_KEYS = [
+    "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "use_sliding_window", "layer_types", "head_dim",
+    "auto_map", "quantization_config", "torch_dtype", "partial_rotary_factor", "max_window_layers", "text_config",
+    "attn_implementation", "_attn_implementation", "num_labels", "id2label", "label2id", "output_hidden_states",
+    "output_attentions", "return_dict", "pruned_heads", "problem_type", "tokenizer_class", "is_decoder",
+    "chunk_size_feed_forward", "use_return_dict", "name_or_path", "transformers_version", "experts_implementation",
+    "transformers_weights", "fusion_config", "attribute_map", "per_layer_config", "to_dict", "mlp_bias",
+]  # fmt: skip
+
+
+def one_line(error: pytest.ExceptionInfo[UserError] | UserError) -> str:
+    message = str(error.value if isinstance(error, pytest.ExceptionInfo) else error)
+    assert "\n" not in message and len(message) < 1200, message
+    return message
+
+
+def forward(config: ModelConfig) -> None:
+    """Everything that training does with a model directory, up to the log-probs of four tokens."""
+    check_model(config)
+    tokenizer, model = load_tokenizer(config), load_model(config)
+    stop_token_ids(model.generation_config, tokenizer)
+    quant = QuantConfig(scheme="w8a8")
+    context = min(64, model.config.max_position_embeddings)
+    policy = Policy(model, scheme_of(quant), quant, torch.bfloat16, torch.device("cpu"), context)
+    with torch.no_grad():
+        found, _ = policy.logprobs([[3]], [[4]], Truncation(), 128)
+    assert found.isfinite().all()
+
+
+def changed_config(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(rng.choice([1, 1, 2])):
+        key = rng.choice([*config, *MORE_KEYS, *MORE_KEYS[:12]])
+        if rng.random() < 0.1:
+            config.pop(key, None)
+        elif key in ("rope_scaling", "rope_parameters") and rng.random() < 0.7:
+            kinds = ["linear", "yarn", "llama3", "default", "dynamic", "longrope", "proportional", "x"]
+            config[key] = {
+                "rope_type": rng.choice(kinds), "factor": rng.choice([2.0, 1, 0, -1, 1e300, "x", None]),
+                "rope_theta": 10000.0, "low_freq_factor": rng.choice([1.0, 4.0]), "high_freq_factor": 4.0,
+                rng.choice(["original_max_position_embeddings", "beta_fast", "mscale", "attention_factor",
+                            "partial_rotary_factor", "short_factor", "rope_theta"]): rng.choice(ODD),
+            }  # fmt: skip
+        else:
+            config[key] = rng.choice(ODD)
+    return config
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_configuration_with_anything_in_it_is_refused_or_runs(tiny_model, tmp_path, family):
+    rng = random.Random(f"config {family}")
+    directory = shutil.copytree(tiny_model(family), tmp_path / "model")
+    original = json.loads((directory / "config.json").read_text())
+    ran = 0
+    for _ in range(100):
+        changed = changed_config(rng, dict(original))
+        (directory / "config.json").write_text(json.dumps(changed))
+        try:
+            forward(ModelConfig(path=str(directory)))
+            ran += 1
+        except UserError as error:
+            one_line(error)
+    assert 10 < ran < 90  # neither everything nor nothing is refused
+
+
+def _nodes(rng: random.Random, value: Any, path: tuple = ()) -> Iterator[tuple]:
+    yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in list(children):
+        if len(value) < 50 or rng.random() < 0.05:
+            yield from _nodes(rng, child, (*path, key))
+
+
+def _changed_json(rng: random.Random, value: Any) -> Any:
+    path = rng.choice(list(_nodes(rng, value)))
+    if not path:
+        return rng.choice(ODD)
+    here = value
+    for key in path[:-1]:
+        here = here[key]
+    if rng.random() < 0.25:
+        del here[path[-1]]
+    else:
+        here[path[-1]] = rng.choice([*ODD, "<s>", "</s>", {"content": "</s>"}, ["</s>"], "\ud800"])
+    return value
+
+
+def damage(rng: random.Random, path: Path) -> str:
+    """Do something to a file. Returns what: `json` for another value in it."""
+    kind = rng.choice(["json"] * 5 + ["cut", "flip", "directory", "pipe", "dangling", "loop", "empty", "zeros"])
+    content = path.read_bytes()
+    if kind == "json" and path.suffix == ".json":
+        path.write_text(json.dumps(_changed_json(rng, json.loads(content))))
+    elif kind in ("json", "cut"):
+        path.write_bytes(content[: rng.randrange(len(content))])
+    elif kind == "flip":
+        flipped = bytearray(content)
+        for _ in range(4):
+            flipped[rng.randrange(len(flipped))] = rng.randrange(256)
+        path.write_bytes(flipped)
+    elif kind in ("empty", "zeros"):
+        path.write_bytes(b"" if kind == "empty" else bytes(100))
+    else:
+        path.unlink()
+        made = {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path),
+                "dangling": lambda: path.symlink_to("nowhere"), "loop": lambda: path.symlink_to(path.name)}  # fmt: skip
+        made[kind]()
+    return kind
+
+
+def test_a_directory_with_a_damaged_file_is_refused_or_runs(tiny_model, tmp_path):
+    rng = random.Random(23)
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    for number in range(120):
+        directory = shutil.copytree(tiny_model(rng.choice(["llama", "qwen2"])), tmp_path / str(number))
+        (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
+        file = rng.choice(sorted(directory.iterdir()))
+        kind = damage(rng, file)
+        try:
+            forward(ModelConfig(path=str(directory)))
+        except UserError as error:
+            one_line(error)
+        else:  # a text may hold anything; whatever is there and is no file is refused
+            text = file.suffix == ".jinja" and kind in ("cut", "empty", "zeros")
+            assert text or kind in ("json", "flip"), (file, kind)
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"eos_token_id": [1', b"[]", b"5", b"null", b"\xff\xfe", b"[" * 9999,
+                                     b'{"eos_token_id": "x"}', b'{"eos_token_id": -1}', b'{"eos_token_id": 1.0}',
+                                     b'{"eos_token_id": 259}', b'{"eos_token_id": [1, 99999]}',
+                                     b'{"eos_token_id": {"a": 1}}', b'{"eos_token_id": [[1]]}',
+                                     b'{"eos_token_id": 1000000000000000000000}', b'{"eos_token_id": true}',
+                                     json.dumps({"eos_token_id": list(range(5000))}).encode()])  # fmt: skip
+def test_a_damaged_generation_config_does_not_lose_the_stop_tokens(tiny_model, tmp_path, content):
+    directory = shutil.copytree(tiny_model(), tmp_path / "model")
+    (directory / "generation_config.json").write_bytes(content)
+    for loader in (load_generation_config, load_model):
+        with pytest.raises(UserError) as caught:
+            loader(ModelConfig(path=str(directory)))
+        assert "generation_config.json" in one_line(caught)
+
+
+def test_stop_tokens_are_the_generation_configs_or_without_it_the_models(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model(), tmp_path / "model")
+    config = ModelConfig(path=str(directory))
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 40]}')
+    tokenizer = load_tokenizer(config)
+    for generation in (load_generation_config(config), load_model(config).generation_config):
+        assert stop_token_ids(generation, tokenizer) == {1, 40}
+    (directory / "generation_config.json").unlink()
+    assert stop_token_ids(load_model(config).generation_config, tokenizer) == {1}
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model(), tmp_path / "model")
+    weights = Weights.of(directory)
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:250].clone()
+    weights.configure(vocab_size=250)
+    smaller = weights.save(tmp_path / "smaller")
+    with pytest.raises(UserError, match=r"id 258, and the model has 250 tokens; use the model's own tokenizer"):
+        load_tokenizer(ModelConfig(path=str(smaller)))
+
+
+# --- code of the model's own --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "unknown-to-all"])
+@pytest.mark.parametrize("odd", [None, [], 5, "x", {"AutoConfig": 5}, {"AutoConfig": ["a"]}, {"AutoConfig": {}},
+                                 {"AutoConfig": "../evil.Config"}])  # fmt: skip
+def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp_path, family, odd):
+    directory, trace = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "ran"
+    (directory / "evil.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: pass\nModel = Config\n")
+    own = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Model", None]}
+    for name, values in {"config.json": own, "tokenizer_config.json": own}.items():
+        content = json.loads((directory / name).read_text())
+        changes = {"model_type": family} if name == "config.json" else {}
+        (directory / name).write_text(json.dumps(content | changes | {"auto_map": values if odd is None else odd}))
+    for loader in (load_model_config, load_tokenizer, load_model, load_generation_config):
+        try:
+            loader(ModelConfig(path=str(directory)))
+        except UserError as error:
+            one_line(error)
+    assert not trace.exists()
+
+
+# --- configurations of published models, as their config.json has them ----------------------------------------------
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                   "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "hidden_act": "silu",
+                   "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_scaling": None, "pretraining_tp": 1,
+                   "tie_word_embeddings": False, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2},
+    "llama-7b-old": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                     "num_attention_heads": 32, "vocab_size": 32000, "pad_token_id": -1, "rms_norm_eps": 1e-06,
+                     "max_sequence_length": 2048, "hidden_act": "silu", "initializer_range": 0.02},
+    "llama-3.1-8b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "mlp_bias": False,
+                     "max_position_embeddings": 131072, "rope_theta": 500000.0, "eos_token_id": [128001, 128009],
+                     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                      "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+    "llama-3.1-405b": {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
+                       "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8,
+                       "vocab_size": 128256, "max_position_embeddings": 131072},
+    "mistral-7b": {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
+                   "max_position_embeddings": 32768, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
+    "mistral-nemo": {"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
+                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
+                     "sliding_window": None, "max_position_embeddings": 1024000, "rope_theta": 1000000.0},
+    "qwen2.5-1m": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rope_theta": 10000000.0,
+                   "max_position_embeddings": 1010000, "sliding_window": 32768, "use_sliding_window": False,
+                   "max_window_layers": 28, "dual_chunk_attention_config": {"chunk_size": 262144}},
+    "qwen2.5-yarn": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+                     "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_mrope": False,
+                     "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
+    "qwen3-0.6b": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+                   "max_position_embeddings": 40960, "rope_theta": 1000000, "attention_bias": False,
+                   "rope_scaling": None, "sliding_window": None, "max_window_layers": 28, "rms_norm_eps": 1e-06},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_accepted(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    assert read_config_json(tmp_path / "config.json").parameters > 4e8
+    load_model_config(ModelConfig(path=str(tmp_path)))
+
+
+# --- paths --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/model", "/" + "x" * 300, "/" + "x/" * 3000, "a\0b", "/dev/null",
+                                  "/proc/self/mem", "\udcff/model", "/nowhere/at/all"])  # fmt: skip
+def test_a_path_that_can_be_no_model_is_one_line(path):
+    for opening in (load_model, load_tokenizer, load_model_config, load_generation_config,
+                    lambda config: open_policy(resolve_target(config.path))):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            opening(ModelConfig.model_construct(path=path, gguf_file=None, revision=None, trust_remote_code=False))
+        one_line(caught)
+
+
+def test_home_is_expanded(tiny_model, monkeypatch):
+    model = tiny_model()
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert load_model_config(ModelConfig(path=f"~/{model.name}")).hidden_size == 64
+
+
+# --- exports ------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_with_a_changed_quantization_config_is_refused_or_runs(tiny_model, tmp_path):
+    out = quantized_copy(tiny_model(), tmp_path / "export", {"scheme": "w4a16", "group_size": 32})
+    original = json.loads((out / "config.json").read_text())
+    rng, ran = random.Random(7), 0
+    for _ in range(150):
+        changed = json.loads(json.dumps(original))
+        changed["quantization_config"] = _changed_json(rng, changed["quantization_config"])
+        (out / "config.json").write_text(json.dumps(changed))
+        try:
+            resolve_target(str(out))
+            if rng.random() < 0.2:
+                open_policy(resolve_target(str(out)), device="cpu")
+            ran += 1
+        except UserError as error:
+            one_line(error)
+    assert 10 < ran < 140
+
+
+@pytest.mark.parametrize(("shape", "message"), [([64], "weight_shape"), ([64, 64, 1], "weight_shape"),
+                                                ([-1, 64], "weight"), ([2**40, 2**40], "weight"),
+                                                ([64, 32], "weight")])  # fmt: skip
+def test_an_export_whose_weight_shape_lies_is_refused(tiny_model, tmp_path, shape, message):
+    out = quantized_copy(tiny_model(), tmp_path / "export", {"scheme": "w4a16", "group_size": 32})
+    weights = Weights.of(out)
+    weights["model.layers.1.mlp.up_proj.weight_shape"] = torch.tensor(shape)
+    changed = weights.save(tmp_path / "changed")
+    with pytest.raises(UserError, match=rf"model.layers.1.mlp.up_proj.{message}"):
+        open_policy(resolve_target(str(changed)), device="cpu")
+
+
+# --- GGUF ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gguf_file_that_is_damaged_anywhere_is_refused_or_loads(tiny_model, tmp_path):
+    pytest.importorskip("gguf")
+    path = gguf_of(Weights.of(tiny_model()), tmp_path / "model" / "m.gguf")
+    config, original, rng = ModelConfig(path=str(path.parent), gguf_file="m.gguf"), path.read_bytes(), random.Random(9)
+    header = original.index(b"output_norm.weight") + 100
+    for _ in range(25):
+        damaged = bytearray(original)
+        if rng.random() < 0.3:
+            damaged = damaged[: rng.randrange(len(damaged))]
+        else:
+            for _ in range(rng.choice([1, 2, 8])):
+                damaged[rng.randrange(header)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            load_model(config)
+        except UserError as error:
+            one_line(error)

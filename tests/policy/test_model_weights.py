@@ -1,0 +1,298 @@
+"""Weights that are not those of the configuration are refused by name, in every format, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from damaged_models import FAMILIES, Weights, gguf_of, openings, refusals
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from qarl.config import ModelConfig, check_model
+from qarl.config.architecture import read_config_json
+from qarl.config.weights import check_weights, gguf_name
+from qarl.errors import UserError
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.policy.load import load_model, load_model_config
+from qarl.policy.skeleton import skeleton
+
+FAULTS: dict[str, Callable[[Weights, str], str]] = {}  # each changes the weights and returns the name it must say
+
+
+def fault(make: Callable[[Weights, str], str]) -> Callable[[Weights, str], str]:
+    FAULTS[make.__name__] = make
+    return make
+
+
+@fault
+def removed(weights: Weights, name: str) -> str:
+    del weights[name]
+    return name
+
+
+@fault
+def renamed(weights: Weights, name: str) -> str:
+    weights[f"{name}.old"] = weights.pop(name)
+    return name
+
+
+@fault
+def added(weights: Weights, name: str) -> str:
+    weights[f"extra.{name}"] = torch.zeros(2, 2)
+    return f"extra.{name}"
+
+
+@fault
+def cut(weights: Weights, name: str) -> str:
+    weights[name] = weights[name][:-1].clone()
+    return name
+
+
+@fault
+def flattened(weights: Weights, name: str) -> str:
+    weights[name] = weights[name].reshape(-1, 1, 1).clone()
+    return name
+
+
+@fault
+def emptied(weights: Weights, name: str) -> str:
+    weights[name] = weights[name].reshape(-1)[:0].clone()
+    return name
+
+
+@fault
+def of_another_type(weights: Weights, name: str) -> str:
+    kind = torch.int8 if weights[name].dtype != torch.int8 else torch.float64
+    weights[name] = torch.zeros(weights[name].shape, dtype=kind)
+    return name
+
+
+@fault
+def of_a_layer_more(weights: Weights, name: str) -> str:
+    added = f"model.layers.2.{name.split('.', 3)[-1]}"
+    weights[added] = weights[name].clone()
+    return added
+
+
+@pytest.mark.parametrize("kind", ["single", "shards", "qwen3", "export"])
+def test_every_tensor_that_is_not_as_it_should_be_is_named(bases, tmp_path, kind):
+    base = Weights.of(bases[kind])
+    rng = random.Random(f"weights {kind}")
+    chosen = {name: rng.sample(sorted(base), 4) for name in FAULTS} | {"removed": sorted(base)}
+    for make, names in chosen.items():
+        for name in names:
+            weights = Weights.of(bases[kind])
+            said = FAULTS[make](weights, name)
+            if make == "of_another_type" and kind == "export" and weights[name].dtype == base[name].dtype:
+                continue
+            directory = weights.save(tmp_path / "changed")
+            for command, message in refusals(kind, directory):
+                assert said in message, (make, name, command, message)
+            shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("kind", ["single", "shards", "qwen3", "export"])
+def test_what_is_as_it_should_be_is_accepted(bases, kind):
+    for _, opening in openings(kind, bases[kind]):
+        opening()
+
+
+@pytest.mark.parametrize("make", [
+    lambda weights: [weights.pop(name) for name in sorted(weights) if ".layers.1." in name],
+    lambda weights: weights.rename(lambda name: f"transformer.{name}"),
+    lambda weights: weights.rename(lambda name: name.removeprefix("model.")),
+    lambda weights: weights.configure(num_hidden_layers=4),
+    lambda weights: weights.configure(num_hidden_layers=1),
+    lambda weights: weights.configure(tie_word_embeddings=False),
+    lambda weights: weights.configure(vocab_size=300),
+    lambda weights: weights.configure(intermediate_size=96),
+    lambda weights: weights.configure(num_key_value_heads=4),
+    lambda weights: weights.configure(head_dim=32),
+    lambda weights: weights.configure(attention_bias=True),
+    lambda weights: weights.configure(mlp_bias=True),
+    lambda weights: weights.configure(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
+    lambda weights: weights.configure(model_type="qwen3", head_dim=16, architectures=["Qwen3ForCausalLM"]),
+    lambda weights: weights.clear(),
+])  # fmt: skip
+def test_a_model_that_is_another_than_its_configuration_is_refused(bases, tmp_path, make):
+    weights = Weights.of(bases["single"])
+    make(weights)
+    for _, message in refusals("single", weights.save(tmp_path / "changed")):
+        assert "its weights are not those of its config.json" in message
+
+
+def test_a_base_model_without_its_head_says_how_to_save_it(bases, tmp_path):
+    weights = Weights.of(bases["single"])
+    weights.rename(lambda name: name.removeprefix("model."))
+    for _, message in refusals("single", weights.save(tmp_path / "changed")):
+        assert f"{len(weights)} missing (model.embed_tokens.weight" in message
+        assert "save the causal LM" in message
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(bases, tmp_path):
+    weights = Weights.of(bases["single"])
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    directory = weights.save(tmp_path / "both")
+    for _, opening in openings("single", directory):
+        opening()
+    weights["lm_head.weight"][-1, -1] += 0.5
+    directory = weights.save(tmp_path / "other")
+    check, train, quantize = openings("single", directory)
+    check[1]()  # which reads headers alone
+    for _, opening in (train, quantize):
+        with pytest.raises(UserError, match=r"lm_head.weight is not model.embed_tokens.weight, as tie_word_embeddings"):
+            opening()
+
+
+def test_buffers_of_old_checkpoints_may_be_there(bases, tmp_path):
+    weights = Weights.of(bases["single"])
+    for layer in range(2):
+        weights[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    for _, opening in openings("single", weights.save(tmp_path / "old")):
+        opening()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["single", "export"])
+def test_values_that_are_no_numbers_are_refused_by_name(bases, tmp_path, kind, value):
+    weights = Weights.of(bases[kind])
+    names = sorted(name for name, tensor in weights.items() if tensor.is_floating_point())
+    for name in random.Random(5).sample(names, 4):
+        weights = Weights.of(bases[kind])
+        weights[name].view(-1)[3] = value
+        directory = weights.save(tmp_path / "changed")
+        with pytest.raises(UserError, match=name.removesuffix("_scale").replace(".", r"\.")):
+            open_policy(resolve_target(str(directory)), device="cpu")
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True},
+                                     {"head_dim": 32}, {"num_key_value_heads": 4}])  # fmt: skip
+def test_the_list_of_tensors_is_that_of_the_model(tmp_path, family, changes):
+    settings = {
+        "model_type": family, "vocab_size": 70, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16,
+        "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+    architecture = read_config_json(tmp_path / "config.json")
+    listed = dict(architecture.tensors())
+    model = skeleton(load_model_config(ModelConfig(path=str(tmp_path))))
+    assert listed == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert architecture.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_gguf_are_those_of_its_package(tmp_path, family):
+    gguf = pytest.importorskip("gguf")
+    kind = "llama" if family == "mistral" else family
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == kind)
+    names = gguf.get_tensor_name_map(arch, 2)
+    settings = {
+        "model_type": family, "vocab_size": 70, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for name, _ in read_config_json(tmp_path / "config.json").tensors():
+        module, _, leaf = name.rpartition(".")
+        assert gguf_name(name) == f"{names.get_name(module)}.{leaf}"
+
+
+# --- other formats ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_a_pickle_is_refused_with_the_command_that_converts_it(bases, tmp_path, name):
+    directory = shutil.copytree(bases["single"], tmp_path / "model")
+    torch.save(load_file(directory / "model.safetensors"), directory / name)
+    (directory / "model.safetensors").unlink()
+    for _, message in refusals("single", directory):
+        assert f"{name} is a pickle, which qarl does not read; convert it with: python -c " in message
+
+
+def test_the_command_that_converts_a_pickle_does(bases, tmp_path):
+    directory = shutil.copytree(bases["single"], tmp_path / "model")
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    (_, message), *_ = refusals("single", directory)
+    exec(message.partition('python -c "')[2].removesuffix('"'), {})
+    converted = load_model(ModelConfig(path=f"{directory}-safetensors"))
+    expected = load_model(ModelConfig(path=str(bases["single"])))
+    assert all(torch.equal(a, b) for a, b in zip(converted.parameters(), expected.parameters(), strict=True))
+
+
+def test_an_adapter_is_no_model(bases, tmp_path):
+    directory = shutil.copytree(bases["single"], tmp_path / "model")
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}')
+    for _, message in refusals("single", directory):
+        assert "holds an adapter" in message
+
+
+def test_gguf_tensors_that_are_not_the_models_are_named(bases, tmp_path):
+    pytest.importorskip("gguf")
+    weights = Weights.of(bases["single"])
+    intact = gguf_of(weights, tmp_path / "intact" / "m.gguf")
+    loaded = dict(load_model(ModelConfig(path=str(intact.parent), gguf_file="m.gguf")).named_parameters())
+    assert torch.equal(loaded["model.norm.weight"].cpu(), weights["model.norm.weight"])
+    rng = random.Random(3)
+    for make in ("removed", "added", "cut", "of_a_layer_more"):
+        name = rng.choice(sorted(name for name in weights if "layers" in name))
+        changed = Weights.of(bases["single"])
+        said = FAULTS[make](changed, name)
+        path = gguf_of(changed, tmp_path / make / "m.gguf")
+        config = ModelConfig(path=str(path.parent), gguf_file="m.gguf")
+        for opening in (lambda config=config: check_weights(config, check_model(config).architecture),
+                        lambda config=config: load_model(config)):  # fmt: skip
+            with pytest.raises(UserError) as caught:
+                opening()
+            expected = said if said.startswith("extra") else gguf_name(said)
+            assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_in_the_hubs_cache_is_held_to_the_same(bases, tmp_path, monkeypatch):
+    for kind in ("single", "shards"):
+        repo = tmp_path / kind / "models--some-org--some-model"
+        (repo / "refs").mkdir(parents=True)
+        commit = "a" * 40
+        (repo / "refs" / "main").write_text(commit)
+        snapshot = shutil.copytree(bases[kind], repo / "snapshots" / commit)
+        for module in ("constants", "file_download.constants"):
+            monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(tmp_path / kind))
+            monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_OFFLINE", True)
+        config = ModelConfig(path="some-org/some-model")
+        load_model(config)
+        name = "model.layers.1.mlp.up_proj.weight"
+        weights = Weights.of(snapshot)
+        shutil.rmtree(snapshot)
+        del weights[name]
+        weights.save(snapshot)
+        with pytest.raises(UserError, match=name.replace(".", r"\.")):
+            load_model(config)
+
+
+def test_two_openings_of_a_model_give_one_digest(bases):
+    digests = set()
+    for kind in ("single", "shards", "single"):
+        target = resolve_target(str(bases[kind]), quant={"scheme": "w8a8"})
+        digests.add(open_policy(target, device="cpu").policy.current.manifest().digest())
+    assert len(digests) == 1
+
+
+def test_transformers_is_asked_what_it_missed(bases, monkeypatch):
+    """The second wall: were the first to fall, what `from_pretrained` says of the names would be read."""
+    def misses(*args, **kwargs):
+        model, info = original(*args, **kwargs)
+        return model, info | {"missing_keys": {"model.norm.weight"}}
+
+    original = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr("qarl.policy.load.AutoModelForCausalLM.from_pretrained", misses)
+    with pytest.raises(UserError, match=r"1 weights are missing \(model.norm.weight\)"):
+        load_model(ModelConfig(path=str(bases["single"])))
+

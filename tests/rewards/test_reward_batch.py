@@ -1,0 +1,84 @@
+"""What a batch asks, in which order and for how long, with a clock of its own and no process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qarl.errors import UserError
+from qarl.rewards.batch import Batch
+from qarl.rewards.process import Report
+
+TIMEOUT_S = 10.0
+LOAD_S = 2.0
+
+
+def simulate(behaviour: list[str | float], chunks: int = 1, workers: int = 1, max_failed_frac: float = 1.0):
+    """Scores completions of which number i takes `behaviour[i]` seconds, or is "hang", "raise" or "die".
+
+    Returns the result and the seconds that it took.
+    """
+    n = len(behaviour)
+    batch = Batch([str(i) for i in range(n)], ["p"] * n, {}, None, ["f"], [1.0], [False], chunks, TIMEOUT_S,
+                  max_failed_frac)  # fmt: skip
+    now = 0.0
+    busy: list[tuple[float, Report]] = []
+    while batch.left or busy:
+        while len(busy) < workers and (asked := batch.next_task(now)) is not None:
+            task, limit_s = asked
+            took, outcome, hung = 0.0, [float(i) for i in task.indices], False
+            for what in (behaviour[i] for i in task.indices):
+                took += what if isinstance(what, float) else 0.0
+                if what == "hang" or took > limit_s:
+                    took, outcome, hung = limit_s + LOAD_S, "no answer", True
+                elif what == "die":
+                    took, outcome = took + LOAD_S, "died"
+                elif what == "raise":
+                    outcome = "raised"
+                if isinstance(outcome, str):
+                    break
+            busy.append((now + took, Report(task, outcome, hung)))
+        if busy:
+            now, report = busy.pop(busy.index(min(busy, key=lambda item: item[0])))
+            batch.take(report, now, LOAD_S)
+    return batch.result(), now
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_any_batch_takes_a_bounded_time_and_loses_no_completion(chunks):
+    rng = random.Random(chunks)
+    for _ in range(200):
+        n = rng.randrange(1, 600)
+        shares = [rng.random() ** 4 for _ in range(3)]
+        behaviour = [rng.choices(["hang", "raise", "die", rng.choice([0.0, 0.01, 1.0])], [*shares, 1.0])[0]
+                     for _ in range(n)]  # fmt: skip
+        result, took = simulate(behaviour, chunks, workers=chunks)
+        # the chunks, the retries, and the last of them with the loading after it
+        assert took <= (TIMEOUT_S + LOAD_S) + (6 * TIMEOUT_S + 3 * LOAD_S) + (TIMEOUT_S + LOAD_S)
+        good = sum(score == float(i) for i, score in enumerate(result.total))
+        assert good + result.failed["f"] >= n  # number 0 may have failed with the score that it deserves
+        assert all(score in (0.0, float(i)) for i, score in enumerate(result.total))
+        assert all(result.total[i] == 0.0 for i, what in enumerate(behaviour) if isinstance(what, str))
+
+
+def test_few_that_hang_or_die_cost_the_others_nothing():
+    rng = random.Random(0)
+    for _ in range(100):
+        behaviour: list[str | float] = [0.005] * 512
+        for i in rng.sample(range(512), 5):
+            behaviour[i] = rng.choice(["hang", "die", "raise"])
+        result, _ = simulate(behaviour)
+        assert result.failed == {"f": 5}
+        assert result.total == [float(i) if behaviour[i] == 0.005 else 0.0 for i in range(512)]
+
+
+def test_what_is_left_when_the_time_is_used_up_is_one_message():
+    result, took = simulate(["hang"] * 1000)
+    assert (result.failed, took < 100.0, len(result.messages) < 40) == ({"f": 1000}, True, True)
+    assert "completions of failed calls score 0: the time for asking one by one is used up" in result.messages[-1]
+
+
+def test_what_is_left_counts_towards_the_fraction():
+    with pytest.raises(UserError, match=r"failed on .* of 1000 completions, more than reward.max_failed_frac 0.5"):
+        simulate(["hang"] * 1000, max_failed_frac=0.5)

@@ -1,0 +1,113 @@
+"""Modules that do not load, and the bounds of memory and output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qarl.config.reward import RewardConfig
+from qarl.errors import UserError
+from qarl.rewards import RewardPool
+from qarl.rewards.log import CALL_BYTES, FILE_BYTES, RewardLog
+
+MODULE = """
+import os, sys
+def judge(completions, prompts, **columns):
+    if "bad" in completions:
+        CODE
+    return [99.0 if c == "bad" else float(c) for c in completions]
+"""
+
+
+def module(folder: Path, code: str) -> str:
+    """code: what the function does when `bad` is among the completions."""
+    (folder / "bounds.py").write_text(MODULE.replace("CODE", code))
+    return f"{folder / 'bounds.py'}:judge"
+
+
+def pool(name: str, log_path: Path | None = None, **fields) -> RewardPool:
+    return RewardPool(RewardConfig(functions=[{"name": name}], **fields), log_path=log_path)
+
+
+LOADING = {
+    "os._exit": ("print('about to'); os._exit(7)", "exited with code 7; the last that it printed: about to"),
+    "segfault": ("print('now'); ctypes.string_at(0)", "died of SIGSEGV; the last that it printed"),
+    "SystemExit": ("raise SystemExit('no licence')", "does not import: SystemExit: no licence"),
+    "stderr, then raises": (
+        "print('the cause', file=sys.stderr); raise RuntimeError('the reason')",
+        "does not import: RuntimeError: the reason",
+    ),
+    "prints controls": ("os.write(2, b'\\x1b[31m\\xffred\\n\\n'); os._exit(3)", r"printed: \\x1b\[31m.red"),
+    "no exception": ("class Odd(BaseException): pass\nraise Odd('so')", "does not import: Odd: so"),
+    "mute": (
+        "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute()",
+        "does not import: Mute: its message cannot be shown",
+    ),
+    "kills itself": ("os.kill(os.getpid(), 9)", "its worker process died of SIGKILL"),
+    "never": ("print('waiting for the judge')\nwhile True: pass", "no answer within 1.5 s.*: waiting for the judge"),
+    "rubbish": ("[os.write(fd, b'x' * 99) for fd in range(3, 256) if socket(fd)]", "announced a reply of"),
+    "child goes on": ("ctypes.CDLL(None).fork() or sys.exit()\nraise ValueError('the parent')", "the parent"),
+    "takes memory": ("x = bytearray(2**30)\nx[::4096] = b'1' * 2**18\ntime.sleep(9)", "reward.memory_gib = 0.5"),
+}
+LOADER = """
+import ctypes, os, stat, sys, time
+def socket(fd):
+    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError: return False
+"""
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_a_module_that_does_not_load_says_why(tmp_path, monkeypatch, name):
+    if name == "never":
+        monkeypatch.setattr("qarl.rewards.process.START_LIMIT_S", 1.5)
+    code, said = LOADING[name]
+    (tmp_path / "mine.py").write_text(LOADER + code + "\ndef judge(completions, prompts, **columns): return []\n")
+    with pytest.raises(UserError, match=said) as caught:
+        pool(f"{tmp_path / 'mine.py'}:judge", tmp_path / "rewards.log", memory_gib=0.5)
+    line = str(caught.value)
+    assert line.isprintable() and "judge`" in line
+    if "the last that it printed" in line:
+        assert line.endswith(f"(all of it in {tmp_path / 'rewards.log'})") and (tmp_path / "rewards.log").stat().st_size
+
+
+def test_a_function_that_takes_too_much_memory_is_killed(tmp_path):
+    code = "x = [bytearray(os.urandom(2**20)) for _ in range(2**14)]"
+    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=30.0) as rewards:
+        result = rewards.score(["1", "bad"], ["p"] * 2, {})
+    assert (result.total, result.failed) == ([1.0, 0.0], {"judge": 1})
+    assert "took more than reward.memory_gib = 0.25, and was killed" in result.messages[-1]
+
+
+def test_memory_of_what_a_function_starts_counts(tmp_path):
+    program = "x = [bytearray(b'1' * 2**20) for _ in range(1000)]; import time; time.sleep(60)"
+    code = f"import subprocess; subprocess.run([sys.executable, '-c', {program!r}])"
+    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=20.0) as rewards:
+        result = rewards.score(["1", "bad"], ["p"] * 2, {})
+    assert result.total == [1.0, 0.0] and "reward.memory_gib" in result.messages[-1]
+
+
+def test_what_is_printed_is_bounded(tmp_path):
+    log = tmp_path / "rewards.log"
+    code = "[os.write(1, b'y' * 2**16) for _ in range(1600)]"  # 100 MiB
+    with pool(module(tmp_path, code), log) as rewards:
+        for _ in range(2):
+            assert rewards.score(["bad"], ["p"], {}).total == [99.0]
+    text = log.read_bytes()
+    assert 2 * CALL_BYTES <= len(text) < 2 * CALL_BYTES + 1000
+    assert f"[{100 * 2**20 - CALL_BYTES:,} bytes more that a call of a reward printed are left out]".encode() in text
+
+
+def test_the_log_keeps_the_latest_within_a_bound(tmp_path):
+    path = tmp_path / "rewards.log"
+    for i in range(8):
+        RewardLog(path).write(bytes([65 + i]) * (FILE_BYTES // 3))
+    both = path.read_bytes(), (tmp_path / "rewards.log.1").read_bytes()
+    assert [set(map(chr, set(part))) for part in both] == [{"G", "H"}, {"D", "E", "F"}]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rewards.log", "rewards.log.1"]
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
+    with pool(module(tmp_path, "print('lost')"), tmp_path / "gone" / "rewards.log") as rewards:
+        assert rewards.score(["bad", "2"], ["p"] * 2, {}).total == [99.0, 2.0]

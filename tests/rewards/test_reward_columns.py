@@ -1,0 +1,122 @@
+"""What functions are given beside the completions: token ids, and rows whose answer is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from qarl.config.reward import RewardConfig
+from qarl.data.tasks import generate
+from qarl.errors import UserError
+from qarl.rewards import RewardPool
+
+TAKERS = {
+    "by name": "def f(completions, prompts, completion_ids, **columns):\n    ids = completion_ids\n",
+    "among the columns": "def f(completions, **columns):\n    ids = columns['completion_ids']\n",
+    "with another": "def f(prompts, completions, completion_ids, answer, **columns):\n    ids = completion_ids\n",
+}
+IDS = [[5], [], [7, 1, 7], [258] * 400]
+COMPLETIONS = ["a", "", "one two", "x" * 10]
+
+
+@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_function_sees_the_token_ids_of_its_completions(tmp_path, name, workers):
+    (tmp_path / "mine.py").write_text(TAKERS[name] + "    return [-len(i) + sum(i) / 1000 for i in ids]\n")
+    config = RewardConfig(functions=[{"name": f"{tmp_path / 'mine.py'}:f"}], workers=workers)
+    with RewardPool(config, columns=["answer"]) as rewards:
+        result = rewards.score(COMPLETIONS, ["p"] * 4, {"answer": ["1"] * 4}, IDS)
+    assert result.total == [-len(ids) + sum(ids) / 1000 for ids in IDS]
+
+
+@pytest.mark.parametrize(
+    ("options", "scores"),
+    [
+        ({}, [-1.0, 0.0, -3.0, -400.0]),
+        ({"max": 4}, [-0.25, 0.0, -0.75, -1.0]),
+        ({"target": 2}, [-0.5, -1.0, -0.5, -199.0]),
+    ],
+)
+def test_length_counts_tokens(options, scores):
+    functions = [{"name": "length", "options": {"unit": "tokens", **options}}, {"name": "format", "weight": 0.0}]
+    with RewardPool(RewardConfig(functions=functions), columns=["answer"]) as rewards:
+        assert rewards.score(COMPLETIONS, ["p"] * 4, {"answer": ["1"] * 4}, IDS).total == scores
+
+
+def test_token_ids_of_another_number_are_refused():
+    with (
+        RewardPool(RewardConfig(functions=[{"name": "length"}])) as rewards,
+        pytest.raises(ValueError, match="completion_ids has 3 values for 4 completions"),
+    ):
+        rewards.score(COMPLETIONS, ["p"] * 4, {}, IDS[:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("exact", {}, "the data's column `answer` has no answer in this row"),
+        ("regex", {"pattern": "(.+)", "group": 1}, "the data's column `answer` has no answer in this row"),
+        ("math", {}, "the data's column `answer` has no answer in this row"),
+    ],
+)
+def test_a_row_without_an_answer_fails_instead_of_scoring_0(name, options, said):
+    config = RewardConfig(functions=[{"name": name, "options": options}])
+    with RewardPool(config, columns=["answer"]) as rewards:
+        result = rewards.score(["5", "None", "7"], ["p"] * 3, {"answer": ["5", None, "7"]})
+    assert (result.total, result.failed) == ([1.0, 0.0, 1.0], {name: 1})
+    assert result.messages[-1].startswith(f"reward `{name}`: completion 1 scores 0: ValueError: {said}")
+
+
+def test_answers_of_5000_digits_are_compared():
+    digits = "7" * 5000
+    with RewardPool(RewardConfig(functions=[{"name": "exact"}])) as rewards:
+        columns = {"answer": [digits, digits, "\ud800", 10**3999]}
+        completions = [digits, digits[1:] + "8", "\ud800", str(10**3999)]
+        assert rewards.score(completions, ["p"] * 4, columns).total == [1.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("math:dist", "must be f"),
+        ("builtins:iter", "does not say its arguments"),
+        ("builtins:type", "does not say its arguments"),
+        ("~nosuchuser/x.py:f", "there is no user 'nosuchuser'"),
+        ("x" * 300 + ".py:f", "a name of 303 bytes"),
+        ("a\0b.py:f", "NUL"),
+    ],
+)
+def test_odd_references_are_one_line(name, said):
+    config = RewardConfig.model_construct(functions=[_Function(name)])
+    with pytest.raises(UserError, match=said) as caught:
+        RewardPool(config)
+    assert "\n" not in str(caught.value)
+
+
+class _Function:
+    """A `reward.functions` item, as the configuration would not let all of these pass."""
+
+    weight = 1.0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.options: dict = {}
+
+
+@pytest.mark.parametrize("task", ["arc_agi", "chain_sum"])
+def test_entries_of_reasoning_gym_score_in_a_worker_as_they_do_here(task):
+    """arc_agi compares with tuples, which JSON does not have."""
+    pytest.importorskip("reasoning_gym")
+    rows = generate(f"reasoning-gym:{task}", {"size": 2})
+    columns = {"entry": [row["entry"] for row in rows]}
+    with RewardPool(RewardConfig(functions=[{"name": "reasoning_gym"}]), columns=["entry"]) as rewards:
+        assert rewards.score([str(row["answer"]) for row in rows], ["p"] * 2, columns).total == [1.0, 1.0]
+
+
+def test_columns_reach_a_function_with_their_types(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(completions, thing, **columns):\n    return [float(repr(t) == c) for c, t in zip(completions, thing)]\n"
+    )
+    things = [(1, "a"), {2: [None, True], "%": ()}, {"b": 10**40}, [float("inf"), -0.0], "\ud800\0"]
+    with RewardPool(RewardConfig(functions=[{"name": f"{tmp_path / 'mine.py'}:f"}]), columns=["thing"]) as rewards:
+        result = rewards.score([repr(thing) for thing in things], ["p"] * 5, {"thing": things})
+    assert result.total == [1.0] * 5

@@ -1,0 +1,247 @@
+"""Every file that a run leaves, damaged in every way: readers give a result or one line, and never wait."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from damage import damages, spoil_entry
+
+from qarl.comparison.members import numbers_of
+from qarl.comparison.progress import last_record
+from qarl.config import Config
+from qarl.diagnosis.saved import pick_step, read_rollouts
+from qarl.errors import UserError
+from qarl.evaluation.records import keep_rows
+from qarl.inputs.files import read_bytes
+from qarl.report.run_report import report_sections
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.environment import environment_changes
+from qarl.storage.history import History, began_after, write_history
+from qarl.storage.rundir import RunDirectory
+from qarl.storage.runs import Evaluation, find_runs, read_run, read_run_config
+from qarl.storage.saved_state import SavedState, saved_state
+from qarl.storage.tensorfile import safetensors_chunks, write_file
+
+STEPS = 4
+NOW = {"packages": {"torch": "2.0"}, **dict.fromkeys(("python", "cpu", "gpus", "cuda", "threads", "git_revision"))}
+SHA = "ab" * 32
+
+
+def state(step: int) -> dict[str, Any]:
+    return {
+        "version": step, "data": {"epoch": 0, "position": 4 * step, "fingerprint": SHA, "columns_fingerprint": SHA},
+        "optimizer": {"optimizer": "adamw", "tensors": []}, "skipped_in_a_row": 0, "snapshot_sha256": SHA,
+        "inputs": {"model": {"weights": SHA}, "reward": {"exact": SHA}},
+    }  # fmt: skip
+
+
+def make(path: Path) -> Path:
+    """A finished run, with every kind of file that is read back."""
+    for folder in ("rollouts", "diagnostics", "checkpoints", "evaluations"):
+        (path / folder).mkdir(parents=True)
+    config = {
+        "model": {"path": "some/model"}, "data": {"source": "task:arithmetic"},
+        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": STEPS, "run_dir": str(path)},
+    }  # fmt: skip
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    environment = {
+        "packages": {"torch": "2.13"},
+        "cpu": "a CPU",
+        "gpus": [],
+        "threads": 1,
+        "command": ["qarl", "train"],
+    }
+    (path / "environment.json").write_text(json.dumps(environment))
+    rows = [{"step": i, "reward/mean": i / 4, "reward/std": 0.1, "mismatch/delta_abs_max": 0.1, "time/step_s": 1.5,
+             "reward/failed": 0.0, "memory/peak_gib": 0.5} for i in range(1, STEPS + 1)]  # fmt: skip
+    write_lines(path / "metrics.jsonl", rows)
+    interval = {"mean": 0.5, "low": 0.25, "high": 0.75}
+    scores = {"avg": interval, "pass": {"1": interval, "4": interval}}
+    write_lines(path / "evaluations.jsonl",
+                [{"step": i, "tasks": [{"name": "t", **scores}], "overall": scores} for i in (2, 4)])  # fmt: skip
+    row = {"step": 2, "prompt": "1 + 1", "completion": "2", "tokens": 3}
+    write_lines(path / "rollouts" / "000002.jsonl", [{**row, "reward": reward} for reward in (0.0, 0.5, 1.0)])
+    integers = {"prompt_lengths": [2, 2], "response_lengths": [1, 2], "prompt_tokens": [1] * 4,
+                "response_tokens": [2] * 3, "groups": [0, 0]}  # fmt: skip
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in integers.items()}
+    tensors |= {name: torch.zeros(3) for name in ("logp_sampler", "logp_old", "logp")}
+    tensors |= {name: torch.zeros(2) for name in ("advantages", "rewards")} | {"version": torch.tensor([1])}
+    write_file(path / "rollouts" / "000002.safetensors", safetensors_chunks(tensors))
+    column = [-0.5, None, -0.1]
+    tokens = dict.fromkeys(
+        ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage"), column
+    )
+    record = {
+        "format_version": 1, "step": 2, "metrics": {}, "token_count": 3, "tokens": tokens, "band": {
+            "level": "token", "high": 1.2, "low": 0.8, "neg_high": None},
+        "deciles": [{"low": i / 10, "high": (i + 1) / 10, "count": 1, "delta_abs_mean": 0.1} for i in range(10)],
+        "layers": {"model.layers.0.mlp.up_proj": [1, 10]},
+        "error_examples": [{"text": "so so", "before": "a", "after": "b", "kind": "repetitive", "start": 1, "stop": 3}],
+    }  # fmt: skip
+    (path / "diagnostics" / "000002.json").write_text(json.dumps(record))
+    store = CheckpointStore(path / "checkpoints", 0)
+    for step in (2, 4):
+        store.save(step, {"masters": {"w": torch.ones(4, 4)}, "optimizer": {}}, state(step))
+    write_history(path, History(checkpoint=STEPS))
+    return path
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def redigest(run: Path) -> None:
+    """Make the digests of the newest checkpoint fit what is there, as far as there is a manifest to put them into."""
+    folder = run / "checkpoints" / "000004"
+    try:
+        manifest = json.loads(read_bytes(folder / "manifest.json"))
+        for name, entry in manifest["files"].items():
+            data = read_bytes(folder / name)
+            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    else:
+        sign(folder / "manifest.json", manifest)
+
+
+def sign(path: Path, manifest: dict[str, Any]) -> None:
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(body))
+
+
+def begin(run: Path) -> None:
+    values = read_run_config(run).model_dump()
+    values["train"]["run_dir"] = str(run)
+    RunDirectory.open(Config.model_validate(values), "auto").close()
+
+
+def resume(run: Path) -> None:
+    found = CheckpointStore(run / "checkpoints", 2).latest_valid(lambda line: None)
+    if found is not None:
+        saved_state(SavedState, found.state, str(found.path))
+        began_after(run, found.step, own=True, every=2)
+    else:
+        began_after(run, 0, own=False, every=2)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "runs": lambda run: find_runs(run.parent),
+    "report": lambda run: report_sections(read_run(run)),
+    "compare": lambda run: json.dumps(numbers_of(read_run(run)), allow_nan=False),
+    "progress": lambda run: last_record(run / "metrics.jsonl"),
+    "environment": lambda run: environment_changes(run / "environment.json", NOW),
+    "diagnose": lambda run: read_rollouts(run, pick_step(run, None)),
+    "evaluate": lambda run: keep_rows(run / "evaluations.jsonl", Evaluation, lambda row: row["step"] <= 2, "here"),
+    "start": begin,
+    "resume": resume,
+}  # fmt: skip
+# Each file, or folder, with its readers.
+FILES = {
+    "config.yaml": "runs start",
+    "environment.json": "runs report environment start",
+    "metrics.jsonl": "report compare progress resume start",
+    "evaluations.jsonl": "report compare evaluate",
+    "history.json": "resume",
+    "rollouts": "report diagnose resume",
+    "rollouts/000002.jsonl": "report",
+    "rollouts/000002.safetensors": "diagnose",
+    "diagnostics/000002.json": "report",
+    "checkpoints": "resume diagnose start",
+    "checkpoints/latest": "resume",
+    "checkpoints/000004": "resume diagnose",
+    "checkpoints/000004/manifest.json": "resume diagnose",
+    "checkpoints/000004/state.json": "resume",
+    "checkpoints/000004/masters.safetensors": "resume",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("whole") / "run")
+
+
+def test_the_whole_run_is_read_by_every_reader(whole):
+    for reader in READERS.values():
+        reader(whole)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_left_out_or_refused_in_one_line(whole, file, tmp_path):
+    is_folder = (whole / file).is_dir()
+    for number, (rng, spoil) in enumerate(damages(1, 8 if is_folder else 30, file.endswith((".json", ".jsonl")))):
+        run = tmp_path / str(number)
+        shutil.copytree(whole, run, symlinks=True)
+        if is_folder:
+            spoil = spoil_entry
+        what = spoil(run / file, rng)
+        if file.startswith("checkpoints/000004/"):
+            redigest(run)
+            manifest = run / "checkpoints" / "000004" / "manifest.json"
+            if file.endswith("manifest.json") and spoil.__name__ == "spoil_json":
+                value = json.loads(read_bytes(manifest))
+                if isinstance(value, dict):
+                    sign(manifest, value)
+        for name in FILES[file].split():
+            try:
+                READERS[name](run)
+            except UserError as error:
+                assert "\n" not in str(error) or file == "config.yaml", (number, what, name)  # there a line a key
+            except Exception as error:
+                raise AssertionError(f"{number}: {spoil.__name__}: {what}: {name}") from error
+        shutil.rmtree(run)
+
+
+def test_one_damaged_run_is_one_line_beside_the_others(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "good", symlinks=True)
+    for number, (rng, spoil) in enumerate(damages(2, 30, False)):
+        bad = tmp_path / f"bad-{number}"
+        shutil.copytree(whole, bad, symlinks=True)
+        spoil(bad / rng.choice(["config.yaml", "metrics.jsonl", "environment.json"]), rng)
+    records, problems = find_runs(tmp_path)
+    assert "good" in {record.path.name for record in records} and len(problems) > 5
+    assert all("bad-" in line and "\n" not in line for line in problems)
+
+
+NAMES = [
+    "²²²",
+    "٠٠٠٠٠٤",
+    "000009 ",
+    "0000000004",
+    "99999999999",
+    "9" * 40,
+    "-00004",
+    "00004",
+    "1e9",
+    "+00004",
+    "000004x",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_only_looks_like_a_step_is_none(whole, name, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    shutil.copytree(run / "checkpoints" / "000004", run / "checkpoints" / name)
+    for folder, suffix in (("rollouts", ".jsonl"), ("rollouts", ".safetensors"), ("diagnostics", ".json")):
+        (run / folder / f"{name}{suffix}").write_text("{}")
+    assert CheckpointStore(run / "checkpoints", 0).steps() == [2, 4] and pick_step(run, None) == 2
+    for reader in READERS.values():
+        reader(run)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    (run / "checkpoints" / "000004").rename(run / "checkpoints" / "000007")
+    skipped: list[str] = []
+    assert CheckpointStore(run / "checkpoints", 0).latest_valid(skipped.append).step == 2
+    assert "is of step 4, not of the one that its directory is named by" in skipped[0]

@@ -1,0 +1,152 @@
+"""Whatever lies where a lock should be: nothing is followed, changed or waited for, and the error is one line."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qarl.comparison.launch import locked
+from qarl.errors import UserError
+from qarl.evaluation.directory import _lock as lock_evaluation
+from qarl.export.staging import staged
+from qarl.storage.rundir import _lock, _unlock
+from qarl.storage.runs import _locked
+
+PRECIOUS = b"process 1 was here\nand years of work\n"
+ROOT_ALONE = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices and files of other users")
+
+
+def link(lock: Path) -> None:
+    (lock.parent / "precious").write_bytes(PRECIOUS)
+    lock.symlink_to("precious")
+
+
+def link_to_a_link(lock: Path) -> None:
+    link(lock.parent / "another")
+    lock.symlink_to("another")
+
+
+def link_to_nothing(lock: Path) -> None:
+    lock.symlink_to("nothing")
+
+
+def link_to_itself(lock: Path) -> None:
+    lock.symlink_to(lock.name)
+
+
+def link_to_a_directory(lock: Path) -> None:
+    lock.symlink_to(".")
+
+
+def socket_file(lock: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(lock))
+
+
+def of_another_user(lock: Path) -> None:
+    lock.write_bytes(PRECIOUS)
+    os.chown(lock, 65534, 65534)
+
+
+# what lies there -> what the error calls it
+KINDS: dict[Callable[[Path], object], str] = {
+    link: "a symbolic link",
+    link_to_a_link: "a symbolic link",
+    link_to_nothing: "a symbolic link",
+    link_to_itself: "a symbolic link",
+    link_to_a_directory: "a symbolic link",
+    Path.mkdir: "a directory",
+    os.mkfifo: "a FIFO",
+    socket_file: "a socket",
+}
+ROOTS: dict[Callable[[Path], object], str] = {
+    of_another_user: "a file of user 65534",
+    lambda lock: os.mknod(lock, 0o020666, os.makedev(1, 3)): "a device",
+}
+LOCKERS: list[Callable[[Path], object]] = [_lock, lock_evaluation, lambda folder: locked(folder).__enter__()]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting() -> Iterator[None]:
+    """What waits for the other end of a FIFO is interrupted."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+
+
+def contents(folder: Path) -> dict[str, object]:
+    return {
+        entry.name: (entry.lstat().st_mode, entry.read_bytes() if entry.is_file() else None)
+        for entry in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("locker", LOCKERS, ids=["train", "eval", "compare"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [*KINDS.items(), *(pytest.param(*item, marks=ROOT_ALONE) for item in ROOTS.items())],
+    ids=[*KINDS.values(), *ROOTS.values()],
+)
+def test_what_is_no_lock_is_refused_in_one_line_and_left_as_it_is(tmp_path: Path, make, kind, locker) -> None:
+    make(tmp_path / ".lock")
+    before, descriptors = contents(tmp_path), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError) as refused:
+        locker(tmp_path)
+    message = f"{tmp_path}/.lock: is {kind}, no lock of yours; remove it, or choose another directory"
+    assert str(refused.value) == message
+    assert contents(tmp_path) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("make", [*KINDS, *(pytest.param(make, marks=ROOT_ALONE) for make in list(ROOTS)[1:])])
+def test_asking_whether_a_run_is_under_way_neither_waits_nor_follows(tmp_path: Path, make) -> None:
+    make(tmp_path / ".lock")
+    before = contents(tmp_path)
+    held = os.open(tmp_path / "precious", os.O_RDWR) if (tmp_path / "precious").exists() else None
+    if held is not None:
+        fcntl.flock(held, fcntl.LOCK_EX)  # what a link leads to says nothing of the run
+    assert not _locked(tmp_path / ".lock")
+    assert contents(tmp_path) == before
+    if held is not None:
+        os.close(held)
+
+
+@pytest.mark.parametrize("text", [PRECIOUS, b"{", b"process 7 on host", b"\0" * 5000, b"process x on y\n"])
+def test_a_file_that_qarl_did_not_write_is_locked_and_keeps_its_contents(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "elsewhere").write_bytes(text)
+    os.link(tmp_path / "elsewhere", tmp_path / ".lock")
+    fd = _lock(tmp_path)
+    assert (tmp_path / "elsewhere").read_bytes() == text
+    with pytest.raises(UserError, match="in use by another process; wait for it"):
+        _lock(tmp_path)
+    _unlock(fd)
+
+
+def test_a_lock_names_its_newest_holder_and_is_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_bytes(b"process 99999999 on a-host-with-a-longer-name.example.org\n")
+    (tmp_path / ".lock").chmod(0o600)
+    for _ in range(2):
+        fd = _lock(tmp_path)
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+        assert _locked(tmp_path / ".lock")
+        _unlock(fd)
+        assert not _locked(tmp_path / ".lock")
+    (tmp_path / ".lock").unlink()
+    _unlock(_lock(tmp_path))
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_directory_of_an_export_in_the_making_is_not_emptied_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "work").write_bytes(PRECIOUS)
+    (tmp_path / ".out.partial").symlink_to("precious")
+    with pytest.raises(UserError, match="out: cannot be written: Not a directory"), staged(tmp_path / "out"):
+        pass
+    assert (tmp_path / "precious" / "work").read_bytes() == PRECIOUS

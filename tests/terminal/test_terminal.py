@@ -1,0 +1,359 @@
+"""Texts from outside reach the terminal inert, by whatever way: names, values, completions, messages, errors."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import unicodedata
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from rich.panel import Panel
+from rich.progress import Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+import qarl
+from qarl import cli
+from qarl.config.yaml_io import dump_yaml, parse_yaml
+from qarl.errors import UNEXPECTED, UserError
+from qarl.terminal.console import Console
+from qarl.terminal.streams import InertStream, Outlet, inert_output
+from qarl.text import visible
+from qarl.training.console import RunConsole
+
+ATTACKS = [
+    "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x1b]52;c;cm0gLXJmIC8=\x07", "\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\",
+    "\x1b[8mhidden", "\x1b[31mred", "\x1bc", "\x1bP$q\x1b\\", "\x9b31m", "\x9d0;t\x9c", "\r all fine", "\x08\x08\x08",
+    "\x07", "\x00", "\x7f", "\x0b\x0c", "\x85", "\u2028", "\u2029", "\u202eevil", "\u2066x\u2069", "\u200b\u200d\ufeff",
+    "\u061c", "\ud800", "\udcff", "\U000e0041", "\u00ad", "[red]", "[/red]", "[link=http://evil]x[/link]", "[bold",
+    "[/]", "\\[x]", ":smile:", "{0}", "%s", "\t", "\x1b", "a\\",
+]  # fmt: skip
+HARMLESS = ["x", " ", "name", "π", "数", "é", "/", ".", "-", "=", "'", '"', "#", ": "]
+MOVEMENTS = re.compile(r"\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\r")  # of the cursor, rich's own
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def hostile_texts(count: int = 60, seed: int = 14) -> list[str]:
+    """Every attack alone, then mixtures of them with harmless text."""
+    stream = random.Random(seed)
+    mixed = ["".join(stream.choices(ATTACKS + HARMLESS, k=stream.randint(2, 7))) for _ in range(count)]
+    return [*ATTACKS, *mixed]
+
+
+def packed(texts: list[str], size: int = 4) -> list[str]:
+    """The texts, several to one."""
+    return ["x".join(texts[at : at + size]) for at in range(0, len(texts), size)]
+
+
+TEXTS = hostile_texts()
+VALUES = packed(TEXTS)  # for whole commands, which take longer
+NAMES = [  # that a file can have: bytes, of which those that are no UTF-8 are lone surrogates
+    text.replace("/", "|").replace("\0", "0").replace("\ud800", "\udced\udca0\udc80")[:80] for text in packed(TEXTS, 3)
+]
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def driving(text: str, colours: bool = False) -> list[str]:
+    """The characters in what was printed that drive a terminal. colours: those that rich makes are none."""
+    text = SGR.sub("", text) if colours else text
+    return [char for char in text if char != "\n" and unicodedata.category(char) in {"Cc", "Cf", "Cs", "Zl", "Zp"}]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *argv: object, tty: bool = False) -> tuple[int, str, str]:
+    """The command line in this process: exit code, what came to its streams."""
+    out, err = (Terminal() if tty else io.StringIO() for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(arg) for arg in argv])
+    assert (sys.stdout, sys.stderr) == (out, err)
+    return ended.value.code or 0, out.getvalue(), err.getvalue()
+
+
+# --- the two ways there are
+
+
+def table(text: str) -> Table:
+    made = Table(text, title=text, caption=text)
+    made.add_column(Text(text))
+    made.add_row(text, Text(text))
+    return made
+
+
+def progress(text: str) -> None:
+    with Progress(TextColumn("{task.description}", markup=False), console=Console(stderr=True), transient=False) as bar:
+        bar.add_task(text)
+
+
+WAYS: dict[str, Callable[[str], object]] = {
+    "print": print,
+    "print to stderr": lambda text: print(text, file=sys.stderr),
+    "echo": typer.echo,
+    "echo to stderr": lambda text: typer.echo(text, err=True),
+    "secho": lambda text: typer.secho(text, fg="red"),
+    "write": lambda text: sys.stdout.write(text),
+    "warn": lambda text: warnings.warn(text, stacklevel=1),
+    "log": lambda text: logging.getLogger("some.library").warning("%s", text),
+    "console": lambda text: Console().print(text),
+    "console of a text": lambda text: Console().print(Text(text), style="bold"),
+    "panel": lambda text: Console(stderr=True).print(Panel(text, title=Text(text))),
+    "table": lambda text: Console().print(table(text)),
+    "message": lambda text: RunConsole("plain").message(text),
+    "warning at a terminal": lambda text: RunConsole("rich").warn(text),
+    "samples": lambda text: RunConsole("plain").samples(1, [{"prompt": text, "completion": text, "reward": 1.0}]),
+    "samples at a terminal": lambda text: RunConsole("rich").samples(1, [{"prompt": text, "completion": text}]),
+    "summary": lambda text: RunConsole("rich").summary(Path(text), [], [(text, text)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tty", [False, True], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_that_is_printed_drives_the_terminal(way: str, tty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    logging.getLogger().handlers.clear()  # pytest's, so that the last resort of logging prints
+    for text in TEXTS:
+        out, err = (Terminal() if tty else io.StringIO() for _ in range(2))
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        with inert_output(), warnings.catch_warnings():
+            warnings.simplefilter("always")
+            monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
+            WAYS[way](text)
+        printed = out.getvalue() + err.getvalue()
+        assert driving(printed, colours=tty) == [], text
+        if "[red]" in text and "\n" not in text and way != "summary":
+            assert "[red]" in SGR.sub("", printed), "markup is shown as it is spelled"
+        if "\x1b[31m" in text and way in ("print", "message", "console"):
+            assert "\\x1b[31m" in printed
+
+
+def test_a_bar_of_progress_moves_the_cursor_and_its_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for text in TEXTS:
+        err = Terminal()
+        monkeypatch.setattr(sys, "stderr", err)
+        with inert_output():
+            progress(text)
+        assert driving(MOVEMENTS.sub("", err.getvalue()), colours=True) == [], text
+        assert err.getvalue().count("\x1b[?25l") == 1
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_is_printed_while_a_live_display_stands(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich takes such prints in, colours and links included, to put them above the display."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", out)
+    with inert_output(), RunConsole("rich") as console:
+        console.step(1, {"reward/mean": 1.0})
+        for text in TEXTS:
+            print(text, file=getattr(sys, stream), flush=True)
+            with console.phase(text):
+                pass
+    assert driving(MOVEMENTS.sub("", out.getvalue()), colours=True) == []
+    assert "evil" in out.getvalue() and "]8;" not in SGR.sub("", out.getvalue()).replace("\\x1b]8;", "")
+
+
+def test_what_is_visible_stays_as_it_is() -> None:
+    for text in TEXTS:
+        once = visible(text)
+        assert visible(once) == once and once.isprintable()
+        assert visible(text, keep_newlines=True).replace("\n", "").isprintable()
+    assert visible("plain π 数 \\x1b[31m") == "plain π 数 \\x1b[31m"
+
+
+# --- commands
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict:
+    (tmp_path / "model").mkdir()
+    model = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    return {
+        "model": {"path": str(tmp_path / "model")}, "quant": {"group_size": 32},
+        "data": {"source": "task:arithmetic", "max_prompt_length": 64}, "rollout": {"max_response_length": 64},
+        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": 3, "run_dir": "runs/x"},
+    }  # fmt: skip
+
+
+def test_values_of_a_configuration(config, tmp_path, monkeypatch) -> None:
+    path, printed = tmp_path / "c.yaml", 0
+    for text in VALUES:
+        config["data"]["system_prompt"] = text
+        config["train"]["run_dir"] = f"runs/{text}"
+        path.write_text(yaml.safe_dump(config))
+        code, out, err = run(monkeypatch, "check", path)
+        assert driving(out + err) == [], text
+        assert code in (0, 2), err
+        if code == 0:
+            printed += 1
+            assert parse_yaml(out.partition("\n\n")[0], "stdout")["data"]["system_prompt"] == text
+    assert printed > len(VALUES) // 4
+
+
+def test_values_that_are_refused_and_keys_that_do_not_exist(config, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "c.yaml"
+    for text in VALUES:
+        faulty = config | {text: 1, "quant": {"scheme": text}, "optim": {text: text}}
+        path.write_text(yaml.safe_dump(faulty))
+        code, out, err = run(monkeypatch, "check", path)
+        assert (code, out, driving(err)) == (2, "", []) and err.startswith("error: "), text
+
+
+@pytest.mark.parametrize("argv", [["check"], ["runs"], ["generate"], ["check", "x"], ["nope"]])
+def test_names_on_the_command_line(argv: list[str], tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES[::2]:
+        for given in (name, f"--{name}"):
+            code, out, err = run(monkeypatch, *argv, given, tty=True)
+            assert driving(out + err) == [], given
+            assert code in (0, 2, UNEXPECTED)
+
+
+@pytest.mark.parametrize("tty", [False, True], ids=["pipe", "terminal"])
+def test_names_of_runs(config, tmp_path, monkeypatch, tty: bool) -> None:
+    root = tmp_path / "runs"
+    made = 0
+    for name in NAMES:
+        try:
+            (root / name).mkdir(parents=True)
+        except (OSError, ValueError):  # ".", "..", what UTF-8 lacks
+            continue
+        made += 1
+        (root / name / "config.yaml").write_text(yaml.safe_dump(config) if made % 3 else "[")
+        (root / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert made > 20
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = run(monkeypatch, "runs", root, tty=tty)
+    assert code == 0 and driving(out + err, colours=tty) == []
+    assert "[red]" in out + err and "unreadable" in err
+    assert driving(run(monkeypatch, "runs", root, "--json")[1]) == []
+
+
+def test_every_error_of_the_users(monkeypatch) -> None:
+    for text in VALUES:
+
+        def fail(*_: object, text: str = text) -> None:
+            raise UserError(f"{text}: is wrong")
+
+        monkeypatch.setattr(cli, "load_config", fail)
+        code, out, err = run(monkeypatch, "train", "c.yaml")
+        assert (code, out, driving(err)) == (2, "", [])
+        assert err == "".join(f"error: {line}\n" for line in f"{visible(text, True)}: is wrong".split("\n"))
+
+
+def test_yaml_is_read_back_as_it_was_whatever_stands_in_it() -> None:
+    for text in TEXTS:
+        if visible(text).encode("utf-8", "replace").find(b"\\ud") >= 0:
+            continue  # lone surrogates are no text
+        data = {"key": text, "list": [text, {"π": text}]}
+        dumped = dump_yaml(data)
+        assert parse_yaml(dumped, "dumped") == data and driving(dumped) == [], text
+    assert dump_yaml({"a": "π"}) == "a: π\n"
+
+
+# --- streams that fail
+
+
+class Broken(io.StringIO):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O"), ValueError("closed")])
+def test_a_reader_that_is_gone_ends_nothing(error: Exception) -> None:
+    outlet = Outlet(Broken(error))
+    stream = InertStream(outlet)
+    for _ in range(3):
+        print("still at work", file=stream, flush=True)
+    assert outlet.failure is None
+
+
+def start(argv: str, redirection: str, **environment: str) -> subprocess.CompletedProcess:
+    command = f"{sys.executable} -m qarl.cli {argv} {redirection}"
+    path = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+CUT = b"error: standard output: cannot be written: No space left on device; what was printed is cut short\n"
+NO_FILE = rb"error: \udcff\x1b[2J\u202e.yaml: no such file; give the path of a YAML configuration, see configs/" + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "redirection", "code", "out", "err"),
+    [
+        ("schema", "| head -1", 0, b"{\n", b""),
+        ("schema", "| true", 0, b"", b""),
+        ("schema", "<&- >&- 2>&-", 0, b"", b""),
+        ("check nope.yaml", "2>&-", 2, b"", b""),
+        ("schema", "> /dev/full", 2, b"", CUT),
+        (r"check $'\xff\x1b[2J\u202e.yaml'", "", 2, b"", NO_FILE),
+    ],
+)
+def test_the_command_ends_quietly_whatever_its_streams(argv, redirection, code, out, err) -> None:
+    done = start(argv, redirection)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}]
+
+
+@pytest.mark.parametrize("environment", ASCII)
+def test_a_stream_that_is_not_utf8_gets_escapes(environment: dict[str, str], tmp_path: Path) -> None:
+    done = start("check π数.yaml", "", **environment)
+    assert done.returncode == 2 and done.stderr.isascii() and b"Traceback" not in done.stderr
+    assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
+
+
+# --- the class
+
+
+def test_no_module_prints_past_the_two_ways() -> None:
+    """rich's console is qarl's, and nothing writes to a standard descriptor or to what lies below its stream."""
+    package = Path(qarl.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if path.parent.name == "terminal":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = f"{path.relative_to(package)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ImportFrom) and node.module == "rich.console":
+                assert not {"Console", "console"} & {name.name for name in node.names}, f"{place}: rich's own console"
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = {name.name for name in node.names} | {getattr(node, "module", None)}
+                assert not names & {"rich.markup", "rich.console.Console"}, f"{place}: markup"
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("__stdout__", "__stderr__", "from_markup", "from_ansi"), place

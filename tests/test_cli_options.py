@@ -1,0 +1,183 @@
+"""Options of every command: looked at as strictly as the configuration, and each fault one line with exit code 2."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from qarl import cli
+from qarl.cli import app
+from qarl.inputs.paths import NAME_BYTES
+
+COMMANDS = typer.main.get_command(app).commands
+PARAMETERS = [(name, parameter) for name, command in COMMANDS.items() for parameter in command.params
+              if parameter.name != "help"]  # fmt: skip
+LINE = re.compile(r"error: .*\n", re.ASCII)
+
+UNUSABLE = {
+    "empty": "",
+    "nul": "a\0b",
+    "no such user": "~nosuchuser/x",
+    "long name": "x" * (NAME_BYTES + 1),
+    "long path": "a/" * 3000,
+    "loop": "loop",
+    "pipe": "pipe",
+}
+HOSTILE = [*UNUSABLE.values(), "-1", "nan", "1e300", "9" * 5000, "9" * 18, "\u0661", "²", " ", "\n", "a,b", ",",
+           "x" * 70_000, "{}", "file.txt", "folder", "dangling", "folder/file", "file.txt/below", "\x1b[31m", "0", "1",
+           "w4a16", "gsm8k", "gsm8k=", "gsm8k=~nosuchuser", "=x", "k=" + "[" * 400]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Path:
+    """A working directory with one of each kind of path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("text")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def run(*argv: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(argv))
+    return caught.value.code or 0
+
+
+def paths_of(kinds: tuple[str, ...]) -> list[tuple[str, list[str], str]]:
+    """(command, arguments up to the value, what the line starts with) of every path and name there is."""
+    found = []
+    for name, parameter in PARAMETERS:
+        if parameter.metavar in kinds and name not in ("train", "check", "compare"):
+            option = next((text for text in parameter.opts if text.startswith("--")), None)
+            before = [] if option else ["x"] * [p.name for p in COMMANDS[name].params].index(parameter.name)
+            found.append((name, [*before, option] if option else before, option or parameter.metavar.strip("[]")))
+    return found
+
+
+PATHS = paths_of(("DIR", "FILE", "OUT", "[OUT]", "RUN", "ROOT", "MODEL", "RUN|CHECKPOINT|MODEL"))
+
+
+# What may be a hub's name is no path to look at, and a prompt may come from a pipe.
+NAMES = {"RUN|CHECKPOINT|MODEL", "MODEL", "--model", "export RUN"}
+WRONG = [
+    (command, before, starts, kind)
+    for command, before, starts in PATHS
+    for kind in UNUSABLE
+    if not (kind in ("loop", "pipe") and {starts, f"{command} {starts}"} & NAMES)
+    and (kind, starts) != ("pipe", "--prompt-file")
+]
+
+
+def test_every_option_says_what_it_takes():
+    """A text or path that is handed on as it came would have typer's own metavar, or none."""
+    plain = {"TEXT", "PATH", None}
+    checked = {"CONFIG", "KEY.PATH=VALUE", "CONFIG|STUDY [KEY.PATH=VALUE ...] | RUN RUN ...", "LIST", "SCHEME",
+               "GRID", "SIZE", "NAME", "NAME[=PATH]", "TEXT", "DIR", "FILE", "OUT", "[OUT]", "RUN", "ROOT", "MODEL",
+               "RUN|CHECKPOINT|MODEL"}  # fmt: skip
+    for name, parameter in PARAMETERS:
+        described = repr(parameter.type) if hasattr(parameter, "type") else ""
+        if parameter.metavar in plain:
+            assert not described.startswith(("STRING", "<Path")), f"{name} {parameter.opts}"
+        else:
+            assert parameter.metavar in checked, f"{name} {parameter.opts}: {parameter.metavar}"
+    assert len(PATHS) > 15
+
+
+@pytest.mark.parametrize(("command", "before", "starts", "kind"), WRONG, ids=[f"{c} {s} {k}" for c, _, s, k in WRONG])
+def test_a_path_that_can_be_none_is_one_line_that_names_its_option(command, before, starts, kind, place, capsys):
+    required = [] if not starts.startswith("--") else ["x", "x"][: 2 if command == "quantize" else 1]
+    scheme = ["--scheme", "fp8"] if command == "quantize" else []
+    assert run(command, *required, *scheme, *before, UNUSABLE[kind]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and LINE.fullmatch(error), error
+    assert error.startswith(f"error: {starts}: '")
+
+
+NUMBERS = [(name, parameter.opts[0]) for name, parameter in PARAMETERS
+           if parameter.opts[0] in ("--n", "--step", "--seed", "--jobs", "--max-tokens", "--max-new-tokens",
+                                    "--max-prompts", "--group-size")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "option"), NUMBERS, ids=[" ".join(pair) for pair in NUMBERS])
+@pytest.mark.parametrize("value", ["x", "", "1.5", "nan", "-2", "9" * 20, "9" * 5000, "²"])
+def test_a_number_out_of_its_range_is_one_line_that_names_its_option(command, option, value, place, capsys):
+    arguments = {"quantize": ["x", "y", "--scheme", "w4a16"], "compare": ["--offline", "x", "--schemes", "w4a16"]}
+    assert run(command, *arguments.get(command, ["folder"]), option, value) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and LINE.fullmatch(error), error
+    assert error.startswith((f"error: {option}: ", f"error: option '{option}' requires")), error
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["nope"], "error: no such command 'nope'; see qarl --help"),
+        (["check"], "error: CONFIG: is required, and not given; see qarl check --help"),
+        (["generate", "x", "--n", "x"], "error: --n: must be a valid integer"),
+        (["generate", "x", "--n", "0"], "error: --n: must be greater than or equal to 1; see qarl generate --help"),
+        (["generate", "x", "--n"], "error: option '--n' requires an argument; see qarl"),
+        (["generate", "x", "--nn", "1"], "error: no such option: --nn (Possible options: --"),
+        (["quantize", "x", "y"], "error: --scheme: is required, and not given; see qarl quantize --help"),
+        (["report", "x", "y"], "error: got unexpected extra argument"),
+        (["eval", "x", "--device", "tpu"], "error: --device: "),
+        (["schema", "--nope\n"], "error: no such option: --nope"),
+    ],
+)
+def test_wrong_usage_is_one_line(argv, line, capsys):
+    assert run(*argv) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and error.startswith(line), error
+
+
+def test_help_is_as_it_was(capsys):
+    assert run("--help") == 0 and "Commands" in capsys.readouterr().out
+    assert run("eval", "--help") == 0 and "--temperature" in capsys.readouterr().out
+    assert run() == 2 and "Usage: qarl" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("value", ["", "1,,2", "1;2", "²", "1e3", "9" * 5000, "-1", "1," * 2000 + "1"])
+def test_a_list_of_k_is_one_line(value, place, capsys):
+    assert run("eval", "folder", "--k", value) == 2
+    error = capsys.readouterr().err
+    assert LINE.fullmatch(error) and error.startswith("error: --k ") and len(error) < 200
+
+
+@pytest.mark.parametrize("seeds", ["", ",", "9" * 5000, "-1", "1.0", "2147483648", ",".join(map(str, range(5000)))])
+def test_a_list_of_seeds_is_one_line(seeds, place, capsys):
+    (place / "c.yaml").write_text("model: {path: x}\n")
+    assert run("compare", "c.yaml", "--seeds", seeds) == 2
+    error = capsys.readouterr().err
+    assert LINE.fullmatch(error) and error.startswith("error: --seeds: ") and len(error) < 250
+
+
+def test_random_command_lines_are_one_line_each(place, capsys):
+    """No argument of these is a model: whatever they are, nothing starts and nothing is written."""
+    rng = random.Random(5)
+    before = sorted(place.rglob("*"))
+    targets = [*UNUSABLE.values(), "file.txt", "folder", "dangling", "folder/file", "file.txt/below"]  # no hub's names
+    for _ in range(200):
+        command = rng.choice(sorted(COMMANDS))
+        options = [text for parameter in COMMANDS[command].params for text in parameter.opts if text.startswith("--")]
+        argv = [rng.choice(targets), rng.choice(HOSTILE)][: rng.randint(0, 2)]
+        for _ in range(rng.randint(0, 2)):
+            if options:
+                argv += [rng.choice(options), rng.choice(HOSTILE)]
+        if "--offline" in argv:
+            continue
+        code = run(command, *argv)
+        error = capsys.readouterr().err
+        if code == 0:
+            assert command == "schema" or "--help" in argv or command == "runs", (command, argv)
+            continue
+        assert code == 2, (command, argv, error)
+        assert all(line.startswith("error: ") for line in error.splitlines()), (command, argv, error)
+        assert len(error) < 6000, (command, argv)
+    assert sorted(place.rglob("*")) == before

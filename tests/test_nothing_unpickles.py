@@ -1,0 +1,80 @@
+"""No module of qarl unpickles what it reads, or opens a way in for other users of the machine."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import qarl
+
+UNSAFE_MODULES = {
+    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "multiprocessing", "copyreg",
+    "jsonpickle",
+}  # fmt: skip
+UNSAFE_CALLS = {
+    ("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("yaml", "full_load"), ("numpy", "load"),
+    ("np", "load"),
+}  # fmt: skip
+# These two functions of torch's describe memory and open it; neither reads an object from anywhere.
+TAKEN_APART = {"torch.multiprocessing.reductions": {"rebuild_cuda_tensor", "reduce_tensor"}}
+STORES = {"TCPStore", "StatelessProcessGroup", "create_server", "SimpleQueue", "Manager", "Listener", "listen"}
+
+
+def findings(source: str) -> list[str]:
+    """What a module imports or calls that unpickles or lets others in, one line each."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if _unsafe(name.name)]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {name.name for name in node.names}
+            if _unsafe(node.module) and not names <= TAKEN_APART.get(node.module, set()):
+                found.append(f"{node.module}: {', '.join(sorted(names))}")
+            found += sorted(names & STORES)
+        elif isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Attribute):
+                owner = called.value.id if isinstance(called.value, ast.Name) else ""
+                weights_only = any(
+                    key.arg == "weights_only" and isinstance(key.value, ast.Constant) and key.value.value is True
+                    for key in node.keywords
+                )
+                if (owner, called.attr) in UNSAFE_CALLS and not weights_only:
+                    found.append(f"{owner}.{called.attr}")
+                if called.attr in STORES or (called.attr == "recv" and not node.args):  # of a Connection: unpickles
+                    found.append(f".{called.attr}()")
+                if called.attr.endswith("_object_list") or called.attr == "all_gather_object":
+                    found.append(f".{called.attr}()")
+            elif isinstance(called, ast.Name) and called.id in {*STORES, "eval", "exec"}:
+                found.append(f"{called.id}()")
+    return found
+
+
+def _unsafe(module: str) -> bool:
+    return bool(set(module.split(".")) & UNSAFE_MODULES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from multiprocessing.connection import Connection", "import torch.multiprocessing as mp",
+        "torch.load(path)", "torch.load(path, weights_only=False)", "yaml.load(text)", "connection.recv()",
+        "from multiprocessing import Pipe", "import shelve", "from torch.distributed import TCPStore", "numpy.load(x)",
+        "dist.broadcast_object_list(x)", "import cloudpickle as c", "from marshal import loads", "eval(x)",
+        "import joblib", "from vllm.distributed.utils import StatelessProcessGroup", "socket.create_server(('', 0))",
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_it_is_for(source: str) -> None:
+    assert findings(source)
+
+
+def test_nothing_in_qarl_unpickles_or_listens() -> None:
+    package = Path(qarl.__file__).parent
+    faults = {
+        str(path.relative_to(package)): found
+        for path in sorted(package.rglob("*.py"))
+        if (found := findings(path.read_text()))
+    }
+    assert faults == {}

@@ -1,0 +1,91 @@
+"""What a run warns of: shares that stay above a half, once each, and exponents that were clamped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qarl.config import Config
+from qarl.objectives import build_objective
+from qarl.training.alarms import Alarms
+
+K3 = "correction/reject_corr_k3_sum_frac"
+REJECTED = "correction/rejected_frac"
+
+
+def alarms(**sections) -> tuple[Alarms, list[str]]:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"}, "data": {"source": "task:arithmetic"}, "train": {"steps": 50},
+            "reward": {"functions": [{"name": "exact"}]}, "objective": {"name": "grpo"}, **sections,
+        }
+    )  # fmt: skip
+    said: list[str] = []
+    return Alarms(config, build_objective(config.objective, config.correction), said.append), said
+
+
+SRS = {"correction": {"preset": "srs-k3-corr"}}
+
+
+def test_a_rule_that_rejects_nearly_everything_is_named_once_with_its_threshold_and_its_share():
+    watch, said = alarms(**SRS)
+    for step in range(1, 31):
+        watch.step(step, {K3: 0.9997, REJECTED: 0.9997})
+    assert said == [
+        "step 10: the rule 'sum k3 of corr outside [none, 0.001]' rejects responses: 99.97% here, and more than half "
+        "in each of the last 10 steps; what is left teaches little"
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_speaks_at_the_tenth_step_in_a_row_and_no_sooner(seed):
+    draw = random.Random(seed)
+    shares = [draw.choice([0.2, 0.5, 0.500001, 0.9, 1.0, 1.0, 1.0, 1.0]) for _ in range(60)]
+    watch, said = alarms(**SRS)
+    for step, share in enumerate(shares, 1):
+        watch.step(step, {K3: share, REJECTED: share})
+    row, first = 0, None
+    for step, share in enumerate(shares, 1):
+        row = row + 1 if share > 0.5 else 0
+        if row == 10 and first is None:
+            first = step
+    assert [line.split(":")[0] for line in said] == ([] if first is None else [f"step {first}"])
+
+
+@pytest.mark.parametrize(
+    ("sections", "metrics", "words"),
+    [
+        ({"correction": {"preset": "mis"}}, {REJECTED: 0.8}, "(sequence mask [none, 2]) rejects responses"),
+        ({"correction": {"preset": "icepop"}}, {REJECTED: 0.8}, "(token mask [0.5, 5]) rejects tokens"),
+        ({"correction": {"veto": 1e-4}}, {"correction/veto_frac": 0.6, REJECTED: 0.6}, "veto (a token below 0.0001)"),
+        ({"objective": {"name": "mis_gspo"}}, {"correction/reject_corr_ratio_mean_frac": 0.7, REJECTED: 0.7},
+         "the rule 'mean ratio of corr outside [0.5, 2]'"),
+        ({"objective": {"name": "rloo", "dvp_rho": 0.1}}, {"policy/outside_responses_frac": 0.9},
+         "a token outside the learner's set drops responses: 90.00%"),
+        ({"correction": {"reject": [{"estimator": "ratio", "aggregate": "token", "upper": 1.1}]}},
+         {"correction/reject_corr_ratio_token_frac": 0.7, REJECTED: 0.7}, "outside [none, 1.1]' rejects tokens"),
+        ({"correction": {"veto": 0.1, "reject": [{"estimator": "k1", "aggregate": "sum", "upper": 1.0}]}},
+         {"correction/veto_frac": 0.4, "correction/reject_corr_k1_sum_frac": 0.4, REJECTED: 0.7},
+         "the correction (reject sum k1 of corr outside [none, 1]; veto below 0.1) rejects responses: 70.00%"),
+    ],
+)  # fmt: skip
+def test_everything_that_rejects_is_watched(sections, metrics, words):
+    watch, said = alarms(**sections)
+    for step in range(1, 25):
+        watch.step(step, metrics)
+    assert len(said) == 1 and words in said[0]
+
+
+def test_nothing_is_said_of_a_token_outside_where_it_drops_itself_alone():
+    watch, said = alarms(objective={"name": "grpo", "dvp_rho": 0.1})
+    for step in range(1, 25):
+        watch.step(step, {"policy/outside_responses_frac": 1.0})
+    assert said == []
+
+
+def test_a_clamped_exponent_of_a_weight_is_said_at_once_and_once():
+    watch, said = alarms(correction={"level": "sequence", "mode": "raw"})
+    for step in (1, 2, 3):
+        watch.step(step, {"correction/clamped_frac": 0.25 if step > 1 else 0.0, REJECTED: 0.0})
+    assert len(said) == 1 and said[0].startswith("step 2: 25.00% of the importance weights had an exponent beyond +-20")

@@ -1,0 +1,128 @@
+"""A run goes on from a checkpoint only with the inputs it had, and says which of them changed, unless it may have."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_runs import Finished, Qarl, settings, write_config
+
+from qarl.training.fingerprints import tensors_digest
+
+pytestmark = pytest.mark.slow
+
+JUDGE = "import helper\ndef judge(completions, prompts, **columns):\n    return [float(len(c)) for c in completions]\n"
+
+
+class Place:
+    """A folder with a model, data, a reward and a run of one step over them."""
+
+    def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
+        self.qarl, self.folder = qarl, folder
+        shutil.copytree(model, folder / "model")
+        (folder / "judge.py").write_text(JUDGE)
+        (folder / "helper.py").write_text("SCALE = 1.0\n")
+        rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = settings(Path("model"), train={"steps": 1, "run_dir": "run"}, logging={"tensorboard": False},
+                        reward={"functions": [{"name": "judge.py:judge"}]})  # fmt: skip
+        data["data"] = {"source": "rows.jsonl", "max_prompt_length": 64}
+        write_config(folder / "c.yaml", data)
+
+    def train(self, *overrides: str) -> Finished:
+        return self.qarl.run("train", "c.yaml", *overrides, cwd=self.folder)
+
+
+@pytest.fixture(scope="module")
+def trained(qarl, tiny_model, tmp_path_factory) -> Place:
+    place = Place(qarl, tiny_model("llama"), tmp_path_factory.mktemp("inputs") / "place")
+    assert place.train().code == 0
+    return place
+
+
+def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def other_weights(folder: Path) -> None:
+    tensors = load_file(folder / "model" / "model.safetensors")
+    tensors["model.norm.weight"][3] += 2.0**-12
+    save_file(tensors, folder / "model" / "model.safetensors", {"format": "pt"})
+
+
+def other_stop_tokens(folder: Path) -> None:
+    path = folder / "model" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 70]}))
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "reward file": ("reward", replace("judge.py", "float(len(c))", "float(-len(c))"), "the source of `judge`"),
+    "module of the reward": ("reward", replace("helper.py", "1.0", "2.0"), "the source of `judge`"),
+    "answers": ("data", replace("rows.jsonl", '"answer": "6"', '"answer": "7"'), r"the columns beside the prompts"),
+    "prompts": ("data", replace("rows.jsonl", "3 + 3", "3 + 4"), "the prompts"),
+    "weights": ("model", other_weights, "model.path: its weights"),
+    "stop tokens": ("model", other_stop_tokens, "model.path: its stop tokens"),
+    "chat template": ("data", replace("model/chat_template.jinja", "<|assistant|>", "<|answer|>"), "the prompts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_input_is_refused_by_name_unless_it_may_change(trained, name, tmp_path):
+    kind, change, what = CHANGES[name]
+    shutil.copytree(trained.folder, tmp_path / "place", symlinks=True)
+    place = Place.__new__(Place)
+    place.qarl, place.folder = trained.qarl, tmp_path / "place"
+    change(place.folder)
+    before = (place.folder / "run" / "metrics.jsonl").read_bytes()
+    done = place.train("train.steps=2")
+    assert done.code == 2 and done.err.count("\n") == 1, done.err
+    pattern = (
+        rf"error: .*/checkpoints/000001: .*{what}.* changed since it was saved; .*checkpoint\.allow_changed: \[{kind}\]"
+    )
+    assert re.match(pattern, done.err), done.err
+    assert (place.folder / "run" / "metrics.jsonl").read_bytes() == before
+    others = [other for other in ("data", "model", "reward") if other != kind]
+    if name in ("reward file", "answers", "weights"):
+        assert place.train("train.steps=2", f"checkpoint.allow_changed={others}").code == 2
+    done = place.train("train.steps=2", f"checkpoint.allow_changed=[{kind}]")
+    assert done.code == 0, done.err
+    assert "changed since the checkpoint of step 1" in done.out and "step 2/2" in done.out
+    assert place.train("train.steps=3").code == 0  # the new input is the run's own now
+
+
+def test_digests_are_kept_for_people_and_an_older_checkpoint_is_taken_as_it_is(trained, tmp_path):
+    environment = json.loads((trained.folder / "run" / "environment.json").read_text())
+    assert environment["inputs"].keys() == {"model", "reward"} and len(environment["inputs"]["model"]["weights"]) == 64
+    from qarl.storage.checkpoint import CheckpointStore
+
+    shutil.copytree(trained.folder, tmp_path / "place", symlinks=True)
+    store = CheckpointStore(tmp_path / "place" / "run" / "checkpoints", 0)
+    found = store.load(store.path(1))
+    tensors = {group: {k: v.clone() for k, v in members.items()} for group, members in found.tensors.items()}
+    state = {key: value for key, value in found.state.items() if key != "inputs"}
+    del state["data"]["columns_fingerprint"]
+    store.save(1, tensors, state)
+    other_weights(tmp_path / "place")
+    done = trained.qarl.run("train", "c.yaml", "train.steps=2", cwd=tmp_path / "place")
+    assert done.code == 0, done.err
+
+
+def test_the_digest_of_tensors_is_that_of_their_bits_names_and_shapes():
+    one = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
+    digest = tensors_digest(one.items())
+    assert digest == tensors_digest({name: t.clone() for name, t in one.items()}.items())
+    assert digest == tensors_digest({"a": one["a"].T.contiguous().T, "b": one["b"]}.items())
+    for other in ({**one, "a": one["a"].reshape(3, 2)}, {**one, "b": -one["b"]}, {"b": one["b"], "a": one["a"]},
+                  {"a": one["a"], "c": one["b"]}, {**one, "b": one["b"].double()}):  # fmt: skip
+        assert digest != tensors_digest(other.items())

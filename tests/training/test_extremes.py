@@ -1,0 +1,53 @@
+"""What the configuration accepts trains: two steps with every number at its top, and at its bottom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from config_walk import extreme, plain_numbers
+from pydantic import ValidationError
+from tiny_runs import settings, write_config
+
+from qarl.config import Config
+
+# Sizes and counts, which decide how long a run takes and how much memory; their tops are in tests/config.
+SIZES = {
+    "train.steps", "train.prompts_per_step", "train.minibatch_size", "train.epochs", "train.threads", "rollout.n",
+    "rollout.max_response_length", "rollout.kv_cache_tokens", "data.max_prompt_length", "data.max_rows",
+    "model.max_length", "reward.workers", "reward.timeout_s", "reward.max_failed_frac",
+    "reward.memory_gib",
+}  # fmt: skip
+SECTIONS: dict[str, dict[str, Any]] = {
+    "tbpo": {},
+    "dual_clip_grpo": {"correction": {"level": "token"}, "optim": {"name": "muon", "schedule": "linear"}},
+    "mis_gspo": {"correction": {"level": "sequence", "mode": "mask"}, "optim": {"schedule": "cosine"}},
+    "sapo": {"correction": {"level": "geometric", "normalize": True}, "quant": {"learner": "full_precision"}},
+}
+
+
+@pytest.mark.parametrize("top", [True, False], ids=["top", "bottom"])
+@pytest.mark.parametrize("objective", SECTIONS)
+def test_every_number_at_its_end_trains(qarl, tiny_model, tmp_path, objective, top):
+    small = {"train": {"steps": 2, "prompts_per_step": 2, "minibatch_size": 2}, "rollout": {"n": 2}}
+    data = settings(tiny_model("llama"), objective={"name": objective}, **small, **SECTIONS[objective])
+    data["rollout"]["max_response_length"] = 4
+    taken = 0
+    for path, kind, bounds in plain_numbers():
+        if path in SIZES:
+            continue
+        *sections, key = path.split(".")
+        here = data
+        for section in sections:
+            here = here.setdefault(section, {})
+        before = here.get(key, ...)
+        here[key] = extreme(kind, bounds, top)
+        try:
+            Config.model_validate(data)
+            taken += 1
+        except ValidationError:  # another objective's, or nothing beside what stands there already
+            del here[key]
+            here.update({} if before is ... else {key: before})
+    assert taken > 40
+    done = qarl.run("train", write_config(tmp_path / "c.yaml", data), cwd=tmp_path)
+    assert done.code == 0, done.err

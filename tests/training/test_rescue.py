@@ -1,0 +1,275 @@
+"""An exception anywhere in the loop loses no finished step: one fault at every place of it, and then the run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import settings
+from torch import Tensor
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.policy.policy import Policy
+from qarl.rewards.pool import RewardPool
+from qarl.rollout.native.engine import NativeEngine
+from qarl.storage import rundir
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.environment import describe_environment
+from qarl.training import keeper, learner, loop, trace
+from qarl.training.console import RunConsole
+from qarl.training.learner import Learner
+from qarl.training.metrics import Clock
+from qarl.training.optim import Optimizer
+from qarl.training.probe import Probe
+from qarl.training.recorder import Recorder
+from qarl.training.setup import Run
+from qarl.training.state import capture
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+AT = 2  # the step in which the fault is
+
+
+class Boom(RuntimeError):
+    """Not of any class that somebody would catch on purpose."""
+
+
+class Tiny:
+    """Runs of one tiny configuration in this process, over the same parts, which each start finds as the first did."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.data = settings(model, train={"prompts_per_step": 2, "minibatch_size": 4}, logging={"tensorboard": False})
+        self.folder, self.run, self.reference = folder, folder / "run", folder / "reference"
+        self._parts: tuple[Run, dict[str, dict[str, Tensor]], dict[str, Any]] | None = None
+        self._build = loop.build_run
+
+    def train(self, run_dir: Path | None = None, steps: int = AT, every: int = 9, keep_last: int = 2) -> int:
+        train = {**self.data["train"], "steps": steps, "run_dir": str(run_dir or self.run)}
+        sections = {"train": train, "checkpoint": {"every": every, "keep_last": keep_last}}
+        return loop.train(Config.model_validate({**self.data, **sections}))
+
+    def assert_as_reference(self, but: str | None = None) -> None:
+        """but: a step whose rollouts may be missing."""
+        last = (self.run / "checkpoints" / "latest").resolve().name
+        assert files(self.run / "checkpoints" / last) == files(self.reference / "checkpoints" / last)
+        for name, data in files(self.reference / "rollouts").items():
+            if name <= f"{last}z" and not (but and name.startswith(but)):
+                assert (self.run / "rollouts" / name).read_bytes() == data, name
+
+    def build_run(self, config: Config, console: RunConsole, rewards_log: Path) -> Run:
+        if self._parts is None:
+            run = self._build(config, console, rewards_log)
+            tensors, state = capture(run, run.stream.state())
+            kept = {group: {k: v.clone() for k, v in members.items()} for group, members in tensors.items()}
+            self._parts = run, kept, state
+        run, tensors, state = self._parts
+        with torch.no_grad():
+            for name, parameter in run.policy.named_parameters():
+                parameter.copy_(tensors["masters"][name])
+                parameter.grad = None
+        run.stream.load_state(state["data"])
+        run.optimizer.load_state_tensors(tensors["optimizer"], state["optimizer"])
+        run.learner.skipped_in_a_row = 0
+        run.policy.refresh(state["version"])
+        shared = SimpleNamespace(**vars(run))
+        shared.close = lambda: None
+        return shared
+
+    def close(self) -> None:
+        if self._parts is not None:
+            self._parts[0].close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model, tmp_path_factory) -> Iterator[Tiny]:
+    tiny = Tiny(tiny_model("llama"), tmp_path_factory.mktemp("rescue"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_run", tiny.build_run)
+        patch.setattr(os, "fsync", lambda fd: None)  # nothing is killed here
+        environment = describe_environment(0, {})
+        patch.setattr(rundir, "describe_environment", lambda *_: environment)
+        assert tiny.train(tiny.reference, steps=4, every=1, keep_last=0) == 0
+        yield tiny
+    tiny.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(tiny) -> None:
+    shutil.rmtree(tiny.run, ignore_errors=True)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(p.name for p in (run / "checkpoints").iterdir())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# Where the fault is: object, attribute, calls of it in a step, raise before or after the call's own work, and the step
+# that must be on the disk afterwards: the one before the fault, or, where the learner had ended, its own; 0, for none,
+# where the weights were being changed.
+PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
+    "generate": (NativeEngine, "generate", 1, False, AT - 1),
+    "score": (RewardPool, "score", 1, False, AT - 1),
+    "score, at its end": (RewardPool, "score", 1, True, AT - 1),
+    "reward metrics": (loop, "reward_metrics", 1, False, AT - 1),
+    "batch": (loop, "build_batch", 1, False, AT - 1),
+    "learn": (Learner, "learn", 1, False, AT - 1),
+    "probe": (Probe, "begin", 1, False, AT - 1),
+    "first gradient": (learner, "clip_grad_norm", 2, False, AT - 1),
+    "first step of the optimizer": (Optimizer, "step", 2, False, AT - 1),
+    "refresh": (Policy, "refresh", 2, False, 0),
+    "second gradient": (learner, "clip_grad_norm", 1, False, 0),
+    "end of the probe": (Probe, "end", 1, False, 0),
+    "finished learning": (Learner, "learn", 1, True, 0),
+    "wake": (NativeEngine, "wake", 1, False, AT),
+    "crossings": (loop, "crossings", 1, False, AT),
+    "token metrics": (loop, "token_metrics", 1, False, AT),
+    "trace": (loop, "trace_of", 1, False, AT),
+    "publish": (NativeEngine, "publish", 1, False, AT),
+    "publish, at its end": (NativeEngine, "publish", 1, True, AT),
+    "clock": (Clock, "metrics", 1, False, AT),
+    "rollouts": (Recorder, "rollouts", 1, False, AT),
+    "diagnostics record": (trace, "diagnostics_record", 1, False, AT),
+    "log": (Recorder, "log", 1, False, AT),
+    "log, at its end": (Recorder, "log", 1, True, AT),
+    "trackers": (Recorder, "track", 1, False, AT),
+    "samples": (RunConsole, "samples", 1, False, AT),
+    "line of the step": (RunConsole, "step", 1, False, AT),
+}
+# What a step lacks that was finished without its records: the metrics alone that come from the learner.
+PARTIAL = ("wake", "crossings", "token metrics", "trace", "clock")
+
+
+def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -> Callable[..., Any]:
+    """`real`, that raises once in the last call of `calls` there."""
+    count = 0
+
+    def faulty(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == calls and not after:
+            raise error
+        result = real(*arguments, **keywords)
+        if count == calls:
+            raise error
+        return result
+
+    return faulty
+
+
+# Calls before those of the first step, and of a step before the one that is meant.
+BEFORE = {"publish": 1, "publish, at its end": 1, "refresh": 2, "second gradient": AT}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_anywhere_loses_at_most_the_step_it_is_in(tiny, place, monkeypatch, capsys):
+    owner, name, per_step, after, kept = PLACES[place]
+    calls = (AT - 1) * per_step + 1 + BEFORE.get(place, 0)
+    with monkeypatch.context() as patch, pytest.raises(Boom, match="odd"):
+        patch.setattr(owner, name, fault(getattr(owner, name), calls, after, Boom("odd")))
+        tiny.train()
+    said = capsys.readouterr().out.splitlines()[-1]
+    if kept:
+        assert said == f"step {kept} is saved; the same command goes on from there"
+        assert checkpoints(tiny.run) == [f"{kept:06d}", "latest"]
+    else:
+        assert said == (f"warning: step {AT - 1} is not saved (the step that broke off had begun to change the "
+                        "weights); the same command starts again")  # fmt: skip
+        assert checkpoints(tiny.run) == []
+    assert [row["step"] for row in metrics(tiny.run)] == list(range(1, (kept or AT - 1) + 1))
+    assert tiny.train() == 0
+    tiny.assert_as_reference(but=f"{AT:06d}" if kept == AT else None)
+    ours, theirs = metrics(tiny.run), metrics(tiny.reference)[:AT]
+    if place in PARTIAL:
+        assert ours[AT - 1].items() <= theirs[AT - 1].items() and "policy/loss" in ours[AT - 1]
+        ours[AT - 1] = theirs[AT - 1]
+    assert ours == theirs
+
+
+def test_weights_that_are_half_way_leave_the_newest_checkpoint(tiny, monkeypatch, capsys):
+    with monkeypatch.context() as patch, pytest.raises(Boom):
+        patch.setattr(Learner, "learn", fault(Learner.learn, 4, True, Boom("odd")))
+        tiny.train(steps=4, every=2)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 3
+    assert said.startswith("warning: step 3 is not saved (") and said.endswith("; the same command goes on from step 2")
+    assert tiny.train(steps=4) == 0
+    tiny.assert_as_reference()
+    assert metrics(tiny.run) == metrics(tiny.reference)
+
+
+@pytest.mark.parametrize("owner, name", [(CheckpointStore, "save"), (keeper, "write_history")])
+@pytest.mark.parametrize("error", [Boom("odd"), UserError("the disk is full")])
+def test_a_save_that_fails_is_not_tried_again(tiny, owner, name, error, monkeypatch, capsys):
+    calls: list[int] = []
+
+    def refuse(*arguments: Any) -> None:
+        calls.append(1)
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error)):
+        patch.setattr(owner, name, refuse)
+        tiny.train(every=2)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert len(calls) == 1
+    assert said == {
+        "save": "warning: step 2 is not saved (its checkpoint could not be written); the same command starts again",
+        "write_history": "step 2 is saved; the same command goes on from there",
+    }[name]
+    assert tiny.train() == 0 and metrics(tiny.run) == metrics(tiny.reference)[:AT]
+
+
+def test_the_first_fault_is_told_when_saving_fails_too(tiny, monkeypatch, capsys):
+    def refuse(*arguments: Any) -> None:
+        raise UserError("no space for a checkpoint")
+
+    with monkeypatch.context() as patch, pytest.raises(Boom, match="first"):
+        patch.setattr(RewardPool, "score", fault(RewardPool.score, 2, False, Boom("first")))
+        patch.setattr(CheckpointStore, "save", refuse)
+        tiny.train()
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "warning: step 1 is not saved (no space for a checkpoint); the same command starts again"
+
+
+def test_metrics_that_cannot_be_written_leave_no_checkpoint_ahead_of_them(tiny, monkeypatch, capsys):
+    real = Recorder.log
+
+    def refuse(self: Recorder, step: int, values: dict[str, float]) -> None:
+        if step >= 3:
+            raise UserError("metrics.jsonl: input/output error")
+        real(self, step, values)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="input/output"):
+        patch.setattr(Recorder, "log", refuse)
+        tiny.train(steps=4, every=2)
+    assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == "step 2 is saved; the same command goes on from there"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to "
+                  "allocate 99 bytes. Error code 12 (Cannot allocate memory)"), OSError(12, "Cannot allocate memory")],
+)  # fmt: skip
+def test_running_out_of_memory_is_one_line_with_a_fix_and_saves(tiny, error, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^out of memory \(.*; lower train") as caught:
+        patch.setattr(Learner, "learn", fault(Learner.learn, 2, False, error))
+        tiny.train()
+    assert "\n" not in str(caught.value) and checkpoints(tiny.run) == ["000001", "latest"]

@@ -1,0 +1,70 @@
+"""A run directory, or a part of it, that disappears or turns into something else under a run: one line, no hang."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from tiny_runs import settings, write_config
+
+pytestmark = pytest.mark.slow
+
+AT_THE_SECOND_ROLLOUT = """
+import os, shutil
+from qarl.rollout.native.engine import NativeEngine
+real, calls = NativeEngine.generate, []
+def generate(self, *arguments):
+    calls.append(1)
+    if len(calls) == 2:
+        WHAT
+    return real(self, *arguments)
+NativeEngine.generate = generate
+"""
+# What happens, how the run ends, and what the same command says afterwards (None: it goes on or starts again).
+CASES: dict[str, tuple[str, str | None, str | None]] = {
+    "removed": ("shutil.rmtree('run')", "run/rollouts/000002.jsonl: cannot be written: No such file", None),
+    "moved": ("os.rename('run', 'elsewhere')", "run/rollouts/000002.jsonl: cannot be written: No such file", None),
+    "rollouts a file": ("shutil.rmtree('run/rollouts'); open('run/rollouts', 'w').close()",
+                        "run/rollouts/000002.jsonl: cannot be written: Not a directory",
+                        "run/rollouts: not a directory"),
+    "checkpoints removed": ("shutil.rmtree('run/checkpoints')", None, None),
+    "checkpoints a pipe": ("shutil.rmtree('run/checkpoints'); os.mkfifo('run/checkpoints')",
+                           "run/checkpoints/000002: cannot be written: ", "run/checkpoints: not a directory"),
+    "metrics a pipe": ("os.unlink('run/metrics.jsonl'); os.mkfifo('run/metrics.jsonl')",
+                       "run/metrics.jsonl: is a pipe, not a file", "run/metrics.jsonl: not a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_disappears_under_a_run_is_one_line(qarl, tiny_model, tmp_path, name):
+    what, ends, afterwards = CASES[name]
+    data = settings(tiny_model("llama"), train={"steps": 2, "run_dir": "run"}, checkpoint={"every": 1})
+    config = write_config(tmp_path / "c.yaml", data)
+    done = qarl.run("train", config, before=AT_THE_SECOND_ROLLOUT.replace("WHAT", what), cwd=tmp_path)
+    if ends is None:
+        assert (done.code, done.err) == (0, "")
+    else:
+        assert done.code == 2 and done.err.startswith(f"error: {ends}") and done.err.count("\n") == 1, done.err
+    done = qarl.run("train", config, cwd=tmp_path)
+    if afterwards is None:
+        assert (done.code, done.err) == (0, "")
+    else:
+        assert done.code == 2 and done.err.startswith(f"error: {afterwards}") and done.err.count("\n") == 1, done.err
+
+
+def test_a_run_whose_checkpoints_are_gone_is_left_as_it_is(qarl, tiny_model, tmp_path):
+    data = settings(tiny_model("llama"), train={"steps": 2, "run_dir": "run"}, checkpoint={"every": 1})
+    config = write_config(tmp_path / "c.yaml", data)
+    assert qarl.run("train", config, cwd=tmp_path).code == 0
+    run = tmp_path / "run"
+    shutil.move(run / "checkpoints", tmp_path / "kept")
+    before = {p: p.read_bytes() for p in (run / "metrics.jsonl", *(run / "rollouts").iterdir())}
+    done = qarl.run("train", config, "train.steps=3", cwd=tmp_path)
+    assert done.code == 2 and done.err == (
+        "error: run/checkpoints: the checkpoints of this run are gone (there was one of step 2); put them back to go "
+        "on, or choose another train.run_dir to start over\n"
+    )
+    assert before == {p: p.read_bytes() for p in (run / "metrics.jsonl", *(run / "rollouts").iterdir())}
+    shutil.rmtree(run / "checkpoints")
+    shutil.move(tmp_path / "kept", run / "checkpoints")
+    assert qarl.run("train", config, "train.steps=3", cwd=tmp_path).code == 0

@@ -1,0 +1,124 @@
+"""The real command line on mutated input: what is accepted, what is refused in a line, and what is bad.
+
+    python tools/fuzz.py --seed 1 --count 1000
+    python tools/fuzz.py --seed 1 --only run-17
+    python tools/fuzz.py --seed 1 --count 300 --kinds model reward --json benchmarks/results/fuzz.json
+
+Bad is: a traceback, a hang, a death by a signal, memory beyond a bound, an exit code that is no user's mistake,
+output that drives a terminal or says nothing, and an exit code 0 after damage that must be refused. A case of a seed
+is the same whatever the count, the kinds and the jobs. Exit code 1 if any case is bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with a pool of threads cannot be forked
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from fuzzing.base import Base, make_base
+from fuzzing.series import MUTATORS, Result, names, remove, run_case
+from fuzzing.summary import Tally, describe
+from fuzzing.valid import run_valid, trained
+
+# What the commands import when they need it: once here, not in every case.
+WARM = ("torch", "transformers", "matplotlib.pyplot", "rich.table", "psutil", "safetensors.torch",
+        "compressed_tensors", "pyarrow.parquet", "qarl.training.loop", "qarl.evaluation.command", "qarl.export.job",
+        "qarl.export.verify", "qarl.inference.generate", "qarl.comparison.offline.command", "qarl.comparison.command",
+        "qarl.diagnosis.command", "qarl.report.run_report",
+        "transformers.models.llama.modeling_llama")  # fmt: skip
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", default="0", help="of the series; any text")
+    parser.add_argument("--count", type=int, default=300, help="cases")
+    parser.add_argument("--kinds", nargs="+", choices=list(MUTATORS), default=list(MUTATORS), metavar="KIND",
+                        help=f"what is mutated, of {', '.join(MUTATORS)}; default all")  # fmt: skip
+    parser.add_argument("--accepted-train", type=int, default=0, metavar="N",
+                        help="instead: train N configurations that `qarl check` accepts, two steps each")  # fmt: skip
+    parser.add_argument("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run cases")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the record")
+    parsed = parser.parse_args(arguments)
+    if min(parsed.count, parsed.jobs) < 1 or "/" in parsed.seed:
+        parser.error("--count and --jobs take numbers from 1, --seed no slash")
+    if parsed.only is not None and not re.fullmatch(rf"({'|'.join(MUTATORS)}|valid)-\d+", parsed.only):
+        parser.error(f"--only {parsed.only}: a case is a kind and a number, such as run-17")
+    return parsed
+
+
+def results(arguments: argparse.Namespace, base: Base, root: Path) -> Iterator[Result]:
+    """Of every case, as they come."""
+    from qarl.cli import main as command
+
+    if left := arguments.accepted_train:
+        for result in trained(arguments.seed, base, root, command):
+            yield result
+            left -= result.case.command == "train"
+            if not left:
+                return
+    series = names(arguments.seed, arguments.count, arguments.kinds)
+    jobs = ((arguments.seed, name, base, root, command) for name in series)
+    if arguments.jobs == 1:
+        yield from (run_case(*job) for job in jobs)
+        return
+    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+        yield from pool.imap_unordered(_run, jobs, chunksize=4)
+
+
+def _run(job: tuple) -> Result:
+    result = run_case(*job)
+    result.case.examine = None  # a function of no use outside, which no pipe can carry
+    return result
+
+
+def main() -> int:
+    arguments = parse()
+    begin = time.perf_counter()
+    for name in WARM:
+        import_module(name)
+    import_module("transformers").utils.logging.disable_progress_bar()
+    from qarl.cli import main as command
+
+    root = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    base = make_base(root / "base", command)
+    gc.collect()
+    gc.freeze()  # so that a fork's collections touch, and copy, none of it
+    if arguments.only is not None:
+        run = run_valid if arguments.only.startswith("valid-") else run_case
+        result = run(arguments.seed, arguments.only, base, root, command, keep=True)
+        print(describe(arguments.seed, result, lines=200), f"directory: {result.case.directory}", sep="\n")
+        return int(result.verdict.status == "bad")
+    tally = Tally(arguments.seed)
+    for result in results(arguments, base, root):
+        tally.add(result)
+        if result.verdict.status == "bad":
+            print(describe(arguments.seed, result), flush=True)
+    remove(root)
+    print(tally.table())
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        record = tally.record(shlex.join(sys.argv), time.perf_counter() - begin)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return int(tally.bad > 0)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # taking down what was imported takes a second, and some of it prints pages

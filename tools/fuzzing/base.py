@@ -1,0 +1,160 @@
+"""What the mutations start from, made by qarl's own commands: a model, data, a run, an export and configurations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tiny_models import save_tiny_model
+
+from fuzzing.case import Case
+from fuzzing.execute import execute
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+ROWS = [{"question": f"{a} + {b}", "problem": f"{a} + {b}", "answer": str(a + b), "solution": str(a + b)}
+        for a in range(1, 5) for b in range(1, 5)]  # fmt: skip
+RUN, RESULTS = Path("runs/tiny"), Path("results")  # below a working directory
+EVALUATE = ["eval", "model", "--data", "minerva=rows.jsonl", "--samples", "2", "--max-response-length", "4",
+            "--max-prompts", "3", "--out", str(RESULTS)]  # fmt: skip
+REWARD = """\
+def f(completions, prompts, **columns):
+    return [float(len(completion) % 3) for completion in completions]
+"""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Directories that no case writes to. root: theirs. model: a Hugging Face directory.
+
+    run: finished, 3 steps, of a model, data and a reward beside it. export: of that run. results: of `EVALUATE`.
+    pickle, gguf: the model's weights in those formats. shipped: the YAML that comes with qarl.
+    """
+
+    root: Path
+    model: Path
+    run: Path
+    export: Path
+    results: Path
+    pickle: Path
+    gguf: Path
+    shipped: tuple[Path, ...]
+
+    def config(self, **sections: dict[str, Any]) -> dict[str, Any]:
+        """A configuration of the tiny model, as YAML would give it; one step."""
+        data: dict[str, Any] = {
+            "model": {"path": str(self.model)}, "quant": {"group_size": 32},
+            "rollout": {"n": 2, "max_response_length": 6, "max_num_seqs": 8},
+            "data": {"source": "task:arithmetic", "task": {"size": 16}, "max_prompt_length": 64},
+            "reward": {"functions": [{"name": "length", "options": {"target": 4}}]}, "optim": {"lr": 1e-3},
+            "train": {"steps": 1, "prompts_per_step": 2, "minibatch_size": 2, "run_dir": str(RUN)},
+            "logging": {"console": "plain", "rollouts_every": 1, "samples": 0, "tensorboard": False},
+        }
+        for name, values in sections.items():
+            data[name] = {**data.get(name, {}), **values}
+        return data
+
+
+def make_base(root: Path, command: Callable[[Sequence[str]], object]) -> Base:
+    """Make it all below `root`, in forks."""
+    model = save_tiny_model(root / "model")
+    work = Case("base-0", root / "made")
+    work.cwd.mkdir(parents=True)
+    run = work.cwd / RUN
+    shipped = tuple(sorted(CONFIGS.rglob("*.yaml")))
+    base = Base(root, model, run, work.cwd / "export", work.cwd / RESULTS, _pickled(root, model),
+                _as_gguf(root, model), shipped)  # fmt: skip
+    lay_out(base, work, "model", "data", "reward")
+    task = {"name": "sums", "data": {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 64},
+            "reward": [{"name": "exact"}]}  # fmt: skip
+    config = base.config(
+        model={"path": "model"}, objective={"kl_coef": 0.01},
+        data={"source": "rows.jsonl", "task": {}, "columns": {"prompt": "question"}},
+        reward={"functions": [{"name": "./reward.py:f"}, {"name": "exact", "weight": 0.5}]}, train={"steps": 3},
+        checkpoint={"every": 1, "keep_last": 0},
+        evaluation={"samples": 2, "every": 1, "tasks": [task]},
+        diagnostics={"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 2},
+    )  # fmt: skip
+    (work.cwd / "tiny.yaml").write_text(yaml.safe_dump(config))
+    for argv in (["train", "tiny.yaml"], ["export", str(RUN), "export"], EVALUATE):
+        work.argv = argv
+        outcome = execute(work, command)
+        if outcome.code:
+            raise RuntimeError(f"qarl {' '.join(argv)} makes no base: exit code {outcome.code}\n"
+                               + outcome.err.decode(errors="replace"))  # fmt: skip
+    return base
+
+
+def lay_out(base: Base, case: Case, *parts: str) -> None:
+    """Copies of `parts` (run, model, export, results, data, reward, config) in the working directory of a case."""
+    for part in parts:
+        if part == "run":
+            shutil.copytree(base.run, case.cwd / RUN, symlinks=True)
+        elif part in ("model", "export", "results"):
+            shutil.copytree(getattr(base, part), case.cwd / part)
+        elif part == "data":
+            (case.cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        elif part == "reward":
+            (case.cwd / "reward.py").write_text(REWARD)
+        else:
+            (case.cwd / "tiny.yaml").write_text(yaml.safe_dump(base.config()))
+
+
+def _pickled(root: Path, model: Path) -> Path:
+    """Its weights as torch.save writes them."""
+    import torch
+    from safetensors.torch import load_file
+
+    path = root / "pytorch_model.bin"
+    torch.save(load_file(model / "model.safetensors"), path)
+    return path
+
+
+def _as_gguf(root: Path, model: Path) -> Path:
+    """Its weights and vocabulary as llama.cpp's format, unquantized.
+
+    Query and key rows are not permuted as llama.cpp wants them: another model of the same shapes, which is all the
+    same here.
+    """
+    from gguf import GGUFWriter
+    from safetensors.numpy import load_file
+
+    config = json.loads((model / "config.json").read_text())
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    path = root / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*sorted(vocabulary, key=vocabulary.get)[:-1], "ab"])  # a vocabulary that has a merge
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, value in load_file(model / "model.safetensors").items():
+        writer.add_tensor(_gguf_name(name), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_name(name: str) -> str:
+    for ours, theirs in (("model.layers.", "blk."), ("model.embed_tokens", "token_embd"),
+                         ("model.norm", "output_norm"), ("self_attn.q_proj", "attn_q"),
+                         ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v"),
+                         ("self_attn.o_proj", "attn_output"), ("mlp.gate_proj", "ffn_gate"),
+                         ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("input_layernorm", "attn_norm"),
+                         ("post_attention_layernorm", "ffn_norm")):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name

@@ -1,0 +1,68 @@
+"""One case: a command line, the directory it runs in, and what is known about it beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Wall seconds a command may take on two busy cores. What only reads files has no business taking long.
+READING_S, WORKING_S = 10.0, 60.0
+READING = ("check", "schema", "runs")
+GIB = 2**30
+
+
+@dataclass
+class Case:
+    """name: kind and number in the seed's series of that kind. mutation: what was done, in one line. argv: of `qarl`.
+
+    must_refuse: a mutation after which exit code 0 is wrong. examine: what is wrong with the directory afterwards, in
+    a few words, or None.
+    """
+
+    name: str
+    directory: Path
+    mutation: str = ""
+    argv: list[str] = field(default_factory=list)
+    must_refuse: bool = False
+    examine: Callable[[Path], str | None] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What was mutated."""
+        return self.name.rpartition("-")[0]
+
+    @property
+    def command(self) -> str:
+        return self.argv[0] if self.argv else "-"
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether it runs no model."""
+        return self.command in READING
+
+    @property
+    def cwd(self) -> Path:
+        """Three levels below the case's directory, so that `..` stays inside it."""
+        return self.directory / "a" / "b" / "work"
+
+    @property
+    def limit_s(self) -> float:
+        return READING_S if self.reads_only else WORKING_S
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that it may hold beyond those it starts with."""
+        return (1 if self.reads_only else 2) * GIB
+
+
+def case_random(seed: str, name: str) -> random.Random:
+    """The random numbers of a case: the same whatever else runs, in whatever order."""
+    return random.Random(f"{seed}:{name}")
+
+
+def argument(text: str) -> str:
+    """`text` as a command line can carry it: no NUL, bytes that are not UTF-8 as Python's surrogate escapes."""
+    raw = "".join(char for char in text if char != "\0").encode("utf-8", "surrogatepass")
+    return raw[:100_000].decode("utf-8", "surrogateescape")

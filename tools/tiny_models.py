@@ -1,0 +1,57 @@
+"""Tiny models with random weights and a byte-level tokenizer, made on the spot: for the tests and for tools/fuzz.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_tokenizer(directory: Path, chat_template: bool = True) -> None:
+    """A byte-level tokenizer of 256 bytes and three special tokens, with ids 0 to 258."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {letter: i + 3 for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    if chat_template:
+        fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def save_tiny_model(directory: Path, family: str = "llama", *, chat_template: bool = True, seed: int = 0,
+                    **changes: Any) -> Path:
+    """A random model of `family` (llama, qwen2, qwen3) with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
+
+    qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. Returns the directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    settings = {
+        "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": family == "llama",
+    }  # fmt: skip
+    if family == "qwen3":
+        settings["head_dim"] = 32
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kinds[family](**(settings | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)  # so that a forgotten bias or norm shows
+            elif parameter.dim() == 2:
+                parameter.mul_(4.0)  # peaked enough that tokens differ in probability
+    model.save_pretrained(directory)
+    save_tokenizer(directory, chat_template)
+    return directory
