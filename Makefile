@@ -22,6 +22,7 @@ test: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.run
 	$(BIN)/python tools/bench_rollout.py --out benchmarks/results/rollout_cpu.json

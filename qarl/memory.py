@@ -165,18 +165,24 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
         Item("process", PROCESS_BYTES, "always"),
         Item("master weights (float32)", master_bytes(a.parameters), "always"),
         Item("gradients (float32)", gradient_bytes(a.parameters), "always"),
-        Item(f"optimizer state ({config.optim.name})", optimizer_bytes(config.optim.name, a.matrix_parameters, other),
-             "always"),
+        Item(
+            f"optimizer state ({config.optim.name})",
+            optimizer_bytes(config.optim.name, a.matrix_parameters, other),
+            "always",
+        ),
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         *sampler_items(config, kv_cache, stored + unquantized, sampler_operands + head, device),
         Item(f"activations ({tokens:,} tokens)", activations, "update"),
-        Item(f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",
-             logits_bytes(config.train.logprob_chunk, a.vocab_size, a.hidden_size), "update"),
+        Item(
+            f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",
+            logits_bytes(config.train.logprob_chunk, a.vocab_size, a.hidden_size),
+            "update",
+        ),
         Item("next version, beside the one in use", stored + unquantized + operands + head + rest, "publish"),
         *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
-    ]  # fmt: skip
+    ]
 
 
 def learner_items(
@@ -257,9 +263,11 @@ def too_large(config: Config, architecture: Architecture, device: Device) -> str
     certain, there = certain_bytes(config, architecture, device), machine_bytes()
     if certain <= there:
         return None
-    what = "masters alone, which are read before they go to the GPU," if device == "cuda" else (
-        "masters, gradients and optimizer state alone"
-    )  # fmt: skip
+    what = (
+        "masters alone, which are read before they go to the GPU,"
+        if device == "cuda"
+        else ("masters, gradients and optimizer state alone")
+    )
     return (
         f"model.path: '{config.model.path}': {what} take {certain / 2**30:,.1f} GiB, and this machine gives "
         f"{there / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"

@@ -11,13 +11,66 @@ from pathlib import Path
 from typing import Any
 
 ODD_VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 3, 2**31, 2**53, 2**63, 2**70, -(2**63), 10**30, 0.5, -0.0, 1e308, -1e308, 1e-320,
-    float("nan"), float("inf"), "", "3", "x", "../x", "/etc/passwd", "a\0b", "²²²", "\ud800", "\u202ex", "x" * 300, [],
-    [1], [[]], [None], ["a", 1], {}, {"": 0}, {"step": "x"}, [{}], {"a": {"b": [1e308, "2"]}},
-]  # fmt: skip
-ODD_TEXTS = [b"", b"\0", b"null", b"3", b"[]", b"{}", b'"a"', b"{", b"[" * 5000, b'{"a":' * 5000, b"1" * 6000,
-             b"\xff\xfe", b"\xef\xbb\xbf{}", b'{"step": 1' + b"0" * 400 + b"}", b'{"step": 1}\n' * 3, b"1e999",
-             b"NaN"]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**31,
+    2**53,
+    2**63,
+    2**70,
+    -(2**63),
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    -1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    "",
+    "3",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "a\0b",
+    "²²²",
+    "\ud800",
+    "\u202ex",
+    "x" * 300,
+    [],
+    [1],
+    [[]],
+    [None],
+    ["a", 1],
+    {},
+    {"": 0},
+    {"step": "x"},
+    [{}],
+    {"a": {"b": [1e308, "2"]}},
+]
+ODD_TEXTS = [
+    b"",
+    b"\0",
+    b"null",
+    b"3",
+    b"[]",
+    b"{}",
+    b'"a"',
+    b"{",
+    b"[" * 5000,
+    b'{"a":' * 5000,
+    b"1" * 6000,
+    b"\xff\xfe",
+    b"\xef\xbb\xbf{}",
+    b'{"step": 1' + b"0" * 400 + b"}",
+    b'{"step": 1}\n' * 3,
+    b"1e999",
+    b"NaN",
+]
 
 
 def replaced(value: Any, rng: random.Random) -> Any:
@@ -76,10 +129,14 @@ def spoil_entry(path: Path, rng: random.Random) -> str:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     way = rng.choice(["gone", "directory", "pipe", "dangling link", "loop", "device", "empty file"])
     ways: dict[str, Callable[[], Any]] = {
-        "gone": lambda: None, "directory": path.mkdir, "pipe": lambda: os.mkfifo(path), "empty file": path.touch,
-        "dangling link": lambda: path.symlink_to("nowhere"), "loop": lambda: path.symlink_to(path.name),
+        "gone": lambda: None,
+        "directory": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "empty file": path.touch,
+        "dangling link": lambda: path.symlink_to("nowhere"),
+        "loop": lambda: path.symlink_to(path.name),
         "device": lambda: path.symlink_to("/dev/zero"),
-    }  # fmt: skip
+    }
     ways[way]()
     return way
 

@@ -74,9 +74,12 @@ class ForkServer:
         paths = [*(str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests"))]
         paths += filter(None, [environment.get("PYTHONPATH")])
         self._process = subprocess.Popen(
-            [sys.executable, str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**environment, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     def start(self, out: Path | str, err: Path | str, **order: Any) -> int:
         """Give an order; returns the pid of its fork."""

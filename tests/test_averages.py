@@ -29,8 +29,15 @@ def test_finite_values_of_any_size_have_a_mean_and_a_deviation(power):
             assert mean(values) == statistics.fmean(values)
 
 
-@pytest.mark.parametrize("values, expected", [([math.inf, 1.0], math.inf), ([math.inf, -math.inf], math.nan),
-                                              ([math.nan, 1.0], math.nan), ([1.7e308] * 99, 1.7e308)])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([math.inf, 1.0], math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([math.nan, 1.0], math.nan),
+        ([1.7e308] * 99, 1.7e308),
+    ],
+)
 def test_values_that_are_not_finite_or_whose_sum_is_not(values, expected):
     assert str(mean(values)) == str(expected)
     assert math.isfinite(mean(values)) == math.isfinite(deviation(values))

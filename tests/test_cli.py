@@ -26,9 +26,14 @@ reward: {functions: [{name: exact}]}
 train: {steps: 3}
 """
 MODEL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
 
 
 @pytest.fixture
@@ -152,8 +157,7 @@ def test_a_bug_is_one_line_and_a_file_with_its_traceback(config, loop, capsys, t
     line = capsys.readouterr().err
     (file,) = tmp_path.glob("qarl-fault-*.txt")
     assert line == (
-        "error: a fault of qarl's own: ZeroDivisionError: of a kind; "
-        f"please report it with the traceback in {file}\n"
+        f"error: a fault of qarl's own: ZeroDivisionError: of a kind; please report it with the traceback in {file}\n"
     )
     assert "in fail" in file.read_text() and file.stat().st_mode & 0o077 == 0
 

@@ -15,8 +15,9 @@ from qarl.cli import app
 from qarl.inputs.paths import NAME_BYTES
 
 COMMANDS = typer.main.get_command(app).commands
-PARAMETERS = [(name, parameter) for name, command in COMMANDS.items() for parameter in command.params
-              if parameter.name != "help"]  # fmt: skip
+PARAMETERS = [
+    (name, parameter) for name, command in COMMANDS.items() for parameter in command.params if parameter.name != "help"
+]
 LINE = re.compile(r"error: .*\n", re.ASCII)
 
 UNUSABLE = {
@@ -28,9 +29,36 @@ UNUSABLE = {
     "loop": "loop",
     "pipe": "pipe",
 }
-HOSTILE = [*UNUSABLE.values(), "-1", "nan", "1e300", "9" * 5000, "9" * 18, "\u0661", "²", " ", "\n", "a,b", ",",
-           "x" * 70_000, "{}", "file.txt", "folder", "dangling", "folder/file", "file.txt/below", "\x1b[31m", "0", "1",
-           "w4a16", "gsm8k", "gsm8k=", "gsm8k=~nosuchuser", "=x", "k=" + "[" * 400]  # fmt: skip
+HOSTILE = [
+    *UNUSABLE.values(),
+    "-1",
+    "nan",
+    "1e300",
+    "9" * 5000,
+    "9" * 18,
+    "\u0661",
+    "²",
+    " ",
+    "\n",
+    "a,b",
+    ",",
+    "x" * 70_000,
+    "{}",
+    "file.txt",
+    "folder",
+    "dangling",
+    "folder/file",
+    "file.txt/below",
+    "\x1b[31m",
+    "0",
+    "1",
+    "w4a16",
+    "gsm8k",
+    "gsm8k=",
+    "gsm8k=~nosuchuser",
+    "=x",
+    "k=" + "[" * 400,
+]
 
 
 @pytest.fixture
@@ -79,9 +107,26 @@ WRONG = [
 def test_every_option_says_what_it_takes():
     """A text or path that is handed on as it came would have typer's own metavar, or none."""
     plain = {"TEXT", "PATH", None}
-    checked = {"CONFIG", "KEY.PATH=VALUE", "CONFIG|STUDY [KEY.PATH=VALUE ...] | RUN RUN ...", "LIST", "SCHEME",
-               "GRID", "SIZE", "NAME", "NAME[=PATH]", "TEXT", "DIR", "FILE", "OUT", "[OUT]", "RUN", "ROOT", "MODEL",
-               "RUN|CHECKPOINT|MODEL"}  # fmt: skip
+    checked = {
+        "CONFIG",
+        "KEY.PATH=VALUE",
+        "CONFIG|STUDY [KEY.PATH=VALUE ...] | RUN RUN ...",
+        "LIST",
+        "SCHEME",
+        "GRID",
+        "SIZE",
+        "NAME",
+        "NAME[=PATH]",
+        "TEXT",
+        "DIR",
+        "FILE",
+        "OUT",
+        "[OUT]",
+        "RUN",
+        "ROOT",
+        "MODEL",
+        "RUN|CHECKPOINT|MODEL",
+    }
     for name, parameter in PARAMETERS:
         described = repr(parameter.type) if hasattr(parameter, "type") else ""
         if parameter.metavar in plain:
@@ -101,9 +146,12 @@ def test_a_path_that_can_be_none_is_one_line_that_names_its_option(command, befo
     assert error.startswith(f"error: {starts}: '")
 
 
-NUMBERS = [(name, parameter.opts[0]) for name, parameter in PARAMETERS
-           if parameter.opts[0] in ("--n", "--step", "--seed", "--jobs", "--max-tokens", "--max-new-tokens",
-                                    "--max-prompts", "--group-size")]  # fmt: skip
+NUMBERS = [
+    (name, parameter.opts[0])
+    for name, parameter in PARAMETERS
+    if parameter.opts[0]
+    in ("--n", "--step", "--seed", "--jobs", "--max-tokens", "--max-new-tokens", "--max-prompts", "--group-size")
+]
 
 
 @pytest.mark.parametrize(("command", "option"), NUMBERS, ids=[" ".join(pair) for pair in NUMBERS])

@@ -10,13 +10,26 @@ import pytest
 import qarl
 
 UNSAFE_MODULES = {
-    "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "multiprocessing", "copyreg",
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "shelve",
+    "marshal",
+    "joblib",
+    "multiprocessing",
+    "copyreg",
     "jsonpickle",
-}  # fmt: skip
+}
 UNSAFE_CALLS = {
-    ("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("yaml", "full_load"), ("numpy", "load"),
+    ("torch", "load"),
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("yaml", "full_load"),
+    ("numpy", "load"),
     ("np", "load"),
-}  # fmt: skip
+}
 # These two functions of torch's describe memory and open it; neither reads an object from anywhere.
 TAKEN_APART = {"torch.multiprocessing.reductions": {"rebuild_cuda_tensor", "reduce_tensor"}}
 STORES = {"TCPStore", "StatelessProcessGroup", "create_server", "SimpleQueue", "Manager", "Listener", "listen"}
@@ -59,13 +72,26 @@ def _unsafe(module: str) -> bool:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "from multiprocessing.connection import Connection", "import torch.multiprocessing as mp",
-        "torch.load(path)", "torch.load(path, weights_only=False)", "yaml.load(text)", "connection.recv()",
-        "from multiprocessing import Pipe", "import shelve", "from torch.distributed import TCPStore", "numpy.load(x)",
-        "dist.broadcast_object_list(x)", "import cloudpickle as c", "from marshal import loads", "eval(x)",
-        "import joblib", "from vllm.distributed.utils import StatelessProcessGroup", "socket.create_server(('', 0))",
+        "import pickle",
+        "from multiprocessing.connection import Connection",
+        "import torch.multiprocessing as mp",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "yaml.load(text)",
+        "connection.recv()",
+        "from multiprocessing import Pipe",
+        "import shelve",
+        "from torch.distributed import TCPStore",
+        "numpy.load(x)",
+        "dist.broadcast_object_list(x)",
+        "import cloudpickle as c",
+        "from marshal import loads",
+        "eval(x)",
+        "import joblib",
+        "from vllm.distributed.utils import StatelessProcessGroup",
+        "socket.create_server(('', 0))",
     ],
-)  # fmt: skip
+)
 def test_the_search_finds_what_it_is_for(source: str) -> None:
     assert findings(source)
 

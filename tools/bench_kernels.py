@@ -37,15 +37,31 @@ PACKAGES = ("torch", "triton", "vllm", "gemlite")
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION",
-                        help=f"what to measure, of {', '.join(SECTIONS)}; default all")  # fmt: skip
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL",
-                        help=f"whose linear layers, of {', '.join(MODELS)}; default all")  # fmt: skip
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        metavar="SECTION",
+        help=f"what to measure, of {', '.join(SECTIONS)}; default all",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        default=list(MODELS),
+        metavar="MODEL",
+        help=f"whose linear layers, of {', '.join(MODELS)}; default all",
+    )
     parser.add_argument("--m", type=int, nargs="+", default=list(ROWS), help="rows (tokens) of a product")
     parser.add_argument("--reps", type=int, default=15, help="timed calls; at most 7 for 4096 rows and more")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")
-    parser.add_argument("--gemlite-autotune", choices=("default", "fast", "max"), default="default",
-                        help="how Gemlite picks its tiles; anything but default takes minutes a shape")  # fmt: skip
+    parser.add_argument(
+        "--gemlite-autotune",
+        choices=("default", "fast", "max"),
+        default="default",
+        help="how Gemlite picks its tiles; anything but default takes minutes a shape",
+    )
     parser.add_argument("--jobs", type=int, help="processes that compile qarl's kernels beforehand; default all cores")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the summary of an earlier result and stop")
@@ -95,9 +111,12 @@ def main() -> None:
     print(f"{time.perf_counter() - begin:6.1f} s  compiled {len(launches)} kernels", *failed, file=sys.stderr, sep="\n")
     stopwatch = Stopwatch(device)
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device), "versions": versions(), "command": shlex.join(sys.argv),
-        "copy_tbps": stopwatch.copy_bandwidth(), "rows": [],
-    }  # fmt: skip
+        "device": torch.cuda.get_device_name(device),
+        "versions": versions(),
+        "command": shlex.join(sys.argv),
+        "copy_tbps": stopwatch.copy_bandwidth(),
+        "rows": [],
+    }
     for rows in measure(arguments, stopwatch, report["copy_tbps"]):
         report["rows"] += rows
         report["seconds"] = time.perf_counter() - begin

@@ -76,8 +76,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
-    work = Workload(arguments.model, arguments.device, arguments.threads, arguments.group_size,
-                    arguments.prompt_tokens, arguments.new_tokens, arguments.repeats)  # fmt: skip
+    work = Workload(
+        arguments.model,
+        arguments.device,
+        arguments.threads,
+        arguments.group_size,
+        arguments.prompt_tokens,
+        arguments.new_tokens,
+        arguments.repeats,
+    )
     rows = []
     print(f"{'engine':8}{'variant':9}{'batch':>6}{'tokens/s':>11}{'GFLOP/s':>10}{'peak RSS':>11}{'peak CUDA':>11}")
     for batch in arguments.batch:
@@ -86,14 +93,20 @@ def main() -> None:
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                     row = process.submit(measure, engine, variant, batch, work).result()
                 cuda = "-" if row.peak_cuda_gib is None else f"{row.peak_cuda_gib:.2f} GiB"
-                print(f"{engine:8}{variant:9}{batch:6}{row.tokens_per_s:11.1f}{row.gflop_per_s:10.1f}"
-                      f"{row.peak_rss_gib:7.2f} GiB{cuda:>11}", flush=True)  # fmt: skip
+                print(
+                    f"{engine:8}{variant:9}{batch:6}{row.tokens_per_s:11.1f}{row.gflop_per_s:10.1f}"
+                    f"{row.peak_rss_gib:7.2f} GiB{cuda:>11}",
+                    flush=True,
+                )
                 rows.append(row)
     if arguments.out:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
-        result = {"workload": asdict(work), "rows": [asdict(row) for row in rows],
-                  "environment": describe_environment(seed=0)}  # fmt: skip
+        result = {
+            "workload": asdict(work),
+            "rows": [asdict(row) for row in rows],
+            "environment": describe_environment(seed=0),
+        }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -122,10 +135,15 @@ def measure(engine: str, variant: str, batch: int, work: Workload) -> Row:
     middle = statistics.median(seconds)
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss counts bytes there, KiB elsewhere
     return Row(
-        engine, variant, batch, batch * work.new_tokens / middle, flops / middle / 1e9, seconds,
+        engine,
+        variant,
+        batch,
+        batch * work.new_tokens / middle,
+        flops / middle / 1e9,
+        seconds,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
         torch.cuda.max_memory_allocated() / 2**30 if work.device == "cuda" else None,
-    )  # fmt: skip
+    )
 
 
 def native(model, tokenizer, scheme: str, prompts: list[list[int]], work: Workload):
@@ -146,9 +164,14 @@ def hugging_face(model, tokenizer, dtype: str, prompts: list[list[int]], work: W
     model = model.to(work.device, DTYPES[dtype])
     inputs = torch.tensor(prompts, device=work.device)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=work.new_tokens, eos_token_id=None,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=work.new_tokens,
+        eos_token_id=None,
         pad_token_id=0,
-    )  # fmt: skip
+    )
 
     def run() -> int:
         out = model.generate(inputs, attention_mask=torch.ones_like(inputs))
@@ -161,8 +184,9 @@ def flops_of_sequence(model, work: Workload) -> float:
     """Products for one prompt and its response; the last token drawn is not run."""
     config = model.config
     run = work.prompt_tokens + work.new_tokens - 1
-    linears = sum(m.weight.numel() for name, m in model.named_modules()
-                  if isinstance(m, torch.nn.Linear) and name != "lm_head")  # fmt: skip
+    linears = sum(
+        m.weight.numel() for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     seen = run * (run + 1) / 2  # keys over all queries
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * seen

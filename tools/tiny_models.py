@@ -27,8 +27,9 @@ def save_tokenizer(directory: Path, chat_template: bool = True) -> None:
     fast.save_pretrained(directory)
 
 
-def save_tiny_model(directory: Path, family: str = "llama", *, chat_template: bool = True, seed: int = 0,
-                    **changes: Any) -> Path:
+def save_tiny_model(
+    directory: Path, family: str = "llama", *, chat_template: bool = True, seed: int = 0, **changes: Any
+) -> Path:
     """A random model of `family` (llama, qwen2, qwen3) with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
 
     qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. Returns the directory.
@@ -38,10 +39,18 @@ def save_tiny_model(directory: Path, family: str = "llama", *, chat_template: bo
 
     kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     settings = {
-        "vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": family == "llama",
-    }  # fmt: skip
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "tie_word_embeddings": family == "llama",
+    }
     if family == "qwen3":
         settings["head_dim"] = 32
     torch.manual_seed(seed)

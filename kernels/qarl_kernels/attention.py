@@ -88,15 +88,35 @@ def paged_attention(
         for start in range(0, n, step):
             part = slice(start, start + step)
             real = group.real if step >= n else None
-            _attend(out, q, k_cache, v_cache, group.rows[part], group.positions[part], group.pages[part],
-                    real, rows, scale, window)  # fmt: skip
+            _attend(
+                out,
+                q,
+                k_cache,
+                v_cache,
+                group.rows[part],
+                group.positions[part],
+                group.pages[part],
+                real,
+                rows,
+                scale,
+                window,
+            )
     return out
 
 
 def _attend(
-    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, index: Tensor, positions: Tensor, pages: Tensor,
-    real: Tensor | None, rows: int, scale: float, window: int | None,
-) -> None:  # fmt: skip
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    real: Tensor | None,
+    rows: int,
+    scale: float,
+    window: int | None,
+) -> None:
     """Some tiles of one shape, written into out. rows: t * rep query rows, padded up for a decode."""
     n, t = index.shape
     p = pages.shape[1]

@@ -18,9 +18,28 @@ from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit(do_not_specialize=["M"])
-def fp8_block_kernel(x, w, s_x, s_w, bias, out, M, N, K, stride_xm, stride_wn, stride_om, stride_sx, stride_sw,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
-                     TMA: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def fp8_block_kernel(
+    x,
+    w,
+    s_x,
+    s_w,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_om,
+    stride_sx,
+    stride_sw,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """x (M, K), w (N, K) e4m3; s_x (M, K/128), s_w (N/128, K/128) fp32; out (M, N). BLOCK_N divides 128."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -51,8 +70,11 @@ def fp8_block_kernel(x, w, s_x, s_w, bias, out, M, N, K, stride_xm, stride_wn, s
         y = acc
     if BIAS:
         y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :], narrow(y, out.dtype.element_ty),
-             mask=(rm < M)[:, None] & (rn < N)[None, :])  # fmt: skip
+    tl.store(
+        out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :],
+        narrow(y, out.dtype.element_ty),
+        mask=(rm < M)[:, None] & (rn < N)[None, :],
+    )
 
 
 def fp8_block(
@@ -70,8 +92,10 @@ def fp8_block(
     m, k = qx.shape
     n = codes.shape[0]
     if codes.shape[1] != k or s_w.shape != (-(-n // 128), -(-k // 128)) or s_x.shape != (m, -(-k // 128)):
-        raise ValueError(f"fp8_block: x {tuple(qx.shape)}, weight {tuple(codes.shape)}, scales {tuple(s_x.shape)} and "
-                         f"{tuple(s_w.shape)} do not belong together")  # fmt: skip
+        raise ValueError(
+            f"fp8_block: x {tuple(qx.shape)}, weight {tuple(codes.shape)}, scales {tuple(s_x.shape)} and "
+            f"{tuple(s_w.shape)} do not belong together"
+        )
     return run(qx, s_x, codes, s_w.float(), bias, out_dtype, lookup("fp8_block", n, k, m, qx))
 
 
@@ -86,13 +110,29 @@ def run(
     out = torch.empty(m, n, dtype=out_dtype, device=qx.device)
     tma = supports_tma(qx) and supports_tma(codes)
     launch(
-        fp8_block_kernel, (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
-        num_warps=tile.warps, num_stages=tile.stages,
+        fp8_block_kernel,
+        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         x=descriptor(qx, (tile.block_m, 128)) if tma else qx,
         w=descriptor(codes, (tile.block_n, 128)) if tma else codes,
-        s_x=s_x, s_w=s_w, bias=bias, out=out, M=m, N=n, K=k, stride_xm=qx.stride(0), stride_wn=codes.stride(0),
-        stride_om=out.stride(0), stride_sx=s_x.stride(0), stride_sw=s_w.stride(0), BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, SWAP=tile.way == "w_first", BIAS=bias is not None, TMA=tma,
+        s_x=s_x,
+        s_w=s_w,
+        bias=bias,
+        out=out,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=qx.stride(0),
+        stride_wn=codes.stride(0),
+        stride_om=out.stride(0),
+        stride_sx=s_x.stride(0),
+        stride_sw=s_w.stride(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        SWAP=tile.way == "w_first",
+        BIAS=bias is not None,
+        TMA=tma,
         STAGES=tile.stages,
-    )  # fmt: skip
+    )
     return out

@@ -25,10 +25,32 @@ from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit(do_not_specialize=["M", "programs"])
-def gemm_kernel(x, w, out, s_x, s_w, bias, M, N, K, stride_xm, stride_wn, stride_om, programs,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                SWAP: tl.constexpr, ACC: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-                TMA: tl.constexpr, TMA_OUT: tl.constexpr, PERSISTENT: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+def gemm_kernel(
+    x,
+    w,
+    out,
+    s_x,
+    s_w,
+    bias,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_om,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    ACC: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    HALVES: tl.constexpr,
+):
     """x (M, K), w (N, K), out (M, N); s_x (M,) fp32, s_w (N,), bias (N,). See the module for the order of sums."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -107,9 +129,14 @@ def fp8(qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None
 
 
 def _run(
-    table: str, x: Tensor, weight: Tensor, s_x: Tensor | None, s_w: Tensor | None, bias: Tensor | None,
+    table: str,
+    x: Tensor,
+    weight: Tensor,
+    s_x: Tensor | None,
+    s_w: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     m, k = x.shape
     n = weight.shape[0]
     if weight.shape[1] != k:
@@ -139,9 +166,14 @@ def by_kernel(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def run(
-    x: Tensor, weight: Tensor, s_x: Tensor | None, s_w: Tensor | None, bias: Tensor | None, out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    s_x: Tensor | None,
+    s_w: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
     tile: Tile,
-) -> None:  # fmt: skip
+) -> None:
     """Fill out (M, N) with the product of x (M, K) and weight (N, K), scaled by s_x (M, 1) and s_w (N, 1) if given."""
     m, k = x.shape
     n = weight.shape[0]
@@ -158,13 +190,32 @@ def run(
     tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
     programs = min(tiles, multiprocessors(x)) if tile.persistent and tma and narrow_out else tiles
     launch(
-        gemm_kernel, (programs,), num_warps=tile.warps, num_stages=tile.stages,
+        gemm_kernel,
+        (programs,),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         x=descriptor(x, (tile.block_m, block_k)) if tma else x,
         w=descriptor(weight, (tile.block_n, block_k)) if tma else weight,
         out=descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
-        s_x=s_x, s_w=s_w, bias=bias, M=m, N=n, K=k, stride_xm=x.stride(0), stride_wn=weight.stride(0),
-        stride_om=out.stride(0), programs=programs, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=block_k,
-        SWAP=swap, ACC=tl.int32 if x.dtype == torch.int8 else tl.float32,
-        SCALED=s_x is not None, BIAS=bias is not None, TMA=tma, TMA_OUT=tma_out,
-        PERSISTENT=programs < tiles, HALVES=halves,
-    )  # fmt: skip
+        s_x=s_x,
+        s_w=s_w,
+        bias=bias,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=x.stride(0),
+        stride_wn=weight.stride(0),
+        stride_om=out.stride(0),
+        programs=programs,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        SWAP=swap,
+        ACC=tl.int32 if x.dtype == torch.int8 else tl.float32,
+        SCALED=s_x is not None,
+        BIAS=bias is not None,
+        TMA=tma,
+        TMA_OUT=tma_out,
+        PERSISTENT=programs < tiles,
+        HALVES=halves,
+    )

@@ -176,9 +176,15 @@ def _logit_grad(
 
 
 def token_logprobs(
-    hidden: Tensor, master: Tensor | None, weight: Tensor, targets: Tensor, truncation: Truncation, chunk: int,
-    kernels: bool = True, retained: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    master: Tensor | None,
+    weight: Tensor,
+    targets: Tensor,
+    truncation: Truncation,
+    chunk: int,
+    kernels: bool = True,
+    retained: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target token and the entropy of its distribution.
 
     hidden: (R, H) bf16/fp16/fp32, the state before the target; master: (V, H) float32 parameter that takes the

@@ -34,16 +34,21 @@ def _check(x: Tensor, in_features: int) -> None:
 
 def _check_int4(x: Tensor, packed: Tensor, scale: Tensor) -> None:
     if x.ndim != 2 or -(-x.shape[1] // 8) != packed.shape[1] or x.shape[1] % scale.shape[1]:
-        raise ValueError(f"x is {list(x.shape)}, which does not fit packed {list(packed.shape)} and scale "
-                         f"{list(scale.shape)}; give x as (rows, in_features)")  # fmt: skip
+        raise ValueError(
+            f"x is {list(x.shape)}, which does not fit packed {list(packed.shape)} and scale "
+            f"{list(scale.shape)}; give x as (rows, in_features)"
+        )
 
 
 # --- dequantization: the backward's, opaque so that torch.compile can trace it -----------------------------------
 
 
-@custom_op("qarl::dequantize_int4", mutates_args=(), device_types="cpu",
-           schema="(Tensor packed, Tensor scale, Tensor? zero_point, SymInt in_features, ScalarType dtype) "
-                  "-> Tensor")  # fmt: skip
+@custom_op(
+    "qarl::dequantize_int4",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor packed, Tensor scale, Tensor? zero_point, SymInt in_features, ScalarType dtype) -> Tensor",
+)
 def dequantize_int4(
     packed: Tensor, scale: Tensor, zero_point: Tensor | None, in_features: int, dtype: torch.dtype
 ) -> Tensor:
@@ -63,8 +68,12 @@ def _(packed, scale, zero_point, in_features, dtype):
     return scale.new_empty(packed.shape[0], in_features, dtype=dtype)
 
 
-@custom_op("qarl::dequantize_channel", mutates_args=(), device_types="cpu",
-           schema="(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor")  # fmt: skip
+@custom_op(
+    "qarl::dequantize_channel",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+)
 def dequantize_channel(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """See `qarl_kernels.unpack.dequantized_channel`."""
     return unpack.dequantized_channel(codes, scale, dtype)
@@ -77,8 +86,12 @@ def _(codes, scale, dtype):
     return dequantize.dequantize_channel(codes, scale, dtype)
 
 
-@custom_op("qarl::dequantize_fp8_block", mutates_args=(), device_types="cpu",
-           schema="(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor")  # fmt: skip
+@custom_op(
+    "qarl::dequantize_fp8_block",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor",
+)
 def dequantize_fp8_block(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """See `qarl_kernels.unpack.dequantized_fp8_block`."""
     return unpack.dequantized_fp8_block(codes, scale, dtype)
@@ -100,12 +113,14 @@ def _(codes, scale, dtype):
 # --- products ----------------------------------------------------------------------------------------------------
 
 
-@custom_op("qarl::dense", mutates_args=(), device_types="cpu",
-           schema=f"(Tensor x, Tensor weight, {_STRAIGHT_THROUGH}")  # fmt: skip
+@custom_op("qarl::dense", mutates_args=(), device_types="cpu", schema=f"(Tensor x, Tensor weight, {_STRAIGHT_THROUGH}")
 def dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, master: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    master: Tensor | None = None,
     bias_master: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y = x @ weight^T + bias, a row's bits independent of the other rows.
 
     x: (M, K) bf16/fp16/fp32; weight: (N, K) and bias: (N,) of x's dtype; master: (N, K), bias_master: (N,) float32.
@@ -125,14 +140,24 @@ def _(x, weight, bias=None, master=None, bias_master=None):
     return gemm.dense(x.contiguous(), weight, bias)
 
 
-@custom_op("qarl::w4a16", mutates_args=(), device_types="cpu",
-           schema="(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point=None, Tensor? tiled=None, "
-                  f"Tensor? meta=None, {_STRAIGHT_THROUGH}")  # fmt: skip
+@custom_op(
+    "qarl::w4a16",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor packed, Tensor scale, Tensor? zero_point=None, Tensor? tiled=None, "
+    f"Tensor? meta=None, {_STRAIGHT_THROUGH}",
+)
 def w4a16(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None = None, tiled: Tensor | None = None,
-    meta: Tensor | None = None, bias: Tensor | None = None, master: Tensor | None = None,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    tiled: Tensor | None = None,
+    meta: Tensor | None = None,
+    bias: Tensor | None = None,
+    master: Tensor | None = None,
     bias_master: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y = x @ W^T + bias, W = (codes - zero point) * scale rounded to x's dtype.
 
     x: (M, K) bf16/fp16/fp32; packed: int32 (N, ceil(K / 8)); scale: (N, groups); zero_point: int32 (ceil(N / 8),
@@ -155,12 +180,20 @@ def _(x, packed, scale, zero_point=None, tiled=None, meta=None, bias=None, maste
     return kernel.w4a16(x.contiguous(), packed, scale, zero_point, tiled, meta, bias)
 
 
-@custom_op("qarl::w8a8", mutates_args=(), device_types="cpu",
-           schema=f"(Tensor x, Tensor codes, Tensor scale, {_STRAIGHT_THROUGH}")  # fmt: skip
+@custom_op(
+    "qarl::w8a8",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor x, Tensor codes, Tensor scale, {_STRAIGHT_THROUGH}",
+)
 def w8a8(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, master: Tensor | None = None,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    master: Tensor | None = None,
     bias_master: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`reference.w8a8` on stored codes: int8 (N, K), scale (N, 1). x: (M, K), quantized per token. Returns (M, N)."""
     _check(x, codes.shape[1])
     return reference.w8a8(x, codes.float(), scale, bias)
@@ -176,12 +209,20 @@ def _(x, codes, scale, bias=None, master=None, bias_master=None):
     return gemm.w8a8(*quantize.activation_int8(x.contiguous()), codes, scale, bias, x.dtype)
 
 
-@custom_op("qarl::fp8", mutates_args=(), device_types="cpu",
-           schema=f"(Tensor x, Tensor codes, Tensor scale, {_STRAIGHT_THROUGH}")  # fmt: skip
+@custom_op(
+    "qarl::fp8",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor x, Tensor codes, Tensor scale, {_STRAIGHT_THROUGH}",
+)
 def fp8(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, master: Tensor | None = None,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    master: Tensor | None = None,
     bias_master: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`reference.fp8` on stored codes: float8_e4m3fn (N, K), scale (N, 1). x: (M, K), quantized per token."""
     _check(x, codes.shape[1])
     return reference.fp8(x, codes.float(), scale, bias)
@@ -197,12 +238,20 @@ def _(x, codes, scale, bias=None, master=None, bias_master=None):
     return gemm.fp8(*quantize.activation_fp8(x.contiguous()), codes, scale, bias, x.dtype)
 
 
-@custom_op("qarl::fp8_block", mutates_args=(), device_types="cpu",
-           schema=f"(Tensor x, Tensor codes, Tensor scale, {_STRAIGHT_THROUGH}")  # fmt: skip
+@custom_op(
+    "qarl::fp8_block",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor x, Tensor codes, Tensor scale, {_STRAIGHT_THROUGH}",
+)
 def fp8_block(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, master: Tensor | None = None,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    master: Tensor | None = None,
     bias_master: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`reference.fp8_block` on stored codes: float8_e4m3fn (N, K), scale (ceil(N / 128), ceil(K / 128)).
 
     x: (M, K), quantized per token and 128 features. Returns (M, N) of x's dtype.
@@ -222,13 +271,22 @@ def _(x, codes, scale, bias=None, master=None, bias_master=None):
     return kernel.fp8_block(*quantize.activation_fp8_group(x.contiguous()), codes, scale, bias, x.dtype)
 
 
-@custom_op("qarl::w4a8", mutates_args=(), device_types="cpu",
-           schema="(Tensor x, Tensor packed, Tensor scale, Tensor? tiled=None, Tensor? meta=None, "
-                  f"{_STRAIGHT_THROUGH}")  # fmt: skip
+@custom_op(
+    "qarl::w4a8",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor x, Tensor packed, Tensor scale, Tensor? tiled=None, Tensor? meta=None, {_STRAIGHT_THROUGH}",
+)
 def w4a8(
-    x: Tensor, packed: Tensor, scale: Tensor, tiled: Tensor | None = None, meta: Tensor | None = None,
-    bias: Tensor | None = None, master: Tensor | None = None, bias_master: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    tiled: Tensor | None = None,
+    meta: Tensor | None = None,
+    bias: Tensor | None = None,
+    master: Tensor | None = None,
+    bias_master: Tensor | None = None,
+) -> Tensor:
     """`reference.w4a8` on stored codes: packed int32 (N, ceil(K / 8)), scale (N, groups). x: (M, K), per token.
 
     tiled, meta: the same weight from `qarl_kernels.tile` (`meta_w4a8`), which CUDA multiplies; where they are None it

@@ -111,15 +111,21 @@ def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr, ASM:
     if ASM:
         if GROUPS == 1:
             p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-                _BF16_1 if BF16 else _FP16_1, _ARGS_1, [words, s0, o0], dtype=OUT, is_pure=True, pack=2)  # fmt: skip
+                _BF16_1 if BF16 else _FP16_1, _ARGS_1, [words, s0, o0], dtype=OUT, is_pure=True, pack=2
+            )
         elif GROUPS == 2:
             p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-                _BF16_2 if BF16 else _FP16_2, _ARGS_2, [words, s0, s2, o0, o2],
-                dtype=OUT, is_pure=True, pack=2)  # fmt: skip
+                _BF16_2 if BF16 else _FP16_2, _ARGS_2, [words, s0, s2, o0, o2], dtype=OUT, is_pure=True, pack=2
+            )
         else:
             p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-                _BF16_4 if BF16 else _FP16_4, _ARGS_4, [words, s0, s1, s2, s3, o0, o1, o2, o3],
-                dtype=OUT, is_pure=True, pack=2)  # fmt: skip
+                _BF16_4 if BF16 else _FP16_4,
+                _ARGS_4,
+                [words, s0, s1, s2, s3, o0, o1, o2, o3],
+                dtype=OUT,
+                is_pure=True,
+                pack=2,
+            )
     else:
         p0 = _plane(words, 0, s0, o0, BASE)
         p1 = _plane(words, 1, s0, o0, BASE)
@@ -152,9 +158,25 @@ def _store(acc, out, bias, rm, rn, M, N, stride_om, BIAS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def narrow_kernel(x, tiled, meta, bias, out, M, N, K, stride_xm, stride_om, meta_n,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
-                  EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+def narrow_kernel(
+    x,
+    tiled,
+    meta,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_om,
+    meta_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """x (M, K); tiled (N/16, K/128, 16, 16) int32; meta (K/128 * GROUPS, meta_n) int32; out (M, N)."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -194,9 +216,25 @@ def narrow_kernel(x, tiled, meta, bias, out, M, N, K, stride_xm, stride_om, meta
 
 
 @triton.jit(do_not_specialize=["M"])
-def wide_kernel(x, tiled, meta, bias, out, M, N, K, stride_xm, stride_om, meta_n,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
-                EVEN: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+def wide_kernel(
+    x,
+    tiled,
+    meta,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_om,
+    meta_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """As `narrow_kernel`, one product of 128 features a step, for BLOCK_N >= 64."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -228,9 +266,15 @@ def wide_kernel(x, tiled, meta, bias, out, M, N, K, stride_xm, stride_om, meta_n
 
 
 def w4a16(
-    x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor | None, tiled: Tensor | None, meta: Tensor | None,
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    tiled: Tensor | None,
+    meta: Tensor | None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """y = x @ bf16((codes - zero) * scale)^T + bias.
 
     x: (M, K) bf16 or fp16, any row stride. packed: (N, ceil(K / 8)) int32, scale: (N, groups), zero_point:
@@ -258,10 +302,24 @@ def fused(
     launch(
         narrow_kernel if tile.way == "narrow" else wide_kernel,
         (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
-        num_warps=tile.warps, num_stages=tile.stages, x=x, tiled=tiled, meta=meta, bias=bias, out=out,
-        M=m, N=n, K=k, stride_xm=x.stride(0), stride_om=out.stride(0), meta_n=meta.shape[1],
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, GROUPS=meta.shape[0] // tiled.shape[1],
-        EVEN=k % BLOCK == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0, BIAS=bias is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        x=x,
+        tiled=tiled,
+        meta=meta,
+        bias=bias,
+        out=out,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=x.stride(0),
+        stride_om=out.stride(0),
+        meta_n=meta.shape[1],
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        GROUPS=meta.shape[0] // tiled.shape[1],
+        EVEN=k % BLOCK == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0,
+        BIAS=bias is not None,
         ASM=not INTERPRETED,
-    )  # fmt: skip
+    )
     return out

@@ -47,7 +47,8 @@ def _planes(words, ASM: tl.constexpr):
     """Eight planes (BLOCK_N, 16) of 16 * code, plane j holding features 16 j .. 16 j + 15 of the block."""
     if ASM:
         p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
-            _ASM, _ARGUMENTS, [words], dtype=_EIGHT, is_pure=True, pack=4)  # fmt: skip
+            _ASM, _ARGUMENTS, [words], dtype=_EIGHT, is_pure=True, pack=4
+        )
     else:
         p0, p1, p2, p3 = _plane(words, 0), _plane(words, 1), _plane(words, 2), _plane(words, 3)
         p4, p5, p6, p7 = _plane(words, 4), _plane(words, 5), _plane(words, 6), _plane(words, 7)
@@ -84,9 +85,27 @@ def _x_tile(x, live, k, K, SIZE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def w4a8_kernel(x, tiled, meta, s_x, bias, out, M, N, K, stride_xm, stride_om, meta_n,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
-                BIAS: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def w4a8_kernel(
+    x,
+    tiled,
+    meta,
+    s_x,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_om,
+    meta_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """x (M, K) int8; tiled (N/16, K/128, 16, 16) int32; meta (K/128 * GROUPS, meta_n) fp32; s_x (M,) fp32; out (M, N).
 
     GROUPS: groups of a block of 128 features (1, 2, 4); 0 when the whole row is one group.
@@ -136,14 +155,24 @@ def w4a8_kernel(x, tiled, meta, s_x, bias, out, M, N, K, stride_xm, stride_om, m
     y = acc * tl.load(s_x + rm, mask=live, other=0.0)[None, :]
     if BIAS:
         y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None], narrow(y, out.dtype.element_ty),
-             mask=live[None, :] & (rn < N)[:, None])  # fmt: skip
+    tl.store(
+        out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None],
+        narrow(y, out.dtype.element_ty),
+        mask=live[None, :] & (rn < N)[:, None],
+    )
 
 
 def w4a8(
-    qx: Tensor, s_x: Tensor, tiled: Tensor, meta: Tensor, in_features: int, out_features: int, bias: Tensor | None,
-    out_dtype: torch.dtype, channel: bool = False,
-) -> Tensor:  # fmt: skip
+    qx: Tensor,
+    s_x: Tensor,
+    tiled: Tensor,
+    meta: Tensor,
+    in_features: int,
+    out_features: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    channel: bool = False,
+) -> Tensor:
     """y = (sum over groups of (qx_g @ codes_g^T) * s_g) * s_x + bias.
 
     qx: (M, K) int8 and s_x: (M, 1) fp32, per token. tiled, meta: the weight's tiled form (`tile_int4`, `meta_w4a8`).
@@ -152,25 +181,49 @@ def w4a8(
     m, k = qx.shape
     if qx.dtype != torch.int8 or k != in_features:
         raise ValueError(f"w4a8 needs int8 activations of {in_features} features, not {qx.dtype} of {k}")
-    return tiled_product(qx, s_x, tiled, meta, out_features, bias, out_dtype, channel,
-                         lookup("w4a8", out_features, k, m, qx))  # fmt: skip
+    return tiled_product(
+        qx, s_x, tiled, meta, out_features, bias, out_dtype, channel, lookup("w4a8", out_features, k, m, qx)
+    )
 
 
 def tiled_product(
-    qx: Tensor, s_x: Tensor, tiled: Tensor, meta: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype,
-    channel: bool, tile: Tile,
-) -> Tensor:  # fmt: skip
+    qx: Tensor,
+    s_x: Tensor,
+    tiled: Tensor,
+    meta: Tensor,
+    n: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    channel: bool,
+    tile: Tile,
+) -> Tensor:
     m, k = qx.shape
     if qx.stride(1) != 1:
         qx = qx.contiguous()
     out = torch.empty(m, n, dtype=out_dtype, device=qx.device)
     launch(
-        w4a8_kernel, (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
-        num_warps=tile.warps, num_stages=tile.stages,
-        x=qx, tiled=tiled, meta=meta, s_x=s_x, bias=bias, out=out, M=m, N=n, K=k, stride_xm=qx.stride(0),
-        stride_om=out.stride(0), meta_n=meta.shape[1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        w4a8_kernel,
+        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        x=qx,
+        tiled=tiled,
+        meta=meta,
+        s_x=s_x,
+        bias=bias,
+        out=out,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=qx.stride(0),
+        stride_om=out.stride(0),
+        meta_n=meta.shape[1],
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         GROUPS=0 if channel else meta.shape[0] // tiled.shape[1],
-        EVEN=k % 128 == 0 and qx.stride(0) % 16 == 0 and qx.data_ptr() % 16 == 0, BIAS=bias is not None,
-        ASM=not INTERPRETED, STAGES=tile.stages,
-    )  # fmt: skip
+        EVEN=k % 128 == 0 and qx.stride(0) % 16 == 0 and qx.data_ptr() % 16 == 0,
+        BIAS=bias is not None,
+        ASM=not INTERPRETED,
+        STAGES=tile.stages,
+    )
     return out

@@ -48,6 +48,7 @@ def name_of(place: str) -> Callable[[str], str]:
 
     return parse
 
+
 MovedModel = Annotated[
     str | None,
     typer.Option(parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."),

@@ -52,8 +52,15 @@ def diagnose(
     from qarl.training.noise import quiet_libraries
 
     with quiet_libraries(typer.echo):
-        found = diagnose_run(run, step=step, device=device, gradients=gradients, out=out, model=model,
-                             say=lambda line: typer.echo(f"{line} ...", err=True))  # fmt: skip
+        found = diagnose_run(
+            run,
+            step=step,
+            device=device,
+            gradients=gradients,
+            out=out,
+            model=model,
+            say=lambda line: typer.echo(f"{line} ...", err=True),
+        )
     _print(found)
 
 
@@ -65,8 +72,12 @@ def _print(found: Diagnosed) -> None:
     console = table_console()
     console.print(numbers_table(found.diagnosis.metrics, f"Step {found.diagnosis.step}", console.width))
     for finding in found.findings:
-        console.print(Text(f"{MARKS[finding.level]}: {finding.text}", {"problem": "red", "watch": "yellow"}.get(
-            finding.level, "")), soft_wrap=True)  # fmt: skip
+        console.print(
+            Text(
+                f"{MARKS[finding.level]}: {finding.text}", {"problem": "red", "watch": "yellow"}.get(finding.level, "")
+            ),
+            soft_wrap=True,
+        )
     for line in found.diagnosis.left_out:
         console.print(Text(f"Not measured: {line}."), soft_wrap=True)
     typer.echo(f"page: {found.page}")

@@ -43,9 +43,7 @@ def export(
         Path | None,
         typer.Argument(parser=path_of("OUT"), metavar="[OUT]", help="New directory; default RUN/export."),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint; default the newest.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint; default the newest.")] = None,
     model: MovedModel = None,
     dtype: Annotated[Literal["bf16"] | None, typer.Option(help="Export the masters, unquantized.")] = None,
     max_shard_size: ShardSize = "5GB",
@@ -87,8 +85,9 @@ def write(target: Target, out: Path, max_shard_size: str, unpacked: bool, unquan
 
     dtype = torch.bfloat16 if unquantized else DTYPES[target.model.dtype]
     with quiet_libraries(typer.echo), _bar(str(out)) as progress:
-        return export_target(target, out, dtype=dtype, max_shard_bytes=max_shard_bytes, unpacked=unpacked,
-                             progress=progress)  # fmt: skip
+        return export_target(
+            target, out, dtype=dtype, max_shard_bytes=max_shard_bytes, unpacked=unpacked, progress=progress
+        )
 
 
 def show(report: ExportReport) -> None:

@@ -83,9 +83,13 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
     longest = max(len(row["name"]) for row in rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, _ in columns:
-        table.add_column(name, justify="right" if name in ("step", "reward", "eval", "age") else "left",
-                         no_wrap=name not in ("run", "learner"), overflow="fold",
-                         min_width=min(20, longest) if name == "run" else None)  # fmt: skip
+        table.add_column(
+            name,
+            justify="right" if name in ("step", "reward", "eval", "age") else "left",
+            no_wrap=name not in ("run", "learner"),
+            overflow="fold",
+            min_width=min(20, longest) if name == "run" else None,
+        )
     for row in rows:
         table.add_row(*(Text(_one_line(cell(row))) for _, cell in columns))
     console.print(table)

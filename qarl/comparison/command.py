@@ -24,9 +24,14 @@ REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped
 
 
 def compare_config(
-    file: str, overrides: list[str], axes: Axes, out: Path | None, reuse: list[Path], jobs: int = 1,
+    file: str,
+    overrides: list[str],
+    axes: Axes,
+    out: Path | None,
+    reuse: list[Path],
+    jobs: int = 1,
     start: Start = TrainProcess,
-) -> int:  # fmt: skip
+) -> int:
     """Train what is missing of the members, then write and print the comparison.
 
     out: default runs/compare-STEM of `file`. reuse: directories to search for finished runs of the same configuration.
@@ -41,9 +46,16 @@ def compare_config(
 
 
 def compare_study(
-    file: str, overrides: list[str], out: Path | None, reuse: list[Path], profile: str | None = None,
-    only: list[str] | None = None, seeds: list[int] | None = None, jobs: int = 1, start: Start = TrainProcess,
-) -> int:  # fmt: skip
+    file: str,
+    overrides: list[str],
+    out: Path | None,
+    reuse: list[Path],
+    profile: str | None = None,
+    only: list[str] | None = None,
+    seeds: list[int] | None = None,
+    jobs: int = 1,
+    start: Start = TrainProcess,
+) -> int:
     """As `compare_config`, for the variants of a study file. profile: which of its sizes; only: which variants."""
     study = load_study(file)
     out = out or Path("runs") / f"compare-{Path(file).stem[:100]}"
@@ -52,9 +64,14 @@ def compare_study(
 
 
 def _train_and_compare(
-    title: str, members: list[Member], out: Path, reuse: list[Path], jobs: int, start: Start,
+    title: str,
+    members: list[Member],
+    out: Path,
+    reuse: list[Path],
+    jobs: int,
+    start: Start,
     study: Study | None = None,
-) -> int:  # fmt: skip
+) -> int:
     records = [record for root in reuse for record in _below(root)]
     _check_out(out, own_runs=True)
     find_finished(members, records)

@@ -162,8 +162,12 @@ class TrainProcess:
         read, self._lifeline = os.pipe()  # never written; the kernel closes our end, however this process ends
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[read], start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[read],
+            start_new_session=True,
+        )
         os.close(read)
 
     def poll(self) -> int | None:

@@ -84,9 +84,18 @@ def evaluation_avg(entry: dict[str, Any]) -> dict[str, float] | None:
 
 
 GROUPED = (
-    "reward_first_quarter", "reward_last_quarter", "mismatch_delta_abs_mean", "mismatch_delta_abs_max",
-    "memory_peak_gib", "step_s", "rollout_s", "learner_s", "publish_s", "rollout_tokens_per_s", "learner_tokens_per_s",
-)  # fmt: skip
+    "reward_first_quarter",
+    "reward_last_quarter",
+    "mismatch_delta_abs_mean",
+    "mismatch_delta_abs_max",
+    "memory_peak_gib",
+    "step_s",
+    "rollout_s",
+    "learner_s",
+    "publish_s",
+    "rollout_tokens_per_s",
+    "learner_tokens_per_s",
+)
 
 
 def grouped(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

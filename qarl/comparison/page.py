@@ -73,9 +73,13 @@ def _results(comparison: dict[str, Any], members: list[dict[str, Any]], groups: 
 
 
 def _table(
-    heads: list[Column], rows: list[list[str]], entries: list[dict[str, Any]], columns: list[Number], caption: str,
+    heads: list[Column],
+    rows: list[list[str]],
+    entries: list[dict[str, Any]],
+    columns: list[Number],
+    caption: str,
     note: str,
-) -> Table:  # fmt: skip
+) -> Table:
     return Table(
         [*heads, *(Column(column.head, "right", column.help) for column in columns)],
         [[*row, *(cell(entry, column) for column in columns)] for row, entry in zip(rows, entries, strict=True)],
@@ -113,9 +117,11 @@ def _lines(
 
 
 def _study_curves(
-    comparison: dict[str, Any], members: list[dict[str, Any]], groups: list[dict[str, Any]],
+    comparison: dict[str, Any],
+    members: list[dict[str, Any]],
+    groups: list[dict[str, Any]],
     records: dict[str, RunRecord],
-) -> list[Block]:  # fmt: skip
+) -> list[Block]:
     """The charts that the study asks for, of the members that have the metric in some steps."""
     lines, note = _lines(members, groups, records)
     charts: list[Block] = []

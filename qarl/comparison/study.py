@@ -117,9 +117,14 @@ def load_study(file: str) -> Study:
 
 
 def plan_study(
-    study: Study, file: str, overrides: list[str], out: Path, profile: str | None = None,
-    only: list[str] | None = None, seeds: list[int] | None = None,
-) -> list[Member]:  # fmt: skip
+    study: Study,
+    file: str,
+    overrides: list[str],
+    out: Path,
+    profile: str | None = None,
+    only: list[str] | None = None,
+    seeds: list[int] | None = None,
+) -> list[Member]:
     """The members, in the file's order, each variant with each seed; nothing is written.
 
     A member's configuration is the study's, changed by the profile, by the variant, and by the overrides, which have

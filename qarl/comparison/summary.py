@@ -54,9 +54,14 @@ NUMBERS = (  # the most telling first
 
 
 def build(
-    title: str, command: list[str], entries: list[dict[str, Any]], groups: list[dict[str, Any]],
-    environments: dict[str, dict[str, Any]], differences: dict[str, dict[str, Any]], study: Study | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    title: str,
+    command: list[str],
+    entries: list[dict[str, Any]],
+    groups: list[dict[str, Any]],
+    environments: dict[str, dict[str, Any]],
+    differences: dict[str, dict[str, Any]],
+    study: Study | None = None,
+) -> dict[str, Any]:
     """What comparison.json holds. environments: member -> environment.json; the first is given, and what differs."""
     told = {name: {k: v for k, v in each.items() if k not in _UNTOLD} for name, each in environments.items()}
     return {
@@ -150,9 +155,12 @@ def print_table(comparison: dict[str, Any], console: Console | None = None) -> N
 
 
 def _print_fitting(
-    console: Console, entries: list[dict[str, Any]], columns: list[Number], heads: list[str],
+    console: Console,
+    entries: list[dict[str, Any]],
+    columns: list[Number],
+    heads: list[str],
     first: Callable[[dict[str, Any]], list[str]],
-) -> None:  # fmt: skip
+) -> None:
     """One table where it fits; at a narrow terminal the columns that do not follow in tables below it."""
     unbounded = console.options.update(max_width=10_000)
     fixed = [(head, [first(entry)[index] for entry in entries]) for index, head in enumerate(heads)]

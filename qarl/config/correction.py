@@ -10,8 +10,12 @@ from qarl.config.correction_presets import PRESETS, Preset, PresetName
 from qarl.config.limits import FACTOR, ITEMS, SCORE
 
 _WEIGHT_DEFAULTS: dict[str, Any] = {
-    "mode": "truncate", "lower": None, "upper": 2.0, "signal": "corr", "normalize": False,
-}  # fmt: skip
+    "mode": "truncate",
+    "lower": None,
+    "upper": 2.0,
+    "signal": "corr",
+    "normalize": False,
+}
 
 
 class RejectRule(Section):

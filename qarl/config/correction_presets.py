@@ -10,10 +10,30 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 PresetName = Literal[
-    "recompute", "bypass", "tis", "seq_tis", "mis", "seq_mis", "token_mis", "icepop", "geo_rs", "geo_rs_token_tis",
-    "geo_rs_seq_tis", "k3_rs", "k3_rs_token_tis", "k3_rs_seq_tis", "bypass_geo_rs", "bypass_k3_rs", "bypass_pg_is",
-    "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis", "srs-k3-corr", "srs-k3-ppo", "tis-srs-k1-corr", "tis-srs-k3-corr",
-]  # fmt: skip
+    "recompute",
+    "bypass",
+    "tis",
+    "seq_tis",
+    "mis",
+    "seq_mis",
+    "token_mis",
+    "icepop",
+    "geo_rs",
+    "geo_rs_token_tis",
+    "geo_rs_seq_tis",
+    "k3_rs",
+    "k3_rs_token_tis",
+    "k3_rs_seq_tis",
+    "bypass_geo_rs",
+    "bypass_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_token_tis",
+    "srs-k3-corr",
+    "srs-k3-ppo",
+    "tis-srs-k1-corr",
+    "tis-srs-k3-corr",
+]
 
 
 class Preset(NamedTuple):

@@ -29,9 +29,7 @@ class DataConfig(Section):
         "`task:arithmetic`; or `reasoning-gym:NAME`.",
     )
     split: str = Field("train", min_length=1, max_length=NAME, description="Split of a dataset.")
-    subset: str | None = Field(
-        None, min_length=1, max_length=NAME, description="Configuration name of a hub dataset."
-    )
+    subset: str | None = Field(None, min_length=1, max_length=NAME, description="Configuration name of a hub dataset.")
     task: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task generator (size, seed, ...).")
     columns: dict[str, Annotated[str, Field(min_length=1, max_length=NAME)]] = Field(
         {},

@@ -97,4 +97,3 @@ def _size(value: Any) -> tuple[int, int]:
         parts = [_size(child) for child in value]
         return 1 + sum(n for n, _ in parts), sum(c for _, c in parts)
     return 1, len(value) if isinstance(value, str) else 0
-

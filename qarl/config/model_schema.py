@@ -39,8 +39,17 @@ def _token_ids(value: Any) -> Any:
 
 TokenIds = Annotated[Any, AfterValidator(_token_ids)]  # a union's faults would name its branches
 Attention = Literal["full_attention", "sliding_attention"]
-Dtype = Literal["float64", "float32", "float16", "bfloat16", "torch.float64", "torch.float32", "torch.float16",
-                "torch.bfloat16", "auto"]  # fmt: skip
+Dtype = Literal[
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "torch.float64",
+    "torch.float32",
+    "torch.float16",
+    "torch.bfloat16",
+    "auto",
+]
 
 T = TypeVar("T", bound=Record)
 
@@ -153,8 +162,9 @@ def _check_together(found: ConfigJson | GGUFModel) -> None:
     if found.head_dim is None and found.hidden_size % heads:
         raise ValueError(f"is not valid: its {heads} attention heads do not divide its hidden size {found.hidden_size}")
     if found.head_dim is None and found.hidden_size // heads % 2:
-        raise ValueError(f"is not valid: its heads of {found.hidden_size // heads} features are odd; rotary embeddings "
-                         "turn pairs")  # fmt: skip
+        raise ValueError(
+            f"is not valid: its heads of {found.hidden_size // heads} features are odd; rotary embeddings turn pairs"
+        )
     if isinstance(found, ConfigJson):
         kinds = found.layer_types
         if kinds is not None and len(kinds) != found.num_hidden_layers:

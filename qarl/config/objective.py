@@ -49,13 +49,22 @@ class ObjectiveConfig(Section):
     """The surrogate. A key that the chosen objective does not read stays null."""
 
     name: Literal[
-        "tbpo", "grpo", "dapo", "dual_clip_grpo", "gspo", "mis_gspo", "sapo", "positive_only", "on_policy",
-        "reinforce", "rloo",
+        "tbpo",
+        "grpo",
+        "dapo",
+        "dual_clip_grpo",
+        "gspo",
+        "mis_gspo",
+        "sapo",
+        "positive_only",
+        "on_policy",
+        "reinforce",
+        "rloo",
     ] = Field(
         "tbpo",
         description="tbpo (QaRL); token-level PPO clip: grpo, dapo, dual_clip_grpo, positive_only; sequence-level "
         "ratio: gspo, mis_gspo; sapo (smooth gate); without ratio: on_policy, reinforce, rloo.",
-    )  # fmt: skip
+    )
     advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce"] | None = Field(
         None,
         description="Group mean and std, group mean only (Dr. GRPO), leave-one-out, or batch whitening; null: rloo "

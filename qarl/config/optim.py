@@ -33,9 +33,7 @@ class OptimConfig(Section):
     min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="Where linear and cosine end, as a fraction of the peak learning rate."
     )
-    max_grad_norm: float = Field(
-        1.0, ge=0, le=FACTOR, description="Global gradient norm is clipped to this; 0 is off."
-    )
+    max_grad_norm: float = Field(1.0, ge=0, le=FACTOR, description="Global gradient norm is clipped to this; 0 is off.")
     master_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description="Masters are rounded to it at the start and after every optimizer step, an ablation: training with "

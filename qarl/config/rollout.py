@@ -71,8 +71,9 @@ class RolloutConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.kernels == "qarl" and self.engine == "native":
-            yield Fault(("kernels",), self.kernels, "engine native runs qarl's kernels anyway; leave native, or use "
-                        "engine vllm")  # fmt: skip
+            yield Fault(
+                ("kernels",), self.kernels, "engine native runs qarl's kernels anyway; leave native, or use engine vllm"
+            )
         if self.engine == "vllm" and self.max_batched_tokens < self.max_num_seqs:
             yield Fault(
                 ("max_batched_tokens",),

@@ -31,16 +31,37 @@ ARGS_BY_KEY = {
 }
 # Those on which publishing, log-probs or the one process of the sampler depend.
 ARGS_FIXED = (
-    "convert", "distributed_executor_backend", "enable_prefix_caching", "enable_return_routed_experts",
-    "generation_config", "hf_overrides", "kernel_config", "linear_backend", "linear_backend_per_quant",
-    "load_format", "logits_processors", "logprobs_mode", "max_logprobs", "model_impl", "model_weights",
-    "override_generation_config", "quantization_config", "runner", "skip_tokenizer_init",
-    "weight_transfer_config", "worker_cls", "worker_extension_cls",
-)  # fmt: skip
+    "convert",
+    "distributed_executor_backend",
+    "enable_prefix_caching",
+    "enable_return_routed_experts",
+    "generation_config",
+    "hf_overrides",
+    "kernel_config",
+    "linear_backend",
+    "linear_backend_per_quant",
+    "load_format",
+    "logits_processors",
+    "logprobs_mode",
+    "max_logprobs",
+    "model_impl",
+    "model_weights",
+    "override_generation_config",
+    "quantization_config",
+    "runner",
+    "skip_tokenizer_init",
+    "weight_transfer_config",
+    "worker_cls",
+    "worker_extension_cls",
+)
 ARGS_OF_ONE = (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
-    "decode_context_parallel_size", "nnodes",
-)  # fmt: skip
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "nnodes",
+)
 
 
 class VLLMConfig(Section):

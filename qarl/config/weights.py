@@ -28,8 +28,15 @@ from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, shown_names, stored
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_STORED = {"int8": "I8", "int32": "I32", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16",
-           "float16": "F16", "float32": "F32"}  # fmt: skip
+_STORED = {
+    "int8": "I8",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+}
 _SCALES = ("BF16", "F16", "F32")
 # Buffers of old checkpoints, which transformers computes itself and passes over.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
@@ -37,11 +44,18 @@ _PICKLED = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
 # Parts of names, Hugging Face's and GGUF's (gguf.tensor_mapping).
 _GGUF_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _GGUF_LAYER = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 @dataclass(frozen=True)
@@ -174,12 +188,15 @@ def _difference(
         faults.append(f"{len(extra):,} that it does not have ({shown_names(extra)})")
     if shapes:
         name = shapes[0]
-        faults.append(f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, {source} makes it "
-                      f"{list(wanted[name].shape)})")  # fmt: skip
+        faults.append(
+            f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, {source} makes it "
+            f"{list(wanted[name].shape)})"
+        )
     if types:
         name = types[0]
-        faults.append(f"{len(types):,} of another type ({name} is {held[name][1]}, must be "
-                      f"{' or '.join(wanted[name].dtypes)})")  # fmt: skip
+        faults.append(
+            f"{len(types):,} of another type ({name} is {held[name][1]}, must be {' or '.join(wanted[name].dtypes)})"
+        )
     if not faults:
         return None
     fix = "restore the model's own files"

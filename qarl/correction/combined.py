@@ -124,9 +124,11 @@ class Correction:
         found = importance_weights(signal.masked_fill(pruned.tokens, 0.0), segments, self.weighting)
         gone = pruned.tokens if self.weighting.per_token else pruned.responses
         return ImportanceWeights(
-            found.weights.masked_fill(gone, 0.0), found.ratio.masked_fill(gone, 0.0), found.rejected & ~gone,
+            found.weights.masked_fill(gone, 0.0),
+            found.ratio.masked_fill(gone, 0.0),
+            found.rejected & ~gone,
             found.clamped & ~gone,
-        )  # fmt: skip
+        )
 
 
 class _Signals:

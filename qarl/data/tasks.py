@@ -63,9 +63,13 @@ def arithmetic(
     Raises UserError naming the option.
     """
     for name, value, least, most in (
-        ("size", size, 1, MOST_ROWS), ("terms", terms, 2, 1000), ("digits", digits, 1, 100),
-        ("min", min, 0, 10**100), ("max", max, 0, 10**100), ("seed", seed, -(2**63), 2**63 - 1),
-    ):  # fmt: skip
+        ("size", size, 1, MOST_ROWS),
+        ("terms", terms, 2, 1000),
+        ("digits", digits, 1, 100),
+        ("min", min, 0, 10**100),
+        ("max", max, 0, 10**100),
+        ("seed", seed, -(2**63), 2**63 - 1),
+    ):
         if value is None and name in ("digits", "min", "max"):
             continue
         if type(value) is not int or value < least:
@@ -84,8 +88,10 @@ def arithmetic(
         if high < low:
             raise UserError(f"data.task.max: must be an integer of at least min = {low}, got {high!r}")
     if terms * len(str(high)) > _ANSWER_DIGITS:
-        raise UserError(f"data.task.terms: {terms} operands of {len(str(high))} digits can multiply to more than "
-                        f"{_ANSWER_DIGITS:,} digits; lower one of the two")  # fmt: skip
+        raise UserError(
+            f"data.task.terms: {terms} operands of {len(str(high))} digits can multiply to more than "
+            f"{_ANSWER_DIGITS:,} digits; lower one of the two"
+        )
     return [_problem(random.Random(f"{seed}-{index}"), list(operations), low, high, terms) for index in range(size)]
 
 

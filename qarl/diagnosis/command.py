@@ -33,9 +33,15 @@ class Diagnosed:
 
 
 def diagnose_run(
-    run: Path, *, step: int | None, device: str, gradients: bool, out: Path | None, model: str | None,
+    run: Path,
+    *,
+    step: int | None,
+    device: str,
+    gradients: bool,
+    out: Path | None,
+    model: str | None,
     say: Callable[[str], None],
-) -> Diagnosed:  # fmt: skip
+) -> Diagnosed:
     """Look at a step again, and write what was found to `out` (default RUN/diagnose/NNNNNN). The run stays as it is.
 
     step: default the last one with both rollouts and a checkpoint. model: where the base model is now, if it moved.
@@ -67,6 +73,10 @@ def _write(directory: Path, run: Path, diagnosis: Diagnosis, findings: list[Find
     text = json.dumps(contents, indent=1, allow_nan=False) + "\n"
     sections = diagnosis_sections(diagnosis, findings)
     beside = {directory / "diagnosis.json": text.encode()} | chart_files(directory / "plots", sections)
-    return write_page(directory / "index.html", f"Step {diagnosis.step} of {run.resolve().name}",
-                      "qarl diagnose: log-probs recomputed with the weights after the step", sections,
-                      beside)  # fmt: skip
+    return write_page(
+        directory / "index.html",
+        f"Step {diagnosis.step} of {run.resolve().name}",
+        "qarl diagnose: log-probs recomputed with the weights after the step",
+        sections,
+        beside,
+    )

@@ -86,13 +86,15 @@ def diagnose(
     examples = error_examples(
         saved.responses, saved.logp_sampler.split(lengths), advantages, policy.tokenizer.decode, EXAMPLES
     )
-    tokens = StepTokens(saved.logp_sampler, saved.logp_old, logp, shadow, log_ratio, weights, advantages, segments,
-                        objective.band)  # fmt: skip
+    tokens = StepTokens(
+        saved.logp_sampler, saved.logp_old, logp, shadow, log_ratio, weights, advantages, segments, objective.band
+    )
     record = diagnostics_record(
         saved.step, metrics, tokens, layers, examples, config.diagnostics.tokens, config.train.seed
     )
-    vllm = ["vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what the two differ "
-            "by"]  # fmt: skip
+    vllm = [
+        "vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what the two differ by"
+    ]
     left_out = [*(vllm if config.rollout.engine == "vllm" else []), *no_changes, *no_gradients]
     return Diagnosis(saved.step, metrics, record, left_out)
 
@@ -131,8 +133,14 @@ def _changes(
     """
     what = "what the step changed (deployed/*, crossings)"
     if not previous:
-        return {}, None, [f"{what}: no checkpoint of step {saved.step - 1}; checkpoint.every: 1 and "
-                          "checkpoint.keep_last: 0 keep one of every step"]  # fmt: skip
+        return (
+            {},
+            None,
+            [
+                f"{what}: no checkpoint of step {saved.step - 1}; checkpoint.every: 1 and "
+                "checkpoint.keep_last: 0 keep one of every step"
+            ],
+        )
     say(f"the sampler's arithmetic at the weights before step {saved.step}")
     try:
         before = policy.load(saved.step - 1)

@@ -53,8 +53,10 @@ class RunPolicy:
         """
         path = self._checkpoints / f"{step:06d}"
         if not path.exists():
-            raise UserError(f"{path}: the run that goes on has removed it (checkpoint.keep_last); diagnose it again, "
-                            "or when it has ended")  # fmt: skip
+            raise UserError(
+                f"{path}: the run that goes on has removed it (checkpoint.keep_last); diagnose it again, "
+                "or when it has ended"
+            )
         try:
             checkpoint = CheckpointStore.load(path, groups=("masters",))
         except CheckpointDamaged as error:
@@ -62,15 +64,19 @@ class RunPolicy:
         masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
         for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
             if name not in masters or name not in parameters or masters[name].shape != parameters[name].shape:
-                raise UserError(f"{checkpoint.path}: made for another model ('{name}' is not the same in both); give "
-                                "the model that the run started from with --model")  # fmt: skip
+                raise UserError(
+                    f"{checkpoint.path}: made for another model ('{name}' is not the same in both); give "
+                    "the model that the run started from with --model"
+                )
         for name, parameter in parameters.items():
             parameter.copy_(masters[name])
         state = saved_state(PolicyState, checkpoint.state, str(path))
         snapshot = self.policy.refresh(state.version)
         if snapshot.manifest().digest() != state.snapshot_sha256:
-            raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did in the run; use the "
-                            "package versions in the run's environment.json")  # fmt: skip
+            raise UserError(
+                f"{checkpoint.path}: its masters quantize to other codes than they did in the run; use the "
+                "package versions in the run's environment.json"
+            )
         return snapshot
 
     def check_tokens(self, saved: SavedStep) -> None:
@@ -78,8 +84,10 @@ class RunPolicy:
         largest, vocabulary = max(map(max, saved.prompts + saved.responses)), self.policy.head_master.shape[0]
         if largest >= vocabulary:
             path = self._checkpoints.parent / "rollouts" / f"{saved.step:06d}.safetensors"
-            raise UserError(f"{path}: holds token {largest}, and the model has {vocabulary:,}; give another --step, or "
-                            "the model that the run started from with --model")  # fmt: skip
+            raise UserError(
+                f"{path}: holds token {largest}, and the model has {vocabulary:,}; give another --step, or "
+                "the model that the run started from with --model"
+            )
 
     @torch.no_grad()
     def logprobs(self, saved: SavedStep) -> Tensor:
@@ -108,8 +116,9 @@ class RunPolicy:
         parts = micro_batches(batch, live, config.train.micro_batch_tokens)
         tokens = sum(len(saved.responses[i]) for i in indices)
         band = build_objective(config.objective, config.correction).band
-        return gradient_gram(self.policy, batch, parts, tokens, self.truncation, config.train.logprob_chunk,
-                             config.loss_scale, band)  # fmt: skip
+        return gradient_gram(
+            self.policy, batch, parts, tokens, self.truncation, config.train.logprob_chunk, config.loss_scale, band
+        )
 
     def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
         batch, found = batch_of(saved), {}

@@ -165,8 +165,15 @@ def _tail(m: Mapping[str, float]) -> Iterable[Finding]:
 def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     if "precision/beta_abs_max" not in m:
         return
-    names = ("alpha_abs_mean", "beta_abs_mean", "snr", "clipped_frac", "phantom_frac", "phantom_lost_frac",
-             "argmax_flip_frac")  # fmt: skip
+    names = (
+        "alpha_abs_mean",
+        "beta_abs_mean",
+        "snr",
+        "clipped_frac",
+        "phantom_frac",
+        "phantom_lost_frac",
+        "argmax_flip_frac",
+    )
     evidence = _evidence(m, *(f"precision/{name}" for name in names))
     phantom, clipped = m.get("precision/phantom_frac"), m.get("precision/clipped_frac", 0.0)
     lost = ""
@@ -175,9 +182,12 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
     if m["precision/beta_abs_max"] == 0.0:
         yield Finding("fine", "The learner computes as the sampler does: beta is 0 at every token.", evidence)
     elif phantom is None:
-        yield Finding("fine", "The objective clips nothing, so precision takes no token's gradient; it moves the "
-                      f"log-probs by {number(m.get('precision/beta_abs_mean'))} nats in the mean.",
-                      evidence)  # fmt: skip
+        yield Finding(
+            "fine",
+            "The objective clips nothing, so precision takes no token's gradient; it moves the "
+            f"log-probs by {number(m.get('precision/beta_abs_mean'))} nats in the mean.",
+            evidence,
+        )
     elif phantom >= PHANTOM_PROBLEM:
         yield Finding(
             "problem",
@@ -187,12 +197,19 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
             evidence,
         )
     elif phantom >= PHANTOM_WATCH:
-        yield Finding("watch", f"{percent(phantom)} of the tokens are outside the clip bounds by precision alone, "
-                      f"{percent(clipped)} because the policy moved.{lost}", evidence)  # fmt: skip
+        yield Finding(
+            "watch",
+            f"{percent(phantom)} of the tokens are outside the clip bounds by precision alone, "
+            f"{percent(clipped)} because the policy moved.{lost}",
+            evidence,
+        )
     else:
-        yield Finding("fine", f"Precision alone takes {percent(phantom)} of the tokens out of the clip bounds, the "
-                      f"policy's movement alone (alpha) {percent(clipped)}.",
-                      evidence)  # fmt: skip
+        yield Finding(
+            "fine",
+            f"Precision alone takes {percent(phantom)} of the tokens out of the clip bounds, the "
+            f"policy's movement alone (alpha) {percent(clipped)}.",
+            evidence,
+        )
     snr = m.get("precision/snr")
     if snr is not None and snr < 1.0:
         yield Finding(
@@ -203,9 +220,12 @@ def _precision(m: Mapping[str, float]) -> Iterable[Finding]:
             evidence,
         )
     if clipped > CLIPPED_WATCH:
-        yield Finding("watch", f"The policy's movement alone (alpha) takes {percent(clipped)} of the tokens out of the "
-                      "band; lower optim.lr, take fewer optimizer steps a batch, or widen the band.",
-                      evidence)  # fmt: skip
+        yield Finding(
+            "watch",
+            f"The policy's movement alone (alpha) takes {percent(clipped)} of the tokens out of the "
+            "band; lower optim.lr, take fewer optimizer steps a batch, or widen the band.",
+            evidence,
+        )
 
 
 def _gradients(m: Mapping[str, float]) -> Iterable[Finding]:
@@ -214,8 +234,12 @@ def _gradients(m: Mapping[str, float]) -> Iterable[Finding]:
         return
     evidence = _evidence(m, *(f"gradients/{name}" for name in ("cos_total", "total_rel", "ratio_rel", "score_rel")))
     if cosine >= COSINE_WATCH:
-        yield Finding("fine", f"The gradient points where it would without the precision gap (cosine {number(cosine)}, "
-                      "clipping left aside).", evidence)  # fmt: skip
+        yield Finding(
+            "fine",
+            f"The gradient points where it would without the precision gap (cosine {number(cosine)}, "
+            "clipping left aside).",
+            evidence,
+        )
         return
     ratio, score = m.get("gradients/ratio_rel", 0.0), m.get("gradients/score_rel", 0.0)
     source = "through the ratio" if ratio > score else "through the score, which no choice of ratio mends"
@@ -245,9 +269,11 @@ def _deployed(m: Mapping[str, float]) -> Iterable[Finding]:
         why = "The update may be too small for any rounding boundary; raise optim.lr."
         if m.get("weights/zero_frac") == 1.0:
             why = "The correction left no token to learn from."
-        yield Finding("watch", f"The step changed nothing that is served: every log-prob is what it was. {why}",
-                      _evidence(m, "deployed/delta_abs_mean", "quant/codes_changed_frac",
-                                "weights/zero_frac"))  # fmt: skip
+        yield Finding(
+            "watch",
+            f"The step changed nothing that is served: every log-prob is what it was. {why}",
+            _evidence(m, "deployed/delta_abs_mean", "quant/codes_changed_frac", "weights/zero_frac"),
+        )
     efficiency = m.get("deployed/efficiency")
     if efficiency is None:
         return
@@ -257,8 +283,12 @@ def _deployed(m: Mapping[str, float]) -> Iterable[Finding]:
     if efficiency >= EFFICIENCY_FINE:
         yield Finding("fine", f"The step improved what is served: {what} ({paper}).", evidence)
     else:
-        yield Finding("watch", f"The step hardly improved what is served: {what}; {paper}. One step is noisy: look at "
-                      "several (diagnostics.deployed_every).", evidence)  # fmt: skip
+        yield Finding(
+            "watch",
+            f"The step hardly improved what is served: {what}; {paper}. One step is noisy: look at "
+            "several (diagnostics.deployed_every).",
+            evidence,
+        )
 
 
 def _error_tokens(m: Mapping[str, float]) -> Iterable[Finding]:
@@ -292,11 +322,19 @@ def _weights(m: Mapping[str, float]) -> Iterable[Finding]:
     ess, zero = m.get("weights/ess_frac"), m.get("weights/zero_frac")
     evidence = _evidence(m, "weights/mean", "weights/max", "weights/ess_frac", "weights/zero_frac")
     if zero is not None and zero > DROPPED_WATCH:
-        yield Finding("watch", f"The correction drops {percent(zero)} of the tokens; what is left may be too little to "
-                      "learn from. Widen its bounds, or remove the mismatch at its source.", evidence)  # fmt: skip
+        yield Finding(
+            "watch",
+            f"The correction drops {percent(zero)} of the tokens; what is left may be too little to "
+            "learn from. Widen its bounds, or remove the mismatch at its source.",
+            evidence,
+        )
     elif ess is not None and ess < WEIGHT_ESS_WATCH:
-        yield Finding("watch", f"The correction's weights are far from 1: the tokens are worth {percent(ess)} of their "
-                      "number after weighting.", evidence)  # fmt: skip
+        yield Finding(
+            "watch",
+            f"The correction's weights are far from 1: the tokens are worth {percent(ess)} of their "
+            "number after weighting.",
+            evidence,
+        )
     elif ess is not None:
         yield Finding("fine", f"The correction keeps {percent(ess)} of the tokens' worth.", evidence)
 
@@ -306,5 +344,14 @@ def _evidence(m: Mapping[str, float], *names: str) -> dict[str, float]:
 
 
 _CHECKS: tuple[Callable[[Mapping[str, float]], Iterable[Finding]], ...] = (
-    _mismatch, _precision, _gradients, _clipped_gradient, _deployed, _tail, _skew, _growth, _weights, _error_tokens,
-)  # fmt: skip
+    _mismatch,
+    _precision,
+    _gradients,
+    _clipped_gradient,
+    _deployed,
+    _tail,
+    _skew,
+    _growth,
+    _weights,
+    _error_tokens,
+)

@@ -54,23 +54,31 @@ def pick_step(run: Path, step: int | None) -> int:
     """
     drawn, saved = rollout_steps(run), checkpoint_steps(run / "checkpoints")
     if not drawn:
-        raise UserError(f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true, and "
-                        "logging.rollouts_every says how often")  # fmt: skip
+        raise UserError(
+            f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true, and "
+            "logging.rollouts_every says how often"
+        )
     if not saved:
         raise UserError(f"{run}: holds no checkpoint; train until checkpoint.every steps are done, or to the end")
     if step is None:
         both = sorted(set(drawn) & set(saved))
         if not both:
-            raise UserError(f"{run}: no step has both rollouts ({_listed(drawn)}) and a checkpoint ({_listed(saved)}); "
-                            "make logging.rollouts_every and checkpoint.every meet, and checkpoint.keep_last 0 keeps "
-                            "them all")  # fmt: skip
+            raise UserError(
+                f"{run}: no step has both rollouts ({_listed(drawn)}) and a checkpoint ({_listed(saved)}); "
+                "make logging.rollouts_every and checkpoint.every meet, and checkpoint.keep_last 0 keeps "
+                "them all"
+            )
         return both[-1]
     if step not in drawn:
-        raise UserError(f"--step: {run} has no rollouts/{step_name(step)}.safetensors; it has {_listed(drawn)} "
-                        "(logging.rollouts_every)")  # fmt: skip
+        raise UserError(
+            f"--step: {run} has no rollouts/{step_name(step)}.safetensors; it has {_listed(drawn)} "
+            "(logging.rollouts_every)"
+        )
     if step not in saved:
-        raise UserError(f"--step: {run} has no checkpoint of step {step}; it has {_listed(saved)} (checkpoint.every, "
-                        "checkpoint.keep_last)")  # fmt: skip
+        raise UserError(
+            f"--step: {run} has no checkpoint of step {step}; it has {_listed(saved)} (checkpoint.every, "
+            "checkpoint.keep_last)"
+        )
     return step
 
 
@@ -92,19 +100,30 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     wrong = [name for name in _INTEGERS if tensors[name].dtype not in (torch.int32, torch.int64)]
     wrong += [name for name in _FLOATS if tensors[name].dtype != torch.float32]
     if wrong:
-        raise UserError(f"{path}: {wrong[0]} is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, which is not "
-                        "how a run writes it; give another --step")  # fmt: skip
+        raise UserError(
+            f"{path}: {wrong[0]} is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, which is not "
+            "how a run writes it; give another --step"
+        )
     flat = [name for name in (*_INTEGERS, *_FLOATS) if tensors[name].ndim != 1]
     if flat:
-        raise UserError(f"{path}: {flat[0]} has shape {list(tensors[flat[0]].shape)}, expected one dimension; give "
-                        "another --step")  # fmt: skip
+        raise UserError(
+            f"{path}: {flat[0]} has shape {list(tensors[flat[0]].shape)}, expected one dimension; give another --step"
+        )
     lengths = {name: tensors[name].tolist() for name in ("prompt_lengths", "response_lengths")}
     if not all(lengths.values()) or min(map(min, lengths.values())) < 1:
         raise UserError(f"{path}: holds an empty prompt or response, or none at all; give another --step")
     tokens, responses = sum(lengths["response_lengths"]), len(lengths["response_lengths"])
-    expected = {"prompt_lengths": responses, "prompt_tokens": sum(lengths["prompt_lengths"]), "groups": responses,
-                "response_tokens": tokens, "logp_sampler": tokens, "logp_old": tokens, "logp": tokens,
-                "advantages": responses, "rewards": responses}  # fmt: skip
+    expected = {
+        "prompt_lengths": responses,
+        "prompt_tokens": sum(lengths["prompt_lengths"]),
+        "groups": responses,
+        "response_tokens": tokens,
+        "logp_sampler": tokens,
+        "logp_old": tokens,
+        "logp": tokens,
+        "advantages": responses,
+        "rewards": responses,
+    }
     for name, size in expected.items():
         if tensors[name].shape != (size,):
             raise UserError(f"{path}: {name} has shape {list(tensors[name].shape)}, not [{size}]; give another --step")
@@ -116,8 +135,9 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
     groups = tensors["groups"].tolist()
     members = groups.count(groups[0])
     if groups != [i // members for i in range(responses)]:
-        raise UserError(f"{path}: groups does not number the prompts, responses of one side by side; give another "
-                        "--step")  # fmt: skip
+        raise UserError(
+            f"{path}: groups does not number the prompts, responses of one side by side; give another --step"
+        )
     parts = {
         name: [part.tolist() for part in tensors[f"{name}_tokens"].split(lengths[f"{name}_lengths"])]
         for name in ("prompt", "response")

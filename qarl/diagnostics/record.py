@@ -86,9 +86,9 @@ def diagnostics_record(
         "format_version": FORMAT_VERSION,
         "step": step,
         "metrics": {name: _finite(value) for name, value in metrics.items()},
-        "band": None if band is None else {
-            "level": band.level, "high": _finite(band.high), "low": band.low, "neg_high": _finite(band.neg_high)
-        },
+        "band": None
+        if band is None
+        else {"level": band.level, "high": _finite(band.high), "low": band.low, "neg_high": _finite(band.neg_high)},
         "tokens": {name: None if x is None else _column(x, chosen) for name, x in columns.items()},
         "token_count": count,
         "deciles": [
@@ -97,7 +97,7 @@ def diagnostics_record(
         ],
         "layers": None if layers is None else {name: list(pair) for name, pair in layers.items()},
         "error_examples": examples,
-    }  # fmt: skip
+    }
 
 
 def _column(values: Tensor, chosen: range | list[int]) -> list[Any]:

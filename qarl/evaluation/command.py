@@ -58,10 +58,13 @@ def evaluate_target(
                     opened = open_policy(target, device=device, rollout=sizes)
                 try:
                     sampling = opened.sampling(
-                        settings.samples, settings.max_response_length, settings.truncation, stop=settings.stop,
+                        settings.samples,
+                        settings.max_response_length,
+                        settings.truncation,
+                        stop=settings.stop,
                         extra_stop_ids=tuple(rollout.stop_token_ids) if ends_as_run else (),
                         ignore_eos=ends_as_run and rollout.ignore_eos,
-                    )  # fmt: skip
+                    )
                     settings = Settings.of(section, length, stop, sampling.stop_token_ids)
                     late = {
                         "stop_token_ids": sorted(sampling.stop_token_ids),
@@ -71,11 +74,14 @@ def evaluate_target(
                     if directory.rows:
                         console.message(f"{len(directory.rows)} completions are there already, in {path}")
                     try:
-                        summary = evaluate(opened.engine, opened.policy.version, tasks, settings, rewards, directory,
-                                           console.phase)  # fmt: skip
+                        summary = evaluate(
+                            opened.engine, opened.policy.version, tasks, settings, rewards, directory, console.phase
+                        )
                     except KeyboardInterrupt:
-                        console.message(f"stopped with {len(directory.rows)} completions in {path}; the same command "
-                                        "goes on from there")  # fmt: skip
+                        console.message(
+                            f"stopped with {len(directory.rows)} completions in {path}; the same command "
+                            "goes on from there"
+                        )
                         raise
                 finally:
                     opened.close()

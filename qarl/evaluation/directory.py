@@ -1,9 +1,9 @@
 """A results directory: what was evaluated, its completions as they come, and the results at the end.
 
-    evaluation.json     what decides the results; another evaluation is refused
-    completions.jsonl   one line a completion, appended durably
-    rewards.log         what the reward functions print, and each of their failures
-    results.json        written last
+evaluation.json     what decides the results; another evaluation is refused
+completions.jsonl   one line a completion, appended durably
+rewards.log         what the reward functions print, and each of their failures
+results.json        written last
 """
 
 from __future__ import annotations

@@ -77,8 +77,13 @@ def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConf
 
 def _option(loc: Loc) -> str:
     """The option that sets a key of the section."""
-    names = {"pass_at": "--k", "samples": "--samples", "temperature": "--temperature", "seed": "--seed",
-             "max_response_length": "--max-response-length"}  # fmt: skip
+    names = {
+        "pass_at": "--k",
+        "samples": "--samples",
+        "temperature": "--temperature",
+        "seed": "--seed",
+        "max_response_length": "--max-response-length",
+    }
     return names.get(str(loc[0]), "command line") if loc else "command line"
 
 

@@ -116,8 +116,10 @@ def evaluate(
     asked = {(task.name, prompt.id): prompt.text for task in tasks for prompt in task.prompts}
     for row in sink.rows:
         if asked.get((row["task"], row["prompt_id"])) != row["prompt"]:
-            raise UserError(f"--out: its completions.jsonl holds an answer to prompt {row['prompt_id']} of task "
-                            f"{row['task']!r} that is not asked here; choose another --out")  # fmt: skip
+            raise UserError(
+                f"--out: its completions.jsonl holds an answer to prompt {row['prompt_id']} of task "
+                f"{row['task']!r} that is not asked here; choose another --out"
+            )
     done = {(row["task"], row["prompt_id"]) for row in sink.rows}
     for task in tasks:
         left = [prompt for prompt in task.prompts if (task.name, prompt.id) not in done]

@@ -100,8 +100,9 @@ class TrainingEvaluation:
             return
         check()
         sink = MemorySink()
-        summary = evaluate(engine, policy.version, self._tasks, self._settings, self._rewards, sink, console.phase,
-                           check)  # fmt: skip
+        summary = evaluate(
+            engine, policy.version, self._tasks, self._settings, self._rewards, sink, console.phase, check
+        )
         seconds = time.perf_counter() - started
         self._write_completions(step, sink.rows)
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
@@ -120,8 +121,12 @@ class TrainingEvaluation:
 
     def _fingerprint(self, policy: Policy) -> str:
         """Of what decides the results, policy included."""
-        content = [self._settings.describe(), self._settings.pass_at, [task.fingerprint for task in self._tasks],
-                   policy.current.manifest().digest()]  # fmt: skip
+        content = [
+            self._settings.describe(),
+            self._settings.pass_at,
+            [task.fingerprint for task in self._tasks],
+            policy.current.manifest().digest(),
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _write_completions(self, step: int, rows: list[dict[str, Any]]) -> None:

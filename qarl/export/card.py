@@ -50,14 +50,22 @@ def model_card(
         evaluations = evaluations_of(record, target.step, scheme.name)
         title = f"{target.run_dir.resolve().name}-{scheme.name}"
     weights = _weights(target, scheme, dtype, file_format, tensor_bytes, bf16_bytes)
-    parts = [_front_matter(target, scheme), f"# {_inline(title)}\n", _summary(target, scheme, _inline(base)),
-             "## Weights\n", _table([("", "")], weights)]  # fmt: skip
+    parts = [
+        _front_matter(target, scheme),
+        f"# {_inline(title)}\n",
+        _summary(target, scheme, _inline(base)),
+        "## Weights\n",
+        _table([("", "")], weights),
+    ]
     if training:
         parts += ["## Training\n", _table([("", "")], [("Base model", base), *training])]
     if evaluations:
         rows = [(e.task, str(e.step), e.prompts, e.avg, e.passed) for e in evaluations]
-        parts += ["## Evaluation\n", "Means over prompts, with their 95% confidence intervals.\n",
-                  _table([("Task", "Step", "Prompts", "avg@n", "pass@k")], rows)]  # fmt: skip
+        parts += [
+            "## Evaluation\n",
+            "Means over prompts, with their 95% confidence intervals.\n",
+            _table([("Task", "Step", "Prompts", "avg@n", "pass@k")], rows),
+        ]
     parts.append(_LOADING)
     if scheme.quantized:
         rounded = "" if scheme.scale_dtype == dtype else f", with their scales rounded to {dtype}"
@@ -80,8 +88,11 @@ def _front_matter(target: Target, scheme: Scheme) -> str:
 def _summary(target: Target, scheme: Scheme, base: str) -> str:
     made = f"qarl {qarl.__version__}"
     if target.run is None:
-        how = "quantized by rounding to nearest, without training: a baseline" if scheme.quantized else \
-            "unquantized, its weights rounded to the dtype below"  # fmt: skip
+        how = (
+            "quantized by rounding to nearest, without training: a baseline"
+            if scheme.quantized
+            else "unquantized, its weights rounded to the dtype below"
+        )
         return f"{base}, {how}. Made by {made}.\n"
     trained = f"{base}, trained by reinforcement learning for {target.step} steps with {made}"
     if not scheme.quantized and target.run.quant.scheme != "bf16":

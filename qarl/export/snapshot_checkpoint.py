@@ -23,11 +23,19 @@ MAX_SHARD_BYTES = 4 * 10**9
 
 
 def write_snapshot_checkpoint(
-    directory: Path, snapshot: Snapshot, model_config: PreTrainedConfig, generation_config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase, scheme: Scheme, ignore: list[str], dtype: torch.dtype, *,
-    max_shard_bytes: int = MAX_SHARD_BYTES, place: str = "train.run_dir",
+    directory: Path,
+    snapshot: Snapshot,
+    model_config: PreTrainedConfig,
+    generation_config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    scheme: Scheme,
+    ignore: list[str],
+    dtype: torch.dtype,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    place: str = "train.run_dir",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> int:  # fmt: skip
+) -> int:
     """Write `snapshot` to the new directory `directory`, for vLLM and transformers to load. Returns bytes of tensors.
 
     Tensors stand under their own names and bit for bit, copied from their device one at a time; a tied output layer is
@@ -40,8 +48,10 @@ def write_snapshot_checkpoint(
     total = sum(stored_bytes({shard.file: shard.specs}) for shard in shards)
     needed = total + RECORD_BYTES * len(snapshot.tensors) + DOCUMENT_BYTES
     if (free := free_bytes(directory)) < needed:
-        raise UserError(f"{directory}: no space for the sampler's checkpoint ({needed:,} bytes needed, {free:,} free); "
-                        f"free some space, or choose another {place}, on another disk")  # fmt: skip
+        raise UserError(
+            f"{directory}: no space for the sampler's checkpoint ({needed:,} bytes needed, {free:,} free); "
+            f"free some space, or choose another {place}, on another disk"
+        )
     documents = {"config.json": config_document(model_config, dtype, scheme, ignore)}
     if generation_config is not None:
         documents["generation_config.json"] = json.loads(generation_config.to_json_string())

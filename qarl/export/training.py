@@ -45,18 +45,26 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     regime = REGIMES[config.quant.learner] if config.quant.scheme != "bf16" else "BF16 RL: nothing is quantized"
     facts = [
         ("Steps", f"{step} of {train.steps}"),
-        ("Objective", f"{config.objective.name}, advantage {config.objective.advantage}, "
-                      f"{config.objective.aggregation}"),
+        (
+            "Objective",
+            f"{config.objective.name}, advantage {config.objective.advantage}, {config.objective.aggregation}",
+        ),
         ("Regime", f"{regime} (scheme {config.quant.scheme}, learner {config.quant.learner})"),
         ("Prompts", Path(source).name if config.data.kind == "local" else source),
         ("Rewards", rewards),
-        ("Responses a step", f"{config.responses_per_step} ({train.prompts_per_step} prompts, {rollout.n} each), "
-                             f"{config.minibatch_size} per optimizer step"),
+        (
+            "Responses a step",
+            f"{config.responses_per_step} ({train.prompts_per_step} prompts, {rollout.n} each), "
+            f"{config.minibatch_size} per optimizer step",
+        ),
         ("Sampling", f"temperature {rollout.temperature:g}, at most {rollout.max_response_length} tokens"),
-        ("Optimizer", f"{optim.name}, learning rate {optim.lr:g} ({optim.schedule}), "
-                      f"weight decay {optim.weight_decay:g}, float32 master weights"),
+        (
+            "Optimizer",
+            f"{optim.name}, learning rate {optim.lr:g} ({optim.schedule}), "
+            f"weight decay {optim.weight_decay:g}, float32 master weights",
+        ),
         ("Seed", str(train.seed)),
-    ]  # fmt: skip
+    ]
     if config.correction.active:
         facts.append(("Correction", str(config.correction)))
     quarter = max(1, len(seen) // 4)
@@ -68,8 +76,13 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     mismatch = _mean(seen[-quarter:], "mismatch/delta_abs_mean")
     if mismatch is not None:
         largest = max((r.get("mismatch/delta_abs_max") or 0.0 for r in seen), default=0.0)
-        facts.append(("Mismatch", f"log-probs of sampler and learner differ by {mismatch:.3g} in the mean of the last "
-                                  f"quarter, and by {largest:.3g} at most for any token of the run"))  # fmt: skip
+        facts.append(
+            (
+                "Mismatch",
+                f"log-probs of sampler and learner differ by {mismatch:.3g} in the mean of the last "
+                f"quarter, and by {largest:.3g} at most for any token of the run",
+            )
+        )
     return facts
 
 
@@ -99,11 +112,14 @@ def _evaluations(path: Path, step: int, results: dict[str, Any]) -> list[Evaluat
         raise UserError(f"{error}; remove it, or evaluate again") from error
     return [
         Evaluation(
-            step, task.name, str(task.prompts), f"avg@{task.samples} {_interval(task.avg)}",
+            step,
+            task.name,
+            str(task.prompts),
+            f"avg@{task.samples} {_interval(task.avg)}",
             ", ".join(f"pass@{k} {_interval(value)}" for k, value in task.passed.items()),
         )
         for task in tasks
-    ]  # fmt: skip
+    ]
 
 
 class _Interval(Record):

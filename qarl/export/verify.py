@@ -77,9 +77,11 @@ class Agreement:
         name = f"{self.reader} {self.version}".strip()
         if self.delta_abs_mean is None:
             return f"{name}: {self.status}" + (f" ({self.reason})" if self.reason else "")
-        found = (f"{self.same_text} of {self.prompts} greedy texts, {self.likeliest} of {self.tokens} tokens the same; "
-                 f"|delta log-prob| mean {self.delta_abs_mean:.2g} (bound {self.bound:g}), max "
-                 f"{self.delta_abs_max:.2g}")  # fmt: skip
+        found = (
+            f"{self.same_text} of {self.prompts} greedy texts, {self.likeliest} of {self.tokens} tokens the same; "
+            f"|delta log-prob| mean {self.delta_abs_mean:.2g} (bound {self.bound:g}), max "
+            f"{self.delta_abs_max:.2g}"
+        )
         return f"{name}: {self.status}: {found}" + (f"; {self.reason}" if self.reason else "")
 
 
@@ -135,11 +137,15 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
 
 def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:
     """Agreement of a reader with the reference. A response that only lacks the final stop token is the same text."""
-    deltas = [
-        abs(theirs - ours)
-        for pair in zip(reading.logprobs, reference.logprobs, strict=True)
-        for theirs, ours in zip(*pair, strict=True)
-    ] if reading.logprobs and list(map(len, reading.logprobs)) == list(map(len, reference.logprobs)) else []
+    deltas = (
+        [
+            abs(theirs - ours)
+            for pair in zip(reading.logprobs, reference.logprobs, strict=True)
+            for theirs, ours in zip(*pair, strict=True)
+        ]
+        if reading.logprobs and list(map(len, reading.logprobs)) == list(map(len, reference.logprobs))
+        else []
+    )
     same = sum(
         theirs == ours or theirs == ours[:-1]
         for theirs, ours in zip(reading.token_ids, reference.token_ids, strict=True)
@@ -149,8 +155,19 @@ def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Ag
         return Agreement(name, "differs", "responses of other lengths", reading.version, count, same)
     mean = sum(deltas) / len(deltas)
     good = mean <= bound and (bound > 0 or same == count)  # NaN is not good
-    return Agreement(name, "agrees" if good else "differs", reading.note, reading.version, count, same, len(deltas),
-                     reading.likeliest, mean, max(deltas), bound)  # fmt: skip
+    return Agreement(
+        name,
+        "agrees" if good else "differs",
+        reading.note,
+        reading.version,
+        count,
+        same,
+        len(deltas),
+        reading.likeliest,
+        mean,
+        max(deltas),
+        bound,
+    )
 
 
 def _codes(snapshot: Snapshot, out: Path) -> Agreement:

@@ -35,9 +35,15 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     keep_compiled_code_private()
     with no_way_in("gloo" if current_platform.is_cpu() else "nccl"):
         engine = LLM(
-            request["checkpoint"], dtype=request["dtype"], max_model_len=request["context"], max_num_seqs=8,
-            enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True, **memory,
-        )  # fmt: skip
+            request["checkpoint"],
+            dtype=request["dtype"],
+            max_model_len=request["context"],
+            max_num_seqs=8,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            **memory,
+        )
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
     greedy = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=request["max_tokens"]), use_tqdm=False)
     forced = [

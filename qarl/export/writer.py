@@ -52,9 +52,16 @@ class ExportReport:
 
 
 def export_checkpoint(
-    target: Target, masters: Masters, out: Path, *, dtype: torch.dtype, max_shard_bytes: int, card: str,
-    unpacked: bool = False, progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ExportReport:  # fmt: skip
+    target: Target,
+    masters: Masters,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    card: str,
+    unpacked: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportReport:
     """Write `masters` in the scheme of `target` as a checkpoint that transformers, vLLM and `resolve_target` read.
 
     dtype: of what the scheme leaves unquantized. max_shard_bytes: of tensors, per file. card: README.md. unpacked: int4
@@ -73,8 +80,9 @@ def export_checkpoint(
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_space(out, needed)
         with disk_errors(out, needed, place="OUT"):
-            written = _write_tensors(directory, shards, masters.forms(target.quant, dtype), unpacked,
-                                     lambda done: progress(done, total))  # fmt: skip
+            written = _write_tensors(
+                directory, shards, masters.forms(target.quant, dtype), unpacked, lambda done: progress(done, total)
+            )
             _read_back(directory, shards, written.stored, out)
             digest = Manifest(masters.version or 0, written.published).digest()
             if same_as_run:
@@ -102,9 +110,12 @@ class _Written:
 
 
 def _write_tensors(
-    directory: Path, shards: list[Shard], forms: Iterator[tuple[str, QuantizedWeight | Tensor]], unpacked: bool,
+    directory: Path,
+    shards: list[Shard],
+    forms: Iterator[tuple[str, QuantizedWeight | Tensor]],
+    unpacked: bool,
     progress: Callable[[int], None],
-) -> _Written:  # fmt: skip
+) -> _Written:
     written = _Written({}, {})
     done = 0
     for shard in shards:

@@ -71,12 +71,19 @@ class Completed:
     def as_json(self) -> str:
         """One line of ASCII. Log-probs are natural logs, after temperature and top-p (greedy: at temperature 1)."""
         rollout = self.rollout
-        return json.dumps({
-            "prompt": self.given, "prompt_index": self.prompt.id, "sample": rollout.sample,
-            "completion": rollout.text, "finish_reason": rollout.finish_reason,
-            "mean_logprob": fmean(rollout.logprobs), "token_ids": rollout.token_ids, "logprobs": rollout.logprobs,
-            "prompt_token_ids": self.prompt.token_ids,
-        })  # fmt: skip
+        return json.dumps(
+            {
+                "prompt": self.given,
+                "prompt_index": self.prompt.id,
+                "sample": rollout.sample,
+                "completion": rollout.text,
+                "finish_reason": rollout.finish_reason,
+                "mean_logprob": fmean(rollout.logprobs),
+                "token_ids": rollout.token_ids,
+                "logprobs": rollout.logprobs,
+                "prompt_token_ids": self.prompt.token_ids,
+            }
+        )
 
     def head(self) -> str:
         """One line that describes the completion."""

@@ -52,8 +52,10 @@ class Masters:
         self.check(scheme, quant.ignore)
         for name in self.shapes:
             low_bit = name.endswith(".weight") and self._quantized(name.removesuffix(".weight"), scheme, quant.ignore)
-            yield name, published(name, self.read(name).to(device), scheme if low_bit else None, dtype,
-                                  self.version or 0)  # fmt: skip
+            yield (
+                name,
+                published(name, self.read(name).to(device), scheme if low_bit else None, dtype, self.version or 0),
+            )
 
     def specs(self, quant: QuantConfig, dtype: torch.dtype, unpacked: bool = False) -> dict[str, dict[str, TensorSpec]]:
         """Parameter name -> the tensors that are stored of what `forms` will give for it; reads nothing.
@@ -99,11 +101,15 @@ def open_masters(target: Target) -> Masters:
     checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
     tensors, state = checkpoint.tensors["masters"], saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
     if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tuple(tensors[n].shape) != shapes[n]]:
-        raise UserError(f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' is not "
-                        "the same in both); give the model that the run started from with --model")  # fmt: skip
+        raise UserError(
+            f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' is not "
+            "the same in both); give the model that the run started from with --model"
+        )
     if wrong := [name for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
-        raise UserError(f"{target.checkpoint}: {wrong[0]} is {tensors[wrong[0]].dtype}, and masters are float32; "
-                        "restore the checkpoint")  # fmt: skip
+        raise UserError(
+            f"{target.checkpoint}: {wrong[0]} is {tensors[wrong[0]].dtype}, and masters are float32; "
+            "restore the checkpoint"
+        )
     return Masters(*common, lambda name: tensors[name], state.version, state.snapshot_sha256)
 
 

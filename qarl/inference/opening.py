@@ -49,9 +49,15 @@ class Opened:
     generation: GenerationConfig
 
     def sampling(
-        self, n: int, max_response_length: int, truncation: Truncation, seed: int = 0,
-        stop: tuple[str, ...] = (), extra_stop_ids: tuple[int, ...] = (), ignore_eos: bool = False,
-    ) -> SamplingParams:  # fmt: skip
+        self,
+        n: int,
+        max_response_length: int,
+        truncation: Truncation,
+        seed: int = 0,
+        stop: tuple[str, ...] = (),
+        extra_stop_ids: tuple[int, ...] = (),
+        ignore_eos: bool = False,
+    ) -> SamplingParams:
         """Sampling parameters that stop where the model says a response ends."""
         own = frozenset() if ignore_eos else stop_token_ids(self.generation, self.tokenizer)
         return SamplingParams(n, seed, max_response_length, truncation, stop, own | set(extra_stop_ids))
@@ -108,8 +114,10 @@ def same_codes_expected(target: Target) -> bool:
 def require_codes(target: Target, masters: Masters, digest: str) -> None:
     """Raise UserError unless `digest`, of the tensors made now, is the one that the run recorded."""
     if digest != masters.digest:
-        raise UserError(f"{target.checkpoint}: its masters quantize to other codes than they did in the run; use the "
-                        "package versions in the run's environment.json")  # fmt: skip
+        raise UserError(
+            f"{target.checkpoint}: its masters quantize to other codes than they did in the run; use the "
+            "package versions in the run's environment.json"
+        )
 
 
 def _stored_dtype(target: Target, config: PreTrainedConfig) -> torch.dtype:
@@ -132,13 +140,16 @@ def _stored_forms(
         if name.endswith(".weight") and module in linears and not is_ignored(module, target.quant.ignore):
             own = {n: t for n, t in tensors.items() if n.startswith(f"{module}.")}
             try:
-                form = from_state_dict(module, {n: t.cpu() if n.endswith("_shape") else t for n, t in own.items()},
-                                       scheme)  # fmt: skip
+                form = from_state_dict(
+                    module, {n: t.cpu() if n.endswith("_shape") else t for n, t in own.items()}, scheme
+                )
             except ValueError as error:
                 raise UserError(f"{target.name}: {error}") from error
             if form.shape != tuple(parameter.shape):
-                raise UserError(f"{target.name}: {module}.weight_shape says {list(form.shape)}, config.json "
-                                f"{list(parameter.shape)}; export it again")  # fmt: skip
+                raise UserError(
+                    f"{target.name}: {module}.weight_shape says {list(form.shape)}, config.json "
+                    f"{list(parameter.shape)}; export it again"
+                )
             yield name, form
         else:
             yield name, tensors[name].to(dtype)

@@ -83,8 +83,15 @@ def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
     except ValueError as error:
         raise UserError(f"{path / 'config.json'}: quantization_config: {error}; give another checkpoint") from error
     group = {"group_size": scheme.group_size or -1} if scheme.packed else {}
-    return _quant({"scheme": scheme.name, **group, "symmetric": scheme.symmetric, "ignore": ignore,
-                   "scale_dtype": _scale_dtype(path)})  # fmt: skip
+    return _quant(
+        {
+            "scheme": scheme.name,
+            **group,
+            "symmetric": scheme.symmetric,
+            "ignore": ignore,
+            "scale_dtype": _scale_dtype(path),
+        }
+    )
 
 
 def _scale_dtype(path: Path) -> str:

@@ -16,8 +16,13 @@ TEXT_BYTES = 64 * 2**20  # of a configuration, an index, a manifest: far above a
 LINE_BYTES = 64 * 2**20  # of one line of a file of lines
 
 _CHUNK = 2**20
-_KINDS = [(stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
-          (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device")]  # fmt: skip
+_KINDS = [
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+]
 
 
 class Unreadable(UserError):

@@ -157,8 +157,15 @@ def _backward(sequences: list[tuple[list[int], int]], device: torch.device) -> B
     return Backward(rows.to(device), real.to(device), own.to(device))
 
 
-def _write_and_attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, cache: tuple[Tensor, Tensor],
-                      scale: float, window: int | None) -> Tensor:  # fmt: skip
+def _write_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: AttentionContext,
+    cache: tuple[Tensor, Tensor],
+    scale: float,
+    window: int | None,
+) -> Tensor:
     page, offset = context.places
     for pages, rows in zip(cache, (k, v), strict=True):
         pages[page, :, offset] = (rows if context.sources is None else rows[context.sources]).to(pages.dtype)
@@ -204,9 +211,17 @@ class _LearnerAttention(torch.autograd.Function):
 
 
 def _qarl_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float,
-    dropout: float = 0.0, sliding_window: int | None = None, qarl_context: AttentionContext | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    qarl_context: AttentionContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """query: (1, H, T, D); key, value: (1, H_kv, T, D). Returns (1, T, H, D)."""
     assert qarl_context is not None, "the qarl attention needs an AttentionContext"
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))

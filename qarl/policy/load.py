@@ -112,8 +112,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         model_weights(config)
     generation = load_generation_config(config)  # transformers passes over a damaged one
     with quiet_loading():
-        model, info = _load(config, "model", AutoModelForCausalLM.from_pretrained, source, dtype=torch.float32,
-                            output_loading_info=True, attn_implementation=ATTENTION)  # fmt: skip
+        model, info = _load(
+            config,
+            "model",
+            AutoModelForCausalLM.from_pretrained,
+            source,
+            dtype=torch.float32,
+            output_loading_info=True,
+            attn_implementation=ATTENTION,
+        )
         if source.gguf_file is not None:
             model = _plain(model)
     _require_loaded(config, info)
@@ -151,16 +158,19 @@ def require_tied(embedding: StoredTensor, head: StoredTensor) -> None:
     """Raise UserError unless the two have the same values: transformers would untie them, and say nothing."""
     with (
         foreign_errors(f"{head.file}: cannot be read"),
-        safe_open(embedding.file, framework="pt") as one, safe_open(head.file, framework="pt") as other,
-    ):  # fmt: skip
+        safe_open(embedding.file, framework="pt") as one,
+        safe_open(head.file, framework="pt") as other,
+    ):
         mine, theirs = one.get_slice(EMBEDDING), other.get_slice(HEAD)
         same = all(
             torch.equal(mine[start : start + _ROWS].float(), theirs[start : start + _ROWS].float())
             for start in range(0, embedding.shape[0], _ROWS)
         )
     if not same:
-        raise UserError(f"{head.file}: {HEAD} is not {EMBEDDING}, as tie_word_embeddings says; set that to false in "
-                        "config.json, or remove one of them")  # fmt: skip
+        raise UserError(
+            f"{head.file}: {HEAD} is not {EMBEDDING}, as tie_word_embeddings says; set that to false in "
+            "config.json, or remove one of them"
+        )
 
 
 def _require_loaded(config: ModelConfig, info: Mapping[str, Any]) -> None:
@@ -168,8 +178,10 @@ def _require_loaded(config: ModelConfig, info: Mapping[str, Any]) -> None:
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[key])):
             what = key.removesuffix("_keys")
-            raise UserError(f"model.path: '{config.path}': {len(names):,} weights are {what} ({shown_names(names)}); "
-                            "restore the model's own files")  # fmt: skip
+            raise UserError(
+                f"model.path: '{config.path}': {len(names):,} weights are {what} ({shown_names(names)}); "
+                "restore the model's own files"
+            )
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -226,8 +238,10 @@ def load_generation_config(config: ModelConfig) -> GenerationConfig:
     architecture = _architecture(config, source, "generation config")
     for token in tokens if isinstance(tokens, list) else [tokens]:
         if token is not None and architecture is not None and token >= architecture.vocab_size:
-            raise UserError(f"{path}: eos_token_id {token:,} is not one of the model's {architecture.vocab_size:,} "
-                            "tokens; restore the file")  # fmt: skip
+            raise UserError(
+                f"{path}: eos_token_id {token:,} is not one of the model's {architecture.vocab_size:,} "
+                "tokens; restore the file"
+            )
     with quiet_loading(), foreign_errors(place):
         return GenerationConfig.from_dict(values)
 
@@ -242,8 +256,9 @@ def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs)
     if source.gguf_file is not None:
         kwargs["gguf_file"] = source.gguf_file
     with foreign_errors(f"model.path: cannot load the {what} of '{config.path}'"):
-        return loader(source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code,
-                      **kwargs)  # fmt: skip
+        return loader(
+            source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **kwargs
+        )
 
 
 class quiet_loading:

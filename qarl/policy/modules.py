@@ -95,8 +95,9 @@ def check_family(config: PreTrainedConfig) -> None:
     of the policy would do.
     """
     if config.model_type not in FAMILIES:
-        raise UserError(f"model.path: model type '{config.model_type}' is not supported; "
-                        f"use one of {', '.join(FAMILIES)}")  # fmt: skip
+        raise UserError(
+            f"model.path: model type '{config.model_type}' is not supported; use one of {', '.join(FAMILIES)}"
+        )
     if config.hidden_act not in ("silu", "swish"):
         raise UserError(f"model.path: activation '{config.hidden_act}' is not supported; use a model with silu")
 
@@ -135,5 +136,7 @@ def _prove_norm(name: str, original: nn.Module) -> None:
     norm = RMSNorm(original, name, Role(View({}, {f"{name}.weight": weight}, weight)))
     with torch.no_grad():
         if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6):
-            raise UserError(f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; "
-                            f"use a model of {', '.join(FAMILIES)}")  # fmt: skip
+            raise UserError(
+                f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; "
+                f"use a model of {', '.join(FAMILIES)}"
+            )

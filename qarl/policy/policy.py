@@ -42,15 +42,24 @@ class Policy:
     """
 
     def __init__(
-        self, model: PreTrainedModel, scheme: Scheme, quant: QuantConfig, dtype: torch.dtype, device: torch.device,
-        max_length: int | None = None, snapshot: Snapshot | None = None, learner_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        scheme: Scheme,
+        quant: QuantConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int | None = None,
+        snapshot: Snapshot | None = None,
+        learner_dtype: torch.dtype | None = None,
+    ) -> None:
         check_family(model.config)
         self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
         self.learner_dtype = learner_dtype or dtype
         if quant.learner == "aligned" and self.learner_dtype != dtype:
-            raise UserError(f"model.learner_dtype: an aligned learner computes in the sampler's {dtype}; leave null, "
-                            "or use quant.learner: full_precision")  # fmt: skip
+            raise UserError(
+                f"model.learner_dtype: an aligned learner computes in the sampler's {dtype}; leave null, "
+                "or use quant.learner: full_precision"
+            )
         self.aligned = quant.learner == "aligned"
         self.kernels = use_kernels(quant, scheme, dtype, device)
         limit = model.config.max_position_embeddings
@@ -148,8 +157,10 @@ class Policy:
         Raises PublishError unless the snapshot is the policy's current one: what is published is what was learned last.
         """
         if snapshot is not self.current:
-            raise PublishError(f"publish of version {snapshot.version}: the learner is at version {self.version}; "
-                               "publish the current snapshot")  # fmt: skip
+            raise PublishError(
+                f"publish of version {snapshot.version}: the learner is at version {self.version}; "
+                "publish the current snapshot"
+            )
         self.sampler_view = self._sampling_view()
 
     def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -198,9 +209,13 @@ class Policy:
         return logits_of(hidden, self.sampler_view.head, self.kernels)
 
     def logprobs(
-        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int,
+        self,
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        truncation: Truncation,
+        chunk: int,
         retained: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs of response tokens under the learner's forward, or inside `shadow` its, packed one after the other.
 
         prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
@@ -210,15 +225,18 @@ class Policy:
         """
         hidden = self._predicting(prompts, responses)
         targets = torch.tensor([t for r in responses for t in r], device=self.device)
-        return token_logprobs(hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels,
-                              retained)  # fmt: skip
+        return token_logprobs(
+            hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels, retained
+        )
 
     @torch.no_grad()
     def top_tokens(self, prompts: list[list[int]], responses: list[list[int]], chunk: int) -> Tensor:
         """The likeliest token at the place of each response token, under the forward of `logprobs`: (T,) int64."""
         hidden, head = self._predicting(prompts, responses), self.role.view.head
-        parts = [logits_of(hidden[start : start + chunk], head, self.kernels).argmax(-1)
-                 for start in range(0, hidden.shape[0], chunk)]  # fmt: skip
+        parts = [
+            logits_of(hidden[start : start + chunk], head, self.kernels).argmax(-1)
+            for start in range(0, hidden.shape[0], chunk)
+        ]
         return torch.cat(parts)
 
     def _predicting(self, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
@@ -268,8 +286,9 @@ class Policy:
         targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.device)
         with self.sampling():
             hidden = self.hidden_states(ids, positions, context)
-            logp, _ = token_logprobs(hidden, None, self.sampler_view.head, targets, Truncation(), SCORE_CHUNK,
-                                     self.kernels)  # fmt: skip
+            logp, _ = token_logprobs(
+                hidden, None, self.sampler_view.head, targets, Truncation(), SCORE_CHUNK, self.kernels
+            )
         return logp
 
     def set_gradient_checkpointing(self, on: bool) -> None:

@@ -21,8 +21,9 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     check_family(config)
     with foreign_errors("model.path: its configuration makes no model"):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION,
-                                                     trust_remote_code=False)  # fmt: skip
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+            )
         for name, module in list(model.named_modules()):
             owner, _, leaf = name.rpartition(".")
             if leaf == "rotary_emb":
@@ -42,8 +43,10 @@ def check_rotary(model: PreTrainedModel) -> None:
             continue
         frequencies, scale = module.inv_freq, float(getattr(module, "attention_scaling", 1.0))
         if not (frequencies.isfinite().all() and 0 < scale < 1e6) or 2 * frequencies.numel() != head_dim:
-            raise UserError(f"model.path: the rope parameters {str(model.config.rope_parameters)[:160]} give no rotary "
-                            f"embedding of heads of {head_dim} features; restore config.json")  # fmt: skip
+            raise UserError(
+                f"model.path: the rope parameters {str(model.config.rope_parameters)[:160]} give no rotary "
+                f"embedding of heads of {head_dim} features; restore config.json"
+            )
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -59,5 +59,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, place: str, architecture
     ids = {token: vocabulary[token] for token in own if token in vocabulary}
     largest, size = max(ids, key=ids.get, default=None), architecture.vocab_size
     if largest is not None and ids[largest] >= size:
-        raise UserError(f"{place}: it gives {largest!r} the id {ids[largest]:,}, and the model has {size:,} tokens; "
-                        "use the model's own tokenizer")  # fmt: skip
+        raise UserError(
+            f"{place}: it gives {largest!r} the id {ids[largest]:,}, and the model has {size:,} tokens; "
+            "use the model's own tokenizer"
+        )

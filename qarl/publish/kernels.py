@@ -26,9 +26,14 @@ def quantize_with_kernels(weight: Tensor, scheme: Scheme, name: str) -> Quantize
 def _int4(weight: Tensor, scheme: Scheme) -> tuple[dict[str, Tensor], Tensor]:
     lowest, highest, divisor = grid_of(scheme)
     packed, scale, zero_point, bad = quantize.quantize_int4(
-        weight, scheme.group_size, symmetric=scheme.symmetric, divisor=divisor, lowest=lowest, highest=highest,
+        weight,
+        scheme.group_size,
+        symmetric=scheme.symmetric,
+        divisor=divisor,
+        lowest=lowest,
+        highest=highest,
         scale_dtype=getattr(torch, scheme.scale_dtype),
-    )  # fmt: skip
+    )
     tensors = {"weight_packed": packed, "weight_scale": scale}
     if zero_point is not None:
         tensors["weight_zero_point"] = zero_point

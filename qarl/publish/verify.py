@@ -109,10 +109,15 @@ def verify(
         if wanted is None:
             raise PublishError(f"publish of version {version}: {where} holds '{name}', which was not sent")
         if found != wanted:
-            what = "bytes" if found.shape == wanted.shape and found.dtype == wanted.dtype else \
-                f"{found.dtype} {found.shape} for {wanted.dtype} {wanted.shape}"  # fmt: skip
+            what = (
+                "bytes"
+                if found.shape == wanted.shape and found.dtype == wanted.dtype
+                else f"{found.dtype} {found.shape} for {wanted.dtype} {wanted.shape}"
+            )
             raise PublishError(f"publish of version {version}: '{name}' differs in {where} ({what})")
     missing = [name for name in expected if name not in held]
     if missing:
-        raise PublishError(f"publish of version {version} is partial: {len(missing)} of {len(expected)} tensors did "
-                           f"not arrive in {where}, first '{missing[0]}'")  # fmt: skip
+        raise PublishError(
+            f"publish of version {version} is partial: {len(missing)} of {len(expected)} tensors did "
+            f"not arrive in {where}, first '{missing[0]}'"
+        )

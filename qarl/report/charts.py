@@ -29,8 +29,10 @@ _STAND_INS = Colours(
     tuple(f"#a1b2{index:02x}" for index in range(len(LIGHT_CURVES))), "#a1b2f0", "#a1b2f1", "#a1b2f2", "none"
 )
 _VARIABLES = {colour: f"var(--curve-{index})" for index, colour in enumerate(_STAND_INS.curves)} | {
-    _STAND_INS.text: "var(--text)", _STAND_INS.muted: "var(--muted)", _STAND_INS.grid: "var(--grid)",
-}  # fmt: skip
+    _STAND_INS.text: "var(--text)",
+    _STAND_INS.muted: "var(--muted)",
+    _STAND_INS.grid: "var(--grid)",
+}
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ET.register_namespace("", _SVG)
 ET.register_namespace("xlink", _XLINK)
@@ -88,8 +90,11 @@ def chart_note(chart: Chart) -> str:
         elif count:
             parts.append(f"{_counted(count, chart)} at 0 or below, which a log axis cannot show.")
     if isinstance(chart, Scatter):
-        count = sum(math.isnan(x) or math.isnan(y) for points in chart.points
-                    for x, y in zip(finite(points.x), finite(points.y), strict=True))  # fmt: skip
+        count = sum(
+            math.isnan(x) or math.isnan(y)
+            for points in chart.points
+            for x, y in zip(finite(points.x), finite(points.y), strict=True)
+        )
         if count:
             parts.append(f"{_counted(count, chart)} without a finite value left out.")
         each = max((math.ceil(len(points.x) / MAX_DOTS) for points in chart.points), default=1)

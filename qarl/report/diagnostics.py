@@ -72,11 +72,14 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
     signs = _by_sign(tokens["advantage"])
     blocks: list[Block] = [
         Scatter(
-            "Log-probs of sampler and learner", "log-prob, sampler", "log-prob, learner at the rollout (nats)",
-            [Points(name, _pick(sampler, chosen), _pick(old, chosen)) for name, chosen in signs], diagonal=True,
+            "Log-probs of sampler and learner",
+            "log-prob, sampler",
+            "log-prob, learner at the rollout (nats)",
+            [Points(name, _pick(sampler, chosen), _pick(old, chosen)) for name, chosen in signs],
+            diagonal=True,
             note="On the line the two agree.",
         )
-    ]  # fmt: skip
+    ]
     gaps = [None if a is None or b is None else abs(a - b) for a, b in zip(old, sampler, strict=True)]
     if any(gap for gap in gaps if gap is not None):
         blocks.append(_gap_by_probability(sampler, gaps, record["deciles"]))
@@ -106,9 +109,13 @@ def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, A
     probability = [None if b is None else math.exp(b) for b in sampler]
     line = Series("mean of each tenth, all tokens", _middles(deciles), [row["delta_abs_mean"] for row in deciles])
     return Scatter(
-        "Log-prob difference by probability", "probability of the token, sampler", "|delta| (nats)",
-        [Points("token", probability, gaps)], line=line, log_y=True,
-    )  # fmt: skip
+        "Log-prob difference by probability",
+        "probability of the token, sampler",
+        "|delta| (nats)",
+        [Points("token", probability, gaps)],
+        line=line,
+        log_y=True,
+    )
 
 
 def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatter:
@@ -133,19 +140,24 @@ def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatte
         if tokens["logp_shadow"] is None:
             note += " What precision alone clips is unknown without a shadow forward (diagnostics.shadow_every)."
     return Scatter(
-        "Ratio of the objective", "log-prob, learner", "ratio",
+        "Ratio of the objective",
+        "log-prob, learner",
+        "ratio",
         [Points(name, _pick(tokens["logp"], chosen), _pick(ratio, chosen)) for name, chosen in classes],
-        band=edges, log_y=bool(sizes) and max(sizes) > 10 * min(sizes), note=note,
-    )  # fmt: skip
+        band=edges,
+        log_y=bool(sizes) and max(sizes) > 10 * min(sizes),
+        note=note,
+    )
 
 
 def _precision(alpha: Column, beta: Column, signs: list[tuple[str, list[int]]]) -> Scatter:
     return Scatter(
-        "Policy's change and precision gap of a token", "alpha: change of the policy (nats)",
+        "Policy's change and precision gap of a token",
+        "alpha: change of the policy (nats)",
         "beta: learner less sampler's arithmetic (nats)",
         [Points(name, _pick(alpha, chosen), _pick(beta, chosen)) for name, chosen in signs],
         note="The learner sees the sum of the two.",
-    )  # fmt: skip
+    )
 
 
 def _crossings(layers: Mapping[str, list[int]]) -> LineChart:
@@ -164,12 +176,20 @@ def _deciles_over_steps(records: list[dict[str, Any]]) -> LineChart:
     last = len(records) - 1
     chosen = sorted({round(last * i / EARLIER) for i in range(EARLIER + 1)})
     series = [
-        Series(f"step {records[i]['step']}", _middles(records[i]["deciles"]),
-               [row["delta_abs_mean"] for row in records[i]["deciles"]])
+        Series(
+            f"step {records[i]['step']}",
+            _middles(records[i]["deciles"]),
+            [row["delta_abs_mean"] for row in records[i]["deciles"]],
+        )
         for i in chosen
-    ]  # fmt: skip
-    return LineChart("Log-prob difference by probability, over steps", "probability of the token, sampler",
-                     "mean |delta| of each tenth (nats)", series, log_y=True)  # fmt: skip
+    ]
+    return LineChart(
+        "Log-prob difference by probability, over steps",
+        "probability of the token, sampler",
+        "mean |delta| of each tenth (nats)",
+        series,
+        log_y=True,
+    )
 
 
 def _with_chart(blocks: list[Block], chart: Chart) -> list[Block]:

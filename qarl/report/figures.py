@@ -189,8 +189,15 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> bool:
     for row, end in enumerate(ends):
         text = number(chart.bars[row].value)
         place = start if math.isnan(end) or (log and end <= 0) else end if log else max(end, 0.0)
-        axes.annotate(text, (place, row), xytext=(4, 0), textcoords="offset points", va="center",
-                      color=colours.text, fontsize=10.5)  # fmt: skip
+        axes.annotate(
+            text,
+            (place, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color=colours.text,
+            fontsize=10.5,
+        )
     axes.set_yticks(rows, [shortened(bar.label, 28) for bar in chart.bars])
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -235,8 +242,9 @@ def _legend(figure: Figure, names: list[str], colours: Colours, dots: int) -> No
         for name in names
     ]
     columns = max(1, min(len(names), 56 // (max(map(len, labels)) + 6)))
-    figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=10.5,
-                  labelcolor=colours.text)  # fmt: skip
+    figure.legend(
+        handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=10.5, labelcolor=colours.text
+    )
 
 
 def rc() -> object:

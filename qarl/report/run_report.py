@@ -81,10 +81,15 @@ def report_sections(record: RunRecord) -> list[Section]:
     constant: list[tuple[str, float]] = []
     if metrics:
         for title, group in (
-            ("Reward and responses", REWARD), ("Mismatch between sampler and learner", MISMATCH), ("Policy", POLICY),
-            ("Correction", CORRECTION), ("Quantization", QUANTIZATION),
-            ("Precision of learner and sampler", PRECISION), ("Error tokens", ERROR_TOKENS), ("Cost", COST),
-        ):  # fmt: skip
+            ("Reward and responses", REWARD),
+            ("Mismatch between sampler and learner", MISMATCH),
+            ("Policy", POLICY),
+            ("Correction", CORRECTION),
+            ("Quantization", QUANTIZATION),
+            ("Precision of learner and sampler", PRECISION),
+            ("Error tokens", ERROR_TOKENS),
+            ("Cost", COST),
+        ):
             sections.append(_curves(title, group, metrics, constant))
     sections.insert(2, evaluation_section(record.evaluations))
     sections.insert(-1 if metrics else len(sections), diagnostics_section(record.path))  # before the cost

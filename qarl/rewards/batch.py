@@ -131,8 +131,10 @@ class Batch:
         self._retried.extend(Task(task.function, range(i, i + 1)) for i in task.indices)
 
     def result(self) -> RewardResult:
-        total = [sum(w * s[i] for w, s in zip(self._weights, self._scores, strict=True))
-                 for i in range(len(self._completions))]  # fmt: skip
+        total = [
+            sum(w * s[i] for w, s in zip(self._weights, self._scores, strict=True))
+            for i in range(len(self._completions))
+        ]
         scores = dict(zip(self._labels, self._scores, strict=True))
         return RewardResult(total, scores, dict(zip(self._labels, self._failed, strict=True)), self._messages)
 

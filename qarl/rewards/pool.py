@@ -85,9 +85,17 @@ class RewardPool:
                 raise ValueError(f"{name} has {len(values)} values for {count} completions")
         weights = [function.weight for function in config.functions]
         batch = Batch(
-            completions, prompts, columns, completion_ids, self.labels, weights, self._reads_tokens, config.workers,
-            config.timeout_s, config.max_failed_frac,
-        )  # fmt: skip
+            completions,
+            prompts,
+            columns,
+            completion_ids,
+            self.labels,
+            weights,
+            self._reads_tokens,
+            config.workers,
+            config.timeout_s,
+            config.max_failed_frac,
+        )
         try:
             self._replace_dead()
             while batch.left or any(worker.task for worker in self._workers):

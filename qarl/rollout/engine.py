@@ -92,13 +92,17 @@ def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int
             raise UserError(f"rollout: prompt {prompt.id} has no tokens; give it text, or drop the row")
     longest = max(len(p.token_ids) for p in prompts) + sampling.max_response_length
     if longest > context:
-        raise UserError(f"rollout.max_response_length: prompt and response reach {longest} tokens, the model's "
-                        f"context is {context}; lower it or data.max_prompt_length")  # fmt: skip
+        raise UserError(
+            f"rollout.max_response_length: prompt and response reach {longest} tokens, the model's "
+            f"context is {context}; lower it or data.max_prompt_length"
+        )
     return longest
 
 
 def require_finite(logprobs: Sequence[float], prompt: Prompt, version: int | None) -> None:
     """Raise UserError where a response's log-probs are NaN or infinite."""
     if not all(map(math.isfinite, logprobs)):
-        raise UserError(f"rollout: the log-probs of prompt {prompt.id} are not finite at policy version {version}; "
-                        "lower optim.lr, or use model.dtype float32")  # fmt: skip
+        raise UserError(
+            f"rollout: the log-probs of prompt {prompt.id} are not finite at policy version {version}; "
+            "lower optim.lr, or use model.dtype float32"
+        )

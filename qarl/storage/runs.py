@@ -104,9 +104,15 @@ def read_run(path: Path) -> RunRecord:
     else:
         state = "stopped" if metrics else "empty"
     return RunRecord(
-        path, config, _environment(path / "environment.json"), metrics, evaluations, state, step,
+        path,
+        config,
+        _environment(path / "environment.json"),
+        metrics,
+        evaluations,
+        state,
+        step,
         {name: lines for name, lines in damaged.items() if lines},
-    )  # fmt: skip
+    )
 
 
 def find_runs(root: Path) -> tuple[list[RunRecord], list[str]]:

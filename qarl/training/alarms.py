@@ -37,11 +37,17 @@ class Alarms:
             # The whole says nothing where one of its parts has spoken.
             if self._in_a_row[name] < IN_A_ROW or (name == REJECTED and self._said - {CLAMPED}):
                 continue
-            self._once(name, f"step {step}: {what} {metrics[name]:.2%} here, and more than half in each of the last "
-                             f"{IN_A_ROW} steps; what is left teaches little")  # fmt: skip
+            self._once(
+                name,
+                f"step {step}: {what} {metrics[name]:.2%} here, and more than half in each of the last "
+                f"{IN_A_ROW} steps; what is left teaches little",
+            )
         if metrics.get(CLAMPED, 0.0) > 0.0:
-            self._once(CLAMPED, f"step {step}: {metrics[CLAMPED]:.2%} of the importance weights had an exponent beyond "
-                                "+-20, and were made with 20 (correction/clamped_frac)")  # fmt: skip
+            self._once(
+                CLAMPED,
+                f"step {step}: {metrics[CLAMPED]:.2%} of the importance weights had an exponent beyond "
+                "+-20, and were made with 20 (correction/clamped_frac)",
+            )
 
     def _once(self, name: str, text: str) -> None:
         if name not in self._said:

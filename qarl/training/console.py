@@ -24,9 +24,15 @@ from qarl.terminal.console import Console
 from qarl.text import visible
 
 TABLE_METRICS = (  # the most telling first: a narrow terminal shows those
-    "reward/mean", "response/length_mean", "mismatch/delta_abs_max", "policy/entropy", "time/step_s",
-    "response/truncated_frac", "policy/grad_norm", "quant/codes_changed_frac",
-)  # fmt: skip
+    "reward/mean",
+    "response/length_mean",
+    "mismatch/delta_abs_max",
+    "policy/entropy",
+    "time/step_s",
+    "response/truncated_frac",
+    "policy/grad_norm",
+    "quant/codes_changed_frac",
+)
 TABLE_ROWS = 8
 SHOWN_SAMPLES = 3
 SHOWN_CHARACTERS = 600
@@ -55,9 +61,14 @@ class RunConsole:
         self._total_steps = total_steps
         self._history: deque[dict[str, Any]] = deque(maxlen=TABLE_ROWS)
         self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), _Count(), TimeElapsedColumn(),
-            console=self._console, auto_refresh=False,
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            _Count(),
+            TimeElapsedColumn(),
+            console=self._console,
+            auto_refresh=False,
+        )
         self._live: Live | None = None
 
     def __enter__(self) -> RunConsole:

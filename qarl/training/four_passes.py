@@ -41,9 +41,15 @@ CLIPPED_PASSES = (_Pass(False, False, False), _Pass(False, False, True))
 
 
 def gradient_gram(
-    policy: Policy, batch: Batch, parts: list[list[int]], tokens: int, truncation: Truncation, chunk: int,
-    loss_scale: float = 1.0, band: Band | None = None,
-) -> Tensor:  # fmt: skip
+    policy: Policy,
+    batch: Batch,
+    parts: list[list[int]],
+    tokens: int,
+    truncation: Truncation,
+    chunk: int,
+    loss_scale: float = 1.0,
+    band: Band | None = None,
+) -> Tensor:
     """Inner products of the gradients A to F at the current weights: (6, 6) float64, in that order; (4, 4) of A to D
     without a band.
 
@@ -67,9 +73,17 @@ def gradient_gram(
 
 class _Passes:
     def __init__(
-        self, policy: Policy, masters: list[Tensor], batch: Batch, parts: list[list[int]], tokens: int,
-        truncation: Truncation, chunk: int, loss_scale: float, band: Band | None,
-    ) -> None:  # fmt: skip
+        self,
+        policy: Policy,
+        masters: list[Tensor],
+        batch: Batch,
+        parts: list[list[int]],
+        tokens: int,
+        truncation: Truncation,
+        chunk: int,
+        loss_scale: float,
+        band: Band | None,
+    ) -> None:
         self.policy, self.masters, self.batch, self.parts, self.tokens = policy, masters, batch, parts, tokens
         self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
         # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.

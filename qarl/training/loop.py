@@ -45,8 +45,10 @@ def train(config: Config) -> int:
     with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
         try:
             with RunDirectory.open(config, config.checkpoint.resume) as directory:
-                console.message(f"{config.model.path}, {config.quant.scheme} ({config.quant.learner} learner), "
-                                f"{config.objective.name}: {config.train.steps} steps in {directory.path}")  # fmt: skip
+                console.message(
+                    f"{config.model.path}, {config.quant.scheme} ({config.quant.learner} learner), "
+                    f"{config.objective.name}: {config.train.steps} steps in {directory.path}"
+                )
                 rewards_log = directory.path / "rewards.log"
                 run = build_run(config, console, rewards_log)
                 try:
@@ -158,8 +160,15 @@ class Loop:
         batch = build_batch(prompts, rollouts, scores.total, config.objective.advantage)
         published, skipped = run.policy.current, run.learner.skipped_in_a_row
         due, truncation = config.diagnostics.due(step + 1), run.sampling.truncation
-        probe = Probe(run.policy, run.learner.objective, config, truncation, due, bool(due) or rollouts_due,
-                      run.sampling.stop_token_ids)  # fmt: skip
+        probe = Probe(
+            run.policy,
+            run.learner.objective,
+            config,
+            truncation,
+            due,
+            bool(due) or rollouts_due,
+            run.sampling.stop_token_ids,
+        )
         run.engine.sleep()
         with self.console.phase("learner", run.learner.forwards(len(batch))) as advance:
 

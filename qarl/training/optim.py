@@ -52,9 +52,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, kind: str, parts: dict[str, tuple[torch.optim.Optimizer, list[str]]],
+        self,
+        kind: str,
+        parts: dict[str, tuple[torch.optim.Optimizer, list[str]]],
         master_dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kind, self.master_dtype = kind, master_dtype
         self._parts = parts
         self.begun = 0

@@ -37,9 +37,15 @@ class Probe:
     """
 
     def __init__(
-        self, policy: Policy, objective: Objective, config: Config, truncation: Truncation, due: Collection[Costly],
-        record: bool, stop_token_ids: Set[int] = frozenset(),
-    ) -> None:  # fmt: skip
+        self,
+        policy: Policy,
+        objective: Objective,
+        config: Config,
+        truncation: Truncation,
+        due: Collection[Costly],
+        record: bool,
+        stop_token_ids: Set[int] = frozenset(),
+    ) -> None:
         self.policy, self.objective, self.config, self.truncation = policy, objective, config, truncation
         self.due, self.record, self.stop_token_ids = due, record, stop_token_ids
         self.metrics: dict[str, float] = {}
@@ -67,8 +73,16 @@ class Probe:
                 train = self.config.train
                 parts = micro_batches(batch, [i for i in indices if batch.advantages[i] != 0], train.micro_batch_tokens)
                 tokens = sum(len(batch.responses[i]) for i in indices)
-                gram = gradient_gram(self.policy, batch, parts, tokens, self.truncation, train.logprob_chunk,
-                                     self.config.loss_scale, self.objective.band)  # fmt: skip
+                gram = gradient_gram(
+                    self.policy,
+                    batch,
+                    parts,
+                    tokens,
+                    self.truncation,
+                    train.logprob_chunk,
+                    self.config.loss_scale,
+                    self.objective.band,
+                )
                 self.metrics |= gradient_metrics(gram)
 
     @torch.no_grad()

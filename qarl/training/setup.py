@@ -86,8 +86,10 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
         tokenizer = load_tokenizer(config.model)
         limit = getattr(load_model_config(config.model), "max_position_embeddings", None)
         if limit is None:
-            raise UserError(f"model.path: '{config.model.path}' does not say its max_position_embeddings; supported "
-                            "families are Llama, Mistral, Qwen2 and Qwen3")  # fmt: skip
+            raise UserError(
+                f"model.path: '{config.model.path}' does not say its max_position_embeddings; supported "
+                "families are Llama, Mistral, Qwen2 and Qwen3"
+            )
         context = min(config.model.max_length or limit, limit)
         if config.rollout.engine == "vllm":
             from qarl.rollout.vllm.launch import require_vllm
@@ -100,8 +102,10 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
         tasks = load_training_tasks(config, tokenizer, context, vocabulary)
     console.message(report.summary())
     if len(prompts) < config.train.prompts_per_step:
-        raise UserError(f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
-                        "prompts of the data; lower it or give more data")  # fmt: skip
+        raise UserError(
+            f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
+            "prompts of the data; lower it or give more data"
+        )
     with console.phase("reward workers"), ExitStack() as started:
         rewards = started.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log)
@@ -135,14 +139,25 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
     Raises UserError for what does not fit the model.
     """
     round_masters(model.parameters(), DTYPES[config.optim.master_dtype])
-    return Policy(model, scheme_of(config.quant), config.quant, DTYPES[config.model.dtype], device, max_length,
-                  learner_dtype=DTYPES[config.learner_dtype])  # fmt: skip
+    return Policy(
+        model,
+        scheme_of(config.quant),
+        config.quant,
+        DTYPES[config.model.dtype],
+        device,
+        max_length,
+        learner_dtype=DTYPES[config.learner_dtype],
+    )
 
 
 def build_engine(
-    config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], run_dir: Path,
+    config: Config,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    run_dir: Path,
     say: Callable[[str], None],
-) -> RolloutEngine:  # fmt: skip
+) -> RolloutEngine:
     """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know.
 
     Raises UserError where vLLM does not start.

@@ -44,8 +44,10 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
     changed = _changed_inputs(run, state)
     for kind, what in changed:
         if kind not in allowed:
-            raise UserError(f"{checkpoint.path}: {what} changed since it was saved; restore that, choose another "
-                            f"train.run_dir, or set checkpoint.allow_changed: [{kind}]")  # fmt: skip
+            raise UserError(
+                f"{checkpoint.path}: {what} changed since it was saved; restore that, choose another "
+                f"train.run_dir, or set checkpoint.allow_changed: [{kind}]"
+            )
     _load_position(run, state.data)
     for name, parameter in run.policy.named_parameters():
         parameter.copy_(masters[name])
@@ -56,9 +58,11 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
     run.learner.skipped_in_a_row = state.skipped_in_a_row
     run.policy.refresh(state.version)
     if run.policy.current.manifest().digest() != state.snapshot_sha256:
-        raise UserError(f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
-                        "resume with that run's quant section and the package versions in its environment.json, "
-                        "or choose another train.run_dir")  # fmt: skip
+        raise UserError(
+            f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
+            "resume with that run's quant section and the package versions in its environment.json, "
+            "or choose another train.run_dir"
+        )
     return [f"{what} changed since the checkpoint of step {checkpoint.step}" for _, what in changed]
 
 
@@ -74,8 +78,9 @@ def _masters(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
             there, here = getattr(masters[name], what), getattr(parameter, what)
             if there != here:
                 shown = [list(x) if what == "shape" else str(x).removeprefix("torch.") for x in (there, here)]
-                raise UserError(f"{checkpoint.path}: made for another model ('{name}' has {what} {shown[0]} there, "
-                                f"{shown[1]} here)")  # fmt: skip
+                raise UserError(
+                    f"{checkpoint.path}: made for another model ('{name}' has {what} {shown[0]} there, {shown[1]} here)"
+                )
     return masters
 
 

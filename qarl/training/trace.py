@@ -37,15 +37,22 @@ class Trace:
         if self.rows is not None:
             recorder.rollouts(step, self.rows, self.tensors)
         if self.tokens is not None:
-            record = diagnostics_record(step, metrics, self.tokens, self.layers, self.examples,
-                                        config.diagnostics.tokens, config.train.seed)  # fmt: skip
+            record = diagnostics_record(
+                step, metrics, self.tokens, self.layers, self.examples, config.diagnostics.tokens, config.train.seed
+            )
             recorder.diagnostics(step, record)
 
 
 def trace_of(
-    batch: Batch, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, rollouts_due: bool,
-    probe: Probe, crossed: Crossings, decode: Callable[[list[int]], str],
-) -> Trace:  # fmt: skip
+    batch: Batch,
+    prompts: list[Prompt],
+    rollouts: list[Rollout],
+    scores: RewardResult,
+    rollouts_due: bool,
+    probe: Probe,
+    crossed: Crossings,
+    decode: Callable[[list[int]], str],
+) -> Trace:
     """The trace of a step that was learned from. crossed: changed codes of each module. decode: token ids to text."""
     trace = Trace()
     if rollouts_due:

@@ -113,9 +113,16 @@ class Wandb:
                 atomic_write_text(id_file, uuid.uuid4().hex[:12])
             run_id = read_text(id_file, limit=1000).strip()
         self._run = _start(
-            "wandb", wandb.init, project=options.project, name=options.name or run_dir.name, mode=options.mode,
-            dir=str(run_dir), id=run_id, resume="allow", config=config,
-        )  # fmt: skip
+            "wandb",
+            wandb.init,
+            project=options.project,
+            name=options.name or run_dir.name,
+            mode=options.mode,
+            dir=str(run_dir),
+            id=run_id,
+            resume="allow",
+            config=config,
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
@@ -135,9 +142,13 @@ class Trackio:
     def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
         trackio = _import("trackio", "trackio")
         self._run = _start(
-            "trackio", trackio.init, project=options.project, name=options.name or run_dir.name, resume="allow",
+            "trackio",
+            trackio.init,
+            project=options.project,
+            name=options.name or run_dir.name,
+            resume="allow",
             config=config,
-        )  # fmt: skip
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)

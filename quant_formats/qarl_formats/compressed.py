@@ -152,9 +152,7 @@ def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = Fals
         kind = "int" if scheme.activation == "int8" else "float"
         activations = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
     file_format = "int-quantized" if unpacked else _FORMATS[scheme.name]
-    group = QuantizationScheme(
-        targets=["Linear"], weights=weights, input_activations=activations, format=file_format
-    )
+    group = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations, format=file_format)
     config = QuantizationConfig(
         config_groups={"group_0": group},
         format=file_format,
@@ -202,8 +200,9 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
     bits, kind_of_weights, strategy = weights.get("num_bits"), _text(weights, "type"), _text(weights, "strategy")
     names = [name for name, known in LAYOUTS.items() if known == (bits, kind_of_weights, kind)]
     if not names:
-        raise ValueError(f"{_shown(bits)}-bit {kind_of_weights} weights with {kind or 'unquantized'} activations have "
-                         "no scheme")  # fmt: skip
+        raise ValueError(
+            f"{_shown(bits)}-bit {kind_of_weights} weights with {kind or 'unquantized'} activations have no scheme"
+        )
     strategies = ("group", "channel") if bits == 4 else ("channel",)
     if strategy not in strategies or weights.get("actorder"):
         raise ValueError(f"weight strategy {strategy!r} (actorder {str(weights.get('actorder'))[:20]}) cannot be read")
@@ -216,8 +215,9 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
         raise ValueError(f"group_size is {_shown(size)}, expected a number")
     formats = [_FORMATS[names[0]], *(["int-quantized"] if bits == 4 and symmetric else [])]
     if config.get("format") not in formats:
-        raise ValueError(f"format {_shown(config.get('format'))} is not that of scheme {names[0]} "
-                         f"({' or '.join(formats)})")  # fmt: skip
+        raise ValueError(
+            f"format {_shown(config.get('format'))} is not that of scheme {names[0]} ({' or '.join(formats)})"
+        )
     by_channel = CHANNEL if bits == 4 else None
     return make_scheme(names[0], size if strategy == "group" else by_channel, symmetric), list(ignore)
 

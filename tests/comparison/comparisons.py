@@ -12,9 +12,14 @@ from qarl.config import Config
 from qarl.storage.runs import RunRecord
 
 MODEL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
 
 
 def settings_of(model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +54,18 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
 def step_record(step: int, **values: float | None) -> dict[str, Any]:
     """A metrics record of plausible numbers; `values` replace them, `__` standing for the slash."""
     record = {
-        "step": step, "reward/mean": 0.1 * step, "mismatch/delta_abs_mean": 0.01, "mismatch/delta_abs_max": 0.1 * step,
-        "memory/peak_gib": 1.0 + step, "time/step_s": 10.0 if step == 1 else float(step), "time/rollout_s": 1.0,
-        "time/learner_s": 2.0, "time/publish_s": 0.1, "throughput/rollout_tokens_per_s": 100.0,
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "mismatch/delta_abs_mean": 0.01,
+        "mismatch/delta_abs_max": 0.1 * step,
+        "memory/peak_gib": 1.0 + step,
+        "time/step_s": 10.0 if step == 1 else float(step),
+        "time/rollout_s": 1.0,
+        "time/learner_s": 2.0,
+        "time/publish_s": 0.1,
+        "throughput/rollout_tokens_per_s": 100.0,
         "throughput/learner_tokens_per_s": 200.0,
-    }  # fmt: skip
+    }
     return record | {name.replace("__", "/"): value for name, value in values.items()}
 
 

@@ -36,8 +36,14 @@ def ten_runs(tmp_path: Path) -> Path:
             records[name] = record_of(config, tmp_path / name, 6, [evaluation(6, 0.1 * i + 0.2)], **mismatch)
     members.append(Member(HOSTILE, "fp8", "aligned", 1, tmp_path / "bad", None, "failed", f"because {HOSTILE}"))
     entries = [entry_of(member, records.get(member.name)) for member in members]
-    comparison = build("A comparison", ["qarl", "compare"], entries, grouped(entries),
-                       environments_of(members, records), differing(configurations(members)))  # fmt: skip
+    comparison = build(
+        "A comparison",
+        ["qarl", "compare"],
+        entries,
+        grouped(entries),
+        environments_of(members, records),
+        differing(configurations(members)),
+    )
     write_outputs(tmp_path, comparison, records)
     return tmp_path / "comparison.html"
 
@@ -48,10 +54,16 @@ def offline(tmp_path: Path) -> Path:
     result = json.loads(recorded.read_text())
     for member in result["members"]:
         member["weight_error"] = [
-            {"module": f"model.layers.{i}.mlp.up_proj", "layer": i, "kind": "up_proj", "relative": 0.01 * (i + 1),
-             "sqnr_db": 30.0, "max_abs": 0.1}
+            {
+                "module": f"model.layers.{i}.mlp.up_proj",
+                "layer": i,
+                "kind": "up_proj",
+                "relative": 0.01 * (i + 1),
+                "sqnr_db": 30.0,
+                "max_abs": 0.1,
+            }
             for i in range(3)
-        ]  # fmt: skip
+        ]
     result["members"].append({"name": "w4a16", "state": "failed", "reason": HOSTILE})
     result["title"] = HOSTILE
     write_page_and_plots(tmp_path, result)

@@ -187,8 +187,9 @@ def test_a_study_trains_its_variants_side_by_side_and_shows_its_columns(qarl, ti
     assert done.out.splitlines()[:2] == starts  # both before either ended
     found = members(tmp_path / "runs/compare-study")
     assert {name: (m["state"], m["steps"]) for name, m in found.items()} == {
-        "slow": ("finished", 1), "fast": ("finished", 1),
-    }  # fmt: skip
+        "slow": ("finished", 1),
+        "fast": ("finished", 1),
+    }
     assert (found["slow"]["column:learns"], found["fast"]["column:learns"]) == (1e-6, 1e-2)
     page = (tmp_path / "runs/compare-study/comparison.html").read_text()
     assert "Two rates" in page and "Norms" in page and (tmp_path / "runs/compare-study/plots/norms.png").exists()
@@ -220,9 +221,10 @@ def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
 def test_a_member_in_a_process_of_its_own_saves_and_ends_when_the_comparison_is_killed(tiny_model, tmp_path):
     config = configured(tmp_path, tiny_model("llama"), train={"steps": 100_000}, checkpoint={"every": 100_000})
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats")),
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "qarl.cli", "compare", str(config), "--schemes", "w8a8", "--out", "out"]
     comparison = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
     run = tmp_path / "out/runs/w8a8-aligned-seed0"

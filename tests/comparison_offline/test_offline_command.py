@@ -187,8 +187,19 @@ def test_the_command_line_says_what_is_wrong_with_the_text(tiny_model, tmp_path,
     model = str(tiny_model())
     capsys.readouterr()  # what saving it printed
     with pytest.raises(SystemExit) as end:
-        cli.main(["compare", "--offline", model, "--schemes", "fp8", "--text", str(tmp_path / "absent"),
-                  "--out", str(tmp_path / "out")])  # fmt: skip
+        cli.main(
+            [
+                "compare",
+                "--offline",
+                model,
+                "--schemes",
+                "fp8",
+                "--text",
+                str(tmp_path / "absent"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: --text: ")
 

@@ -106,8 +106,9 @@ def test_the_summary_is_means_over_windows_and_quantiles_over_tokens():
     assert found["perplexity_ratio"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), math.exp(0.5)))
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (30, 2.0423),
-                                                   (121, 1.9798)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (30, 2.0423), (121, 1.9798)]
+)
 def test_students_t_is_that_of_the_tables(freedom, quantile):
     assert t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
 

@@ -19,8 +19,16 @@ from qarl.errors import UserError
 INT64 = 2**63
 FLOAT32 = 3.4e38
 # Free mappings, limited as a whole (`value_faults`), and parts of a study that become a configuration.
-FREE = {"data.task", "reward.functions.[].options", "rollout.vllm.args", "config", "profiles.{}", "variants.{}",
-        "evaluation.tasks.[].data.task", "evaluation.tasks.[].reward.[].options"}  # fmt: skip
+FREE = {
+    "data.task",
+    "reward.functions.[].options",
+    "rollout.vllm.args",
+    "config",
+    "profiles.{}",
+    "variants.{}",
+    "evaluation.tasks.[].data.task",
+    "evaluation.tasks.[].reward.[].options",
+}
 
 LEAVES = [leaf for root in (Config, Study) for leaf in leaves(root, [], "")]
 NUMBERS = [leaf for leaf in LEAVES if leaf[1] in (int, float)]
@@ -28,8 +36,15 @@ NUMBERS = [leaf for leaf in LEAVES if leaf[1] in (int, float)]
 
 def test_the_walk_finds_what_is_there():
     paths = {path for path, *_ in LEAVES}
-    assert {"optim.betas.[]", "rollout.stop.[]", "correction.reject.[].upper", "evaluation.tasks.[].data.max_rows",
-            "logging.wandb.name", "data.columns.{}", "rollout.vllm.timeout_s"} <= paths  # fmt: skip
+    assert {
+        "optim.betas.[]",
+        "rollout.stop.[]",
+        "correction.reject.[].upper",
+        "evaluation.tasks.[].data.max_rows",
+        "logging.wandb.name",
+        "data.columns.{}",
+        "rollout.vllm.timeout_s",
+    } <= paths
     assert len(NUMBERS) > 80
 
 
@@ -66,9 +81,11 @@ def _at(root: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 BASE = {
-    "model": {"path": "a/b"}, "data": {"source": "task:arithmetic"}, "reward": {"functions": [{"name": "exact"}]},
+    "model": {"path": "a/b"},
+    "data": {"source": "task:arithmetic"},
+    "reward": {"functions": [{"name": "exact"}]},
     "train": {"steps": 3},
-}  # fmt: skip
+}
 PLAIN = plain_numbers()
 
 
@@ -90,19 +107,28 @@ def test_products_of_tops_fit_or_are_refused_on_one_line(load):
     assert STEP_TOKENS * 2**20 < INT64 and POOL_TOKENS * 2**20 < INT64  # with a megabyte a token
     for overrides, key in (
         (["train.prompts_per_step=1000000", "rollout.n=10000"], "rollout.n = 10000"),
-        (["train.prompts_per_step=1000000", "rollout.n=10", "rollout.max_response_length=100000000"],
-         "rollout.max_response_length = 100000000"),
-        (["rollout.max_response_length=100000000", "rollout.max_num_seqs=100000", "train.prompts_per_step=400"],
-         "rollout.max_num_seqs = 100000"),
-    ):  # fmt: skip
+        (
+            ["train.prompts_per_step=1000000", "rollout.n=10", "rollout.max_response_length=100000000"],
+            "rollout.max_response_length = 100000000",
+        ),
+        (
+            ["rollout.max_response_length=100000000", "rollout.max_num_seqs=100000", "train.prompts_per_step=400"],
+            "rollout.max_num_seqs = 100000",
+        ),
+    ):
         with pytest.raises(UserError, match=f"^command line: {key}: .* possible") as caught:
             load(*overrides)
         assert "\n" not in str(caught.value)
 
 
 def test_what_products_are_accepted_stays_within_int64(load):
-    config = load("train.prompts_per_step=1000000", "rollout.n=10", "data.max_prompt_length=50000",
-                  "rollout.max_response_length=50000", "rollout.max_num_seqs=100000")  # fmt: skip
+    config = load(
+        "train.prompts_per_step=1000000",
+        "rollout.n=10",
+        "data.max_prompt_length=50000",
+        "rollout.max_response_length=50000",
+        "rollout.max_num_seqs=100000",
+    )
     assert config.responses_per_step * config.max_sequence_length == STEP_TOKENS
     assert config.kv_cache_tokens == POOL_TOKENS
 
@@ -148,8 +174,14 @@ def test_a_free_mapping_is_limited_as_a_whole(key, value, text):
     assert tuple(key.split(".")) == caught.value.errors()[0]["loc"][: len(key.split("."))] or text in str(caught.value)
 
 
-STRINGS = [leaf for leaf in LEAVES if leaf[1] is str and "[]" not in leaf[0] and "{}" not in leaf[0]
-           and leaf[0].partition(".")[0] in Config.model_fields]  # fmt: skip
+STRINGS = [
+    leaf
+    for leaf in LEAVES
+    if leaf[1] is str
+    and "[]" not in leaf[0]
+    and "{}" not in leaf[0]
+    and leaf[0].partition(".")[0] in Config.model_fields
+]
 
 
 @pytest.mark.parametrize("path", [leaf[0] for leaf in STRINGS])
@@ -163,8 +195,11 @@ PATHS = ["model.path", "data.source", "train.run_dir", "checkpoint.resume"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("text", ["a\0b", "./" + "x" * 256, "./" + "é" * 128, "/" + "a/" * 2048, "./\udc80"],
-                         ids=["nul", "long name", "long name in bytes", "long path", "undecodable"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    ["a\0b", "./" + "x" * 256, "./" + "é" * 128, "/" + "a/" * 2048, "./\udc80"],
+    ids=["nul", "long name", "long name in bytes", "long path", "undecodable"],
+)
 def test_a_text_that_can_be_no_path_is_refused(path, text):
     with pytest.raises(ValidationError):
         Config.model_validate(_at(BASE, path, text))

@@ -15,10 +15,16 @@ from qarl.config.architecture import read_config_json, read_gguf
 from qarl.errors import UserError
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 1024,
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -172,11 +178,13 @@ def test_a_cached_hub_model_is_read(inspect, model, tmp_path, monkeypatch):
         ({"tie_word_embeddings": False}, 2 * (27648 + 46080 + 192) + 2 * 96000 + 96),
         ({"model_type": "qwen2"}, 2 * (27648 + 46080 + 192 + 96 + 48 + 48) + 96000 + 96),
         ({"model_type": "qwen3", "head_dim": 32}, 2 * (2 * 128 * 96 + 2 * 64 * 96 + 46080 + 192 + 64) + 96000 + 96),
-        ({"attention_bias": True, "mlp_bias": True},
-         2 * (27648 + 46080 + 192 + 96 + 48 + 48 + 96 + 160 + 160 + 96) + 96000 + 96),
+        (
+            {"attention_bias": True, "mlp_bias": True},
+            2 * (27648 + 46080 + 192 + 96 + 48 + 48 + 96 + 160 + 160 + 96) + 96000 + 96,
+        ),
     ],
     ids=["llama", "untied", "qwen2", "qwen3", "biases"],
-)  # fmt: skip
+)
 def test_parameter_count(model, changes, parameters):
     (model / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     assert read_config_json(model / "config.json").parameters == parameters
@@ -197,10 +205,15 @@ def _gguf(metadata: dict[str, object], tensors: list[str]) -> bytes:
 
 
 GGUF = {
-    "general.architecture": "llama", "tokenizer.ggml.tokens": ["a", "bb", ""], "llama.embedding_length": 96,
-    "llama.feed_forward_length": 160, "llama.block_count": 2, "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2, "llama.context_length": 1024,
-}  # fmt: skip
+    "general.architecture": "llama",
+    "tokenizer.ggml.tokens": ["a", "bb", ""],
+    "llama.embedding_length": 96,
+    "llama.feed_forward_length": 160,
+    "llama.block_count": 2,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.context_length": 1024,
+}
 
 
 def test_gguf_header_gives_the_architecture(tmp_path):
@@ -268,11 +281,9 @@ PATH_KEYS = {
     "data.source": lambda path: ([f"data.source={path}"], "data.source"),
     "model.path": lambda path: ([f"model.path={path}"], "model.path"),
     "checkpoint.resume": lambda path: ([f"checkpoint.resume={path}"], "checkpoint.resume"),
-    "reward": lambda path: (
-        [f"reward.functions.0.name={path.removesuffix('.jsonl')}.py:f"], "reward.functions.0.name"
-    ),
+    "reward": lambda path: ([f"reward.functions.0.name={path.removesuffix('.jsonl')}.py:f"], "reward.functions.0.name"),
     "evaluation": lambda path: ([f"evaluation.tasks=[{{preset: gsm8k, path: '{path}'}}]"], "evaluation.tasks.0.path"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -292,8 +303,19 @@ def test_a_path_that_leads_nowhere_is_one_line_at_its_key(inspect, places, key, 
     assert refused(inspect, *overrides).startswith(f"command line: {named} = ")
 
 
-@pytest.mark.parametrize("place", ["~nosuchuser/x", "{here}/loop", "{here}/dangling", "{here}/file", "{here}/file/x/y",
-                                   "{here}/pipe", "/dev/null", "/dev/null/x"])  # fmt: skip
+@pytest.mark.parametrize(
+    "place",
+    [
+        "~nosuchuser/x",
+        "{here}/loop",
+        "{here}/dangling",
+        "{here}/file",
+        "{here}/file/x/y",
+        "{here}/pipe",
+        "/dev/null",
+        "/dev/null/x",
+    ],
+)
 def test_a_run_directory_that_cannot_be_made_is_refused(inspect, places, place):
     assert refused(inspect, f"train.run_dir={place.format(here=places)}").startswith("command line: train.run_dir = ")
 
@@ -314,17 +336,24 @@ def test_a_run_directory_that_is_there_or_can_be_made_is_accepted(inspect, place
         (["data.columns={answer: solution}"], 'data.columns.answer = "solution": task:arithmetic has no such column'),
         (["data.prompt_template='{question} ='"], "task:arithmetic has no column question; there are prompt, answer"),
         (["data.prompt_template='{prompt:d}'"], "{prompt:d}: Unknown format code"),
-        (["evaluation.tasks=[{name: e, data: {source: 'task:arithmetic', task: {terms: 1}}, reward: [{name: exact}]}]"],
-         "evaluation.tasks.0.data.task.terms = 1: must be an integer of at least 2"),
+        (
+            [
+                "evaluation.tasks=[{name: e, data: {source: 'task:arithmetic', task: {terms: 1}},"
+                " reward: [{name: exact}]}]"
+            ],
+            "evaluation.tasks.0.data.task.terms = 1: must be an integer of at least 2",
+        ),
         (["rollout.stop_token_ids=[5, 1000, 2000]"], "stop_token_ids.1 = 1000: the model's vocabulary has 1,000"),
-        (["rollout.kv_cache_tokens=769", "rollout.max_response_length=257"],
-         "its whole pages of 64 tokens must hold one full sequence"),
+        (
+            ["rollout.kv_cache_tokens=769", "rollout.max_response_length=257"],
+            "its whole pages of 64 tokens must hold one full sequence",
+        ),
         (["rollout.engine=vllm", "rollout.kv_cache_tokens=800"], "vLLM demands room for the whole context"),
         (["data.source=an/odd/name.txt"], "no such file or directory"),
         (["data.source='not a name'"], "neither a path that is there nor the name of a hub dataset"),
     ],
     ids=range(14),
-)  # fmt: skip
+)
 def test_what_would_end_a_run_is_refused_before_it(inspect, overrides, message):
     assert message in refused(inspect, *overrides)
 
@@ -333,8 +362,8 @@ def test_what_would_end_a_run_of_a_local_file_is_refused_before_it(inspect, plac
     (places / "empty.jsonl").write_text("")
     assert "is an empty file" in refused(inspect, f"data.source={places}/empty.jsonl")
     file = f"data.source={places}/file.jsonl"
-    assert "data.split = \"test\": a single file has only" in refused(inspect, file, "data.split=test")
-    assert "data.subset = \"main\": only hub datasets" in refused(inspect, file, "data.subset=main")
+    assert 'data.split = "test": a single file has only' in refused(inspect, file, "data.split=test")
+    assert 'data.subset = "main": only hub datasets' in refused(inspect, file, "data.subset=main")
 
 
 def test_the_kv_page_is_the_kernels():

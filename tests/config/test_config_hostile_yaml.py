@@ -110,12 +110,26 @@ def test_a_thousand_faults_are_not_a_thousand_lines():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("!!int 12", 12), ("!!float 1", 1.0), ("!!str 12", "12"), ("!!bool true", True), ("!!null ''", None),
-     ("!!seq [1]", [1]), ("!!map {a: 1}", {"a": 1}), ("9223372036854775807", 2**63 - 1),
-     ("-9223372036854775808", -(2**63)), ("0x10", "0x10"), ("0o7", "0o7"), ("1:30:00", "1:30:00"),
-     ("2024-13-45", "2024-13-45"), ("\ufeffa", "a"), (r'"\x07"', "\x07"), ("1e-400", 0.0),
-     ("[" * DEPTH + "]" * DEPTH, None)],
-)  # fmt: skip
+    [
+        ("!!int 12", 12),
+        ("!!float 1", 1.0),
+        ("!!str 12", "12"),
+        ("!!bool true", True),
+        ("!!null ''", None),
+        ("!!seq [1]", [1]),
+        ("!!map {a: 1}", {"a": 1}),
+        ("9223372036854775807", 2**63 - 1),
+        ("-9223372036854775808", -(2**63)),
+        ("0x10", "0x10"),
+        ("0o7", "0o7"),
+        ("1:30:00", "1:30:00"),
+        ("2024-13-45", "2024-13-45"),
+        ("\ufeffa", "a"),
+        (r'"\x07"', "\x07"),
+        ("1e-400", 0.0),
+        ("[" * DEPTH + "]" * DEPTH, None),
+    ],
+)
 def test_neighbours_of_the_hostile_are_read(text, value):
     if value is None and text.startswith("["):
         assert "deeper" in refused("[" * (DEPTH + 1) + "]" * (DEPTH + 1))
@@ -138,11 +152,49 @@ def test_of_a_list_of_merges_the_earlier_counts_and_own_keys_before_them():
 def test_mutated_texts_are_read_or_refused_on_one_line():
     """Random edits of a configuration with everything YAML has."""
     rng = random.Random(14)
-    seed = ('%YAML 1.1\n---\na: &x {b: [1, 2.5e-3, ~], "c\\u00e9": \'d\'}\ne: *x\nf:\n  - |\n   g\n  - >-\n   h i\n'
-            '? j\n: !!str 1\nk: {<<: *x, l: "\\x41"}  # m\n')  # fmt: skip
-    pieces = ["[", "]", "{", "}", "&x ", "*x", "*y", "!!int ", "!!binary ", "<<: ", "? ", ": ", "- ", "\n", "\t", '"',
-              "'", "|", ">", "%", "---\n", "...", "\\ud800", "\\U0011FFFF", "\0", "\x85", "\u2028", "\ufeff", "#", ",",
-              "9" * 30, "1e999", ".inf", "\udcff", "!<", "!e!", "\\"]  # fmt: skip
+    seed = (
+        "%YAML 1.1\n---\na: &x {b: [1, 2.5e-3, ~], \"c\\u00e9\": 'd'}\ne: *x\nf:\n  - |\n   g\n  - >-\n   h i\n"
+        '? j\n: !!str 1\nk: {<<: *x, l: "\\x41"}  # m\n'
+    )
+    pieces = [
+        "[",
+        "]",
+        "{",
+        "}",
+        "&x ",
+        "*x",
+        "*y",
+        "!!int ",
+        "!!binary ",
+        "<<: ",
+        "? ",
+        ": ",
+        "- ",
+        "\n",
+        "\t",
+        '"',
+        "'",
+        "|",
+        ">",
+        "%",
+        "---\n",
+        "...",
+        "\\ud800",
+        "\\U0011FFFF",
+        "\0",
+        "\x85",
+        "\u2028",
+        "\ufeff",
+        "#",
+        ",",
+        "9" * 30,
+        "1e999",
+        ".inf",
+        "\udcff",
+        "!<",
+        "!e!",
+        "\\",
+    ]
     accepted = 0
     for _ in range(3000):
         text = seed
@@ -159,11 +211,80 @@ def test_mutated_texts_are_read_or_refused_on_one_line():
     assert 100 < accepted < 2900
 
 
-CHARACTERS = ["a", " ", "\n", "\r", "\t", "\\", '"', "'", ":", "#", "-", "{", "}", "[", "&", "*", "!", "|", ">", "%",
-              "@", "`", ",", "?", "~", "=", "<", "\0", "\x07", "\x1b", "\x7f", "\x85", "\xa0", "\u2028", "\u2029",
-              "\u202e", "\ufeff", "\ufffe", "\uffff", "\U000e0041", "\U0001f600", "é", "0", ".", "e", "_"]  # fmt: skip
-WORDS = ["", "null", "true", "no", "1e-6", "0x1", "1:30", "2024-01-01", "<<", "---", "...", "- a", "a: b", "# c",
-         "\n\n", " lead", "trail ", "=", "1_000", ".inf", "é\n", "\ud7ff", "x" * 300, "word " * 60]  # fmt: skip
+CHARACTERS = [
+    "a",
+    " ",
+    "\n",
+    "\r",
+    "\t",
+    "\\",
+    '"',
+    "'",
+    ":",
+    "#",
+    "-",
+    "{",
+    "}",
+    "[",
+    "&",
+    "*",
+    "!",
+    "|",
+    ">",
+    "%",
+    "@",
+    "`",
+    ",",
+    "?",
+    "~",
+    "=",
+    "<",
+    "\0",
+    "\x07",
+    "\x1b",
+    "\x7f",
+    "\x85",
+    "\xa0",
+    "\u2028",
+    "\u2029",
+    "\u202e",
+    "\ufeff",
+    "\ufffe",
+    "\uffff",
+    "\U000e0041",
+    "\U0001f600",
+    "é",
+    "0",
+    ".",
+    "e",
+    "_",
+]
+WORDS = [
+    "",
+    "null",
+    "true",
+    "no",
+    "1e-6",
+    "0x1",
+    "1:30",
+    "2024-01-01",
+    "<<",
+    "---",
+    "...",
+    "- a",
+    "a: b",
+    "# c",
+    "\n\n",
+    " lead",
+    "trail ",
+    "=",
+    "1_000",
+    ".inf",
+    "é\n",
+    "\ud7ff",
+    "x" * 300,
+    "word " * 60,
+]
 
 
 def _text(rng: random.Random) -> str:
@@ -174,8 +295,23 @@ def _text(rng: random.Random) -> str:
 
 
 def _float(rng: random.Random) -> float:
-    return rng.choice([0.0, -0.0, 1e-300, 5e-324, 1.7976931348623157e308, 1e22, 1e16, 0.1, -2.5, math.pi, 1e-6,
-                       123456789.0, rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300)])  # fmt: skip
+    return rng.choice(
+        [
+            0.0,
+            -0.0,
+            1e-300,
+            5e-324,
+            1.7976931348623157e308,
+            1e22,
+            1e16,
+            0.1,
+            -2.5,
+            math.pi,
+            1e-6,
+            123456789.0,
+            rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300),
+        ]
+    )
 
 
 def _value(rng: random.Random, depth: int):
@@ -247,9 +383,13 @@ def test_a_configuration_too_large_for_its_own_yaml_is_refused(minimal):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a: \xff", "not UTF-8 text .line 1, byte 0xff at 3"), (b"a: b\n" * 10**6, "holds more than 262,144 bytes"),
-     (b"\xef\xbb\xbf- a", "holds a list"), (b"\0", "line 1, column 1: not valid YAML: the character U.0000")],
-)  # fmt: skip
+    [
+        (b"a: \xff", "not UTF-8 text .line 1, byte 0xff at 3"),
+        (b"a: b\n" * 10**6, "holds more than 262,144 bytes"),
+        (b"\xef\xbb\xbf- a", "holds a list"),
+        (b"\0", "line 1, column 1: not valid YAML: the character U.0000"),
+    ],
+)
 def test_bytes_that_are_no_configuration_are_one_line(minimal, content, message):
     minimal.write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:

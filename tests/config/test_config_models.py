@@ -90,12 +90,19 @@ def test_group_size_defaults_to_128_for_int4_only(load):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("tbpo", {"seq_clip_ratio_high": 4e-4, "neg_seq_clip_ratio_high": 7e-4, "seq_tis_imp_ratio_cap": 2.0,
-                  "clip_ratio_low": None}),
+        (
+            "tbpo",
+            {
+                "seq_clip_ratio_high": 4e-4,
+                "neg_seq_clip_ratio_high": 7e-4,
+                "seq_tis_imp_ratio_cap": 2.0,
+                "clip_ratio_low": None,
+            },
+        ),
         ("grpo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "seq_clip_ratio_high": None}),
         ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "seq_tis_imp_ratio_cap": None}),
     ],
-)  # fmt: skip
+)
 def test_an_objective_gets_the_defaults_it_reads_and_no_others(load, name, expected):
     objective = load(f"objective.name={name}").objective
     assert {key: getattr(objective, key) for key in expected} == expected
@@ -109,11 +116,17 @@ def test_muon_resolves_momentum_and_the_rate_of_its_adamw_part(load):
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
-        ("task:arithmetic", "task"), ("reasoning-gym:chain_sum", "reasoning_gym"), ("openai/gsm8k", "hub"),
-        ("gsm8k", "hub"), ("data/train.jsonl", "local"), ("./data", "local"), ("~/x", "local"), ("/a", "local"),
+        ("task:arithmetic", "task"),
+        ("reasoning-gym:chain_sum", "reasoning_gym"),
+        ("openai/gsm8k", "hub"),
+        ("gsm8k", "hub"),
+        ("data/train.jsonl", "local"),
+        ("./data", "local"),
+        ("~/x", "local"),
+        ("/a", "local"),
         ("a/b/c", "local"),
     ],
-)  # fmt: skip
+)
 def test_kind_of_source(load, source, kind):
     assert load(f"data.source={source}").data.kind == kind
 

@@ -73,7 +73,8 @@ EXPANSIONS = {
     "bypass_pg_is": ("sequence truncate of rollout [none, 2]", None),
     "bypass_pg_geo_rs": ("reject mean ratio of rollout outside [0.999, 1.001]", None),
     "bypass_pg_geo_rs_token_tis": (
-        "token truncate of rollout [none, 2]; reject mean ratio of rollout outside [0.999, 1.001]", None,
+        "token truncate of rollout [none, 2]; reject mean ratio of rollout outside [0.999, 1.001]",
+        None,
     ),
     "srs-k3-corr": ("reject sum k3 of corr outside [none, 0.001]", "rollout"),
     "srs-k3-ppo": ("reject sum k3 of rollout outside [none, 0.001]", "rollout"),

@@ -56,8 +56,13 @@ def test_costly_diagnostics_are_off_and_due_at_every_nth_step_counted_from_1(loa
 
 
 def test_the_resolved_file_holds_the_new_keys_and_loads_to_the_same(load, tmp_path):
-    config = load("quant.learner=full_precision", "model.learner_dtype=float16", "diagnostics.crossings_every=5",
-                  "optim.master_dtype=bfloat16", "logging.rollout_tensors=false")  # fmt: skip
+    config = load(
+        "quant.learner=full_precision",
+        "model.learner_dtype=float16",
+        "diagnostics.crossings_every=5",
+        "optim.master_dtype=bfloat16",
+        "logging.rollout_tensors=false",
+    )
     path = tmp_path / "resolved.yaml"
     path.write_text(config.to_yaml())
     again = load_config(path)

@@ -36,18 +36,27 @@ def tensor(name: str, *sizes: int) -> bytes:
     return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, 0)
 
 
-def gguf(entries: list[bytes], tensors: list[bytes] = (), *, keys: int | None = None, count: int | None = None,
-         version: int = 3) -> bytes:  # fmt: skip
+def gguf(
+    entries: list[bytes],
+    tensors: list[bytes] = (),
+    *,
+    keys: int | None = None,
+    count: int | None = None,
+    version: int = 3,
+) -> bytes:
     counts = (len(tensors) if count is None else count, len(entries) if keys is None else keys)
     return b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(entries) + b"".join(tensors)
 
 
 MODEL = [
-    entry("general.architecture", STRING, text("llama")), number("llama.embedding_length", 64),
-    number("llama.feed_forward_length", 128), number("llama.block_count", 2), number("llama.attention.head_count", 4),
+    entry("general.architecture", STRING, text("llama")),
+    number("llama.embedding_length", 64),
+    number("llama.feed_forward_length", 128),
+    number("llama.block_count", 2),
+    number("llama.attention.head_count", 4),
     array("tokenizer.ggml.tokens", STRING, 3, text("a") + text("bb") + text("")),
     array("tokenizer.ggml.scores", FLOAT64, 3, bytes(24)),
-]  # fmt: skip
+]
 TENSORS = [tensor("token_embd.weight", 64, 3), tensor("blk.0.ffn_up.weight", 64, 128)]
 
 HOSTILE = {
@@ -86,16 +95,25 @@ def test_a_hostile_header_is_refused_at_once(tmp_path: Path, content: bytes) -> 
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("change", [
-    number("llama.embedding_length", 0), number("llama.block_count", 10**9), number("llama.embedding_length", 2**31),
-    entry("llama.block_count", FLOAT64, struct.pack("<d", 2.0)), entry("llama.block_count", STRING, text("2")),
-    number("llama.attention.head_count_kv", 3), number("llama.attention.key_length", 15),
-    array("llama.attention.head_count_kv", UINT32, 2, bytes(8)),
-    entry("llama.rope.freq_base", FLOAT64, struct.pack("<d", float("nan"))),
-    entry("llama.rope.freq_base", FLOAT64, struct.pack("<d", 0.0)),
-    entry("llama.attention.layer_norm_rms_epsilon", STRING, text("small")), number("llama.vocab_size", 0),
-    entry("general.architecture", UINT8, b"\1"),
-], ids=range(13))  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        number("llama.embedding_length", 0),
+        number("llama.block_count", 10**9),
+        number("llama.embedding_length", 2**31),
+        entry("llama.block_count", FLOAT64, struct.pack("<d", 2.0)),
+        entry("llama.block_count", STRING, text("2")),
+        number("llama.attention.head_count_kv", 3),
+        number("llama.attention.key_length", 15),
+        array("llama.attention.head_count_kv", UINT32, 2, bytes(8)),
+        entry("llama.rope.freq_base", FLOAT64, struct.pack("<d", float("nan"))),
+        entry("llama.rope.freq_base", FLOAT64, struct.pack("<d", 0.0)),
+        entry("llama.attention.layer_norm_rms_epsilon", STRING, text("small")),
+        number("llama.vocab_size", 0),
+        entry("general.architecture", UINT8, b"\1"),
+    ],
+    ids=range(13),
+)
 def test_metadata_that_no_model_has_is_refused_by_its_key(tmp_path: Path, change: bytes) -> None:
     key = change[8 : 8 + struct.unpack("<Q", change[:8])[0]]
     kept = [one for one in MODEL if not one[8:].startswith(key)]

@@ -220,15 +220,29 @@ TWO, ONE = "sys/fs/cgroup", "sys/fs/cgroup/memory"
         ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": "max"}, 25),
         ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": 4 * GIB}, 5),  # the machine's swap may be used
         ({"proc/self/cgroup": "0::/", f"{TWO}/memory.max": 4 * GIB, f"{TWO}/memory.swap.max": 0}, 4),
-        ({"proc/self/cgroup": "0::/a/b", f"{TWO}/a/memory.max": 2 * GIB, f"{TWO}/a/memory.swap.max": 0,
-          f"{TWO}/a/b/memory.max": "max"}, 2),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b",
+                f"{TWO}/a/memory.max": 2 * GIB,
+                f"{TWO}/a/memory.swap.max": 0,
+                f"{TWO}/a/b/memory.max": "max",
+            },
+            2,
+        ),
         ({"proc/self/cgroup": "0::/a/b", f"{TWO}/a/b/memory.max": 2**63 - 1}, 25),
-        ({"proc/self/cgroup": "5:cpu:/x\n4:memory:/job", f"{ONE}/job/memory.limit_in_bytes": 3 * GIB,
-          f"{ONE}/job/memory.memsw.limit_in_bytes": 3 * GIB, f"{ONE}/memory.limit_in_bytes": 2**63 - 4096}, 3),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n4:memory:/job",
+                f"{ONE}/job/memory.limit_in_bytes": 3 * GIB,
+                f"{ONE}/job/memory.memsw.limit_in_bytes": 3 * GIB,
+                f"{ONE}/memory.limit_in_bytes": 2**63 - 4096,
+            },
+            3,
+        ),
         ({"proc/self/cgroup": "4:memory:/job", f"{ONE}/memory.limit_in_bytes": 3 * GIB}, 4),
         ({"proc/self/cgroup": "rubbish"}, 25),
     ],
-)  # fmt: skip
+)
 def test_memory_of_the_machine_is_what_its_control_groups_leave(tmp_path, files, gib):
     assert machine(tmp_path, files) == gib * GIB
 

@@ -10,8 +10,9 @@ from qarl.objectives.segments import Segments
 LENGTHS = [3, 1, 0, 5]
 
 
-def run(old: torch.Tensor, sampler: torch.Tensor, lengths: list[int], level="token", mode="truncate", lower=None,
-        upper=2.0):  # fmt: skip
+def run(
+    old: torch.Tensor, sampler: torch.Tensor, lengths: list[int], level="token", mode="truncate", lower=None, upper=2.0
+):
     corr = log_ratio(old, sampler)
     return importance_weights(corr, Segments.from_lengths(lengths), Weighting(level, mode, lower, upper))
 
@@ -31,9 +32,9 @@ def transcription(old: torch.Tensor, sampler: torch.Tensor, level: str, mode: st
     for o, b in zip(old.split(LENGTHS), sampler.split(LENGTHS), strict=True):
         deltas = [x - y for x, y in zip(o.tolist(), b.tolist(), strict=True)]
         for delta in deltas:
-            exponent = {
-                "token": delta, "sequence": math.fsum(deltas), "geometric": math.fsum(deltas) / len(deltas)
-            }[level]  # fmt: skip
+            exponent = {"token": delta, "sequence": math.fsum(deltas), "geometric": math.fsum(deltas) / len(deltas)}[
+                level
+            ]
             ratio = math.exp(exponent)
             low = -math.inf if lower is None else lower
             if mode == "truncate":

@@ -29,8 +29,16 @@ ROW = {
     "dotted.name.here": 8,
     "text": "t",
 }
-FIELDS = {"a": ROW["a"], "a.b": ROW["a.b"], "a.b.c": 6, "a.b.x": 7, "a.d.1.e": 4, "a.null": None,
-          "dotted.name.here": 8, "text": "t"}  # fmt: skip
+FIELDS = {
+    "a": ROW["a"],
+    "a.b": ROW["a.b"],
+    "a.b.c": 6,
+    "a.b.x": 7,
+    "a.d.1.e": 4,
+    "a.null": None,
+    "dotted.name.here": 8,
+    "text": "t",
+}
 NO_FIELDS = {
     "z": " has no column `z`; it has: a, a.b, dotted.name.here, text",
     "z.b": " has no column `z`; it has: a, a.b",

@@ -177,11 +177,24 @@ def test_plain_values_stay_and_others_are_refused():
 
 
 ODD_OPTIONS = [
-    {"size": 10**9}, {"size": 10**5000}, {"size": True}, {"terms": 10**9}, {"digits": 10**9}, {"min": 10**200},
-    {"digits": 100, "terms": 50}, {"max": 10**5000}, {"max": 3.5}, {"seed": 10**5000}, {"seed": None},
+    {"size": 10**9},
+    {"size": 10**5000},
+    {"size": True},
+    {"terms": 10**9},
+    {"digits": 10**9},
+    {"min": 10**200},
+    {"digits": 100, "terms": 50},
+    {"max": 10**5000},
+    {"max": 3.5},
+    {"seed": 10**5000},
+    {"seed": None},
     {"size": "\ud800"},
-    {"operations": {"+": 1}}, {"operations": [None]}, {"operations": "\x1b"}, {"\ud800": 1}, {"operations": [[]]},
-]  # fmt: skip
+    {"operations": {"+": 1}},
+    {"operations": [None]},
+    {"operations": "\x1b"},
+    {"\ud800": 1},
+    {"operations": [[]]},
+]
 
 
 @pytest.mark.parametrize("options", ODD_OPTIONS, ids=range(len(ODD_OPTIONS)))

@@ -22,16 +22,19 @@ def one_line(error: BaseException) -> bool:
 
 # prompt of the row -> the text, or what the line says
 CONVERSATIONS = {
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
-              "<|user|>a\nb\n<|assistant|>"),
+    "parts": (
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        "<|user|>a\nb\n<|assistant|>",
+    ),
     "parts without a type": ([{"role": "user", "content": [{"text": "a"}]}], "<|user|>a\n<|assistant|>"),
     "parts that are text": ([{"role": "user", "content": ["a", "b"]}], "<|user|>a\nb\n<|assistant|>"),
     "no parts": ([{"role": "user", "content": []}], "<|user|>\n<|assistant|>"),
     "extra keys": ([{"role": "user", "content": "a", "name": "Bo", "id": 7, "x": None}], "<|user|>a\n<|assistant|>"),
-    "null content of a tool call": ([{"role": "user", "content": "a"},
-                                     {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}],
-                                    "<|user|>a\n<|assistant|>None\n<|assistant|>"),
-}  # fmt: skip
+    "null content of a tool call": (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}],
+        "<|user|>a\n<|assistant|>None\n<|assistant|>",
+    ),
+}
 REFUSED_CONVERSATIONS = {
     "null content": ([{"role": "user", "content": None}], r"message 0 of `prompt` \(user\) has no content \(null\)"),
     "no content": ([{"role": "user", "content": "a"}, {"role": "user"}], r"message 1 of .* \(user\) has no content"),
@@ -110,9 +113,21 @@ def test_whatever_a_chat_template_does_is_one_line(tmp_path, tokenizer, name):
 
 
 SPECS = [
-    "{prompt:>99999999999}", "{prompt:.99999999999}", "{prompt:>1001}", "{n:099999999999d}", "{n:.100000000f}",
-    "{prompt:{n}}", "{prompt:{prompt}}", "{n:>{n}.{n}}", "{prompt.x}", "{prompt[0]}", "{0}", "{}", "{prompt!x}", "{",
-]  # fmt: skip
+    "{prompt:>99999999999}",
+    "{prompt:.99999999999}",
+    "{prompt:>1001}",
+    "{n:099999999999d}",
+    "{n:.100000000f}",
+    "{prompt:{n}}",
+    "{prompt:{prompt}}",
+    "{n:>{n}.{n}}",
+    "{prompt.x}",
+    "{prompt[0]}",
+    "{0}",
+    "{}",
+    "{prompt!x}",
+    "{",
+]
 
 
 @pytest.mark.parametrize("template", SPECS)
@@ -128,9 +143,38 @@ def test_random_templates_fill_or_are_refused(tmp_path, tokenizer):
     row = {"prompt": "p" * 1000, "n": -3, "f": 0.1, "l": [1], "d": {"a": 1}, "z": None}
     path.write_text(json.dumps(row))
     pieces = [
-        "{", "}", "{{", "}}", "prompt", "n", "f", "l", "d", "z", ":", "!r", "!s", "!x", ">9", "999999999999", ".3", "d",
-        "s", "%", ",", "x", "{prompt}", "{n}", "{f:.2f}", "{z!r:>4}", ".a", "[0]", "\ud800", "\0", " ",
-    ]  # fmt: skip
+        "{",
+        "}",
+        "{{",
+        "}}",
+        "prompt",
+        "n",
+        "f",
+        "l",
+        "d",
+        "z",
+        ":",
+        "!r",
+        "!s",
+        "!x",
+        ">9",
+        "999999999999",
+        ".3",
+        "d",
+        "s",
+        "%",
+        ",",
+        "x",
+        "{prompt}",
+        "{n}",
+        "{f:.2f}",
+        "{z!r:>4}",
+        ".a",
+        "[0]",
+        "\ud800",
+        "\0",
+        " ",
+    ]
     filled = 0
     for _ in range(1500):
         template = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 7)))

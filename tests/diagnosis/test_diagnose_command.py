@@ -31,9 +31,12 @@ EVERY = {"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradient
 
 def train(qarl, tiny_model, path: Path, **sections: dict[str, Any]) -> Path:
     data = settings(
-        tiny_model(), checkpoint={"every": 1, "keep_last": 0}, logging={"tensorboard": False},
-        train={"steps": 2, "run_dir": str(path)}, **sections,
-    )  # fmt: skip
+        tiny_model(),
+        checkpoint={"every": 1, "keep_last": 0},
+        logging={"tensorboard": False},
+        train={"steps": 2, "run_dir": str(path)},
+        **sections,
+    )
     done = qarl.run("train", write_config(path.with_suffix(".yaml"), data))
     assert done.code == 0, done.err
     return path
@@ -43,8 +46,9 @@ def train(qarl, tiny_model, path: Path, **sections: dict[str, Any]) -> Path:
 def mismatched(qarl, tiny_model, tmp_path_factory) -> Path:
     """A learner in full precision, whose ratio is to the sampler, with everything measured at every step."""
     path = tmp_path_factory.mktemp("runs") / "mismatched"
-    return train(qarl, tiny_model, path, quant={"learner": "full_precision"}, correction={"preset": "bypass"},
-                 diagnostics=EVERY)  # fmt: skip
+    return train(
+        qarl, tiny_model, path, quant={"learner": "full_precision"}, correction={"preset": "bypass"}, diagnostics=EVERY
+    )
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +214,10 @@ def test_unknown_tokens_and_a_checkpoint_that_went_are_refused_in_one_line(misma
 
 def test_weights_of_all_tokens_rejected_are_worth_nothing():
     assert weight_metrics(torch.zeros(4)) == {
-        "weights/mean": 0.0, "weights/max": 0.0, "weights/ess_frac": 0.0, "weights/zero_frac": 1.0
-    }  # fmt: skip
+        "weights/mean": 0.0,
+        "weights/max": 0.0,
+        "weights/ess_frac": 0.0,
+        "weights/zero_frac": 1.0,
+    }
     assert weight_metrics(torch.tensor([1.0, 1.0, 2.0, 0.0]))["weights/ess_frac"] == 16 / 24
     assert weight_metrics(None) == weight_metrics(torch.zeros(0)) == {}

@@ -9,20 +9,45 @@ import pytest
 from qarl.diagnosis.reading import read
 
 HEALTHY = {
-    "mismatch/delta_abs_mean": 1e-4, "mismatch/delta_abs_max": 0.01, "mismatch/chi2_token": 1e-6,
-    "mismatch/ess_frac": 0.9999, "mismatch/tail_abs_mean": 2e-3, "mismatch/head_abs_mean": 1e-4,
-    "history/k3_first": 1e-6, "history/k3_last": 1e-6, "policy/contribution_train_pos": -0.02,
-    "policy/contribution_train_neg": -0.02, "policy/contribution_rollout_pos": -0.0201,
-    "policy/contribution_rollout_neg": -0.0201, "precision/alpha_abs_mean": 0.05, "precision/beta_abs_mean": 1e-3,
-    "precision/beta_abs_max": 0.02, "precision/snr": 50.0, "precision/clipped_frac": 0.01,
-    "precision/phantom_frac": 0.0, "gradients/cos_total": 0.999, "gradients/ratio_rel": 0.01,
-    "gradients/score_rel": 0.01, "deployed/improvement": 1e-3, "deployed/delta_abs_mean": 0.0125,
-    "deployed/efficiency": 0.08, "error_tokens/frac": 0.0, "error_tokens/positive_frac": 0.0,
-    "error_tokens/negative_frac": 0.0, "weights/ess_frac": 0.99, "weights/zero_frac": 0.0,
-}  # fmt: skip
+    "mismatch/delta_abs_mean": 1e-4,
+    "mismatch/delta_abs_max": 0.01,
+    "mismatch/chi2_token": 1e-6,
+    "mismatch/ess_frac": 0.9999,
+    "mismatch/tail_abs_mean": 2e-3,
+    "mismatch/head_abs_mean": 1e-4,
+    "history/k3_first": 1e-6,
+    "history/k3_last": 1e-6,
+    "policy/contribution_train_pos": -0.02,
+    "policy/contribution_train_neg": -0.02,
+    "policy/contribution_rollout_pos": -0.0201,
+    "policy/contribution_rollout_neg": -0.0201,
+    "precision/alpha_abs_mean": 0.05,
+    "precision/beta_abs_mean": 1e-3,
+    "precision/beta_abs_max": 0.02,
+    "precision/snr": 50.0,
+    "precision/clipped_frac": 0.01,
+    "precision/phantom_frac": 0.0,
+    "gradients/cos_total": 0.999,
+    "gradients/ratio_rel": 0.01,
+    "gradients/score_rel": 0.01,
+    "deployed/improvement": 1e-3,
+    "deployed/delta_abs_mean": 0.0125,
+    "deployed/efficiency": 0.08,
+    "error_tokens/frac": 0.0,
+    "error_tokens/positive_frac": 0.0,
+    "error_tokens/negative_frac": 0.0,
+    "weights/ess_frac": 0.99,
+    "weights/zero_frac": 0.0,
+}
 # What TRL measured in its failing run, section 6 and 10.3.
-FAILING = {"precision/alpha_abs_mean": 0.03, "precision/beta_abs_mean": 0.076, "precision/beta_abs_max": 3.05,
-           "precision/snr": 0.42, "precision/clipped_frac": 0.01, "precision/phantom_frac": 0.135}  # fmt: skip
+FAILING = {
+    "precision/alpha_abs_mean": 0.03,
+    "precision/beta_abs_mean": 0.076,
+    "precision/beta_abs_max": 3.05,
+    "precision/snr": 0.42,
+    "precision/clipped_frac": 0.01,
+    "precision/phantom_frac": 0.135,
+}
 
 
 def said(level: str, **changes: float | None) -> str:
@@ -51,29 +76,42 @@ def test_the_failing_run_of_the_trl_study_is_phantom_clipping():
     assert "mostly precision" in text and "hardly improved what is served: 1.3%" in text
 
 
-@pytest.mark.parametrize(("changes", "level", "words"), [
-    ({"mismatch__chi2_token": 2.0, "mismatch__ess_frac": 0.3}, "problem", "another policy than the learner"),
-    ({"mismatch__delta_abs_max": 0.95}, "watch", "extremes near 1.0"),
-    ({"mismatch__chi2_token": 0.04}, "watch", "differ at many tokens"),
-    ({"mismatch__delta_abs_mean": 0.08}, "watch", "differ at many tokens"),
-    ({"mismatch__tail_abs_mean": 0.4}, "watch", "objective.dvp_rho"),
-    ({"history__k3_last": 0.01}, "watch", "K3 between learner and sampler grew"),
-    ({"policy__contribution_train_pos": 0.02}, "watch", "two signs unevenly"),
-    ({"precision__phantom_frac": 0.01}, "watch", "1.0% of the tokens are outside the clip bounds by precision alone"),
-    ({"precision__clipped_frac": 0.4}, "watch", "lower optim.lr"),
-    ({"mismatch__outside_frac": 0.05}, "watch", "5.0% of the tokens are outside"),
-    ({"gradients__cos_total": 0.55, "gradients__score_rel": 1.0}, "problem", "through the score"),
-    ({"gradients__cos_total": 0.9, "gradients__ratio_rel": 0.4}, "watch", "through the ratio"),
-    ({"gradients__cos_clipped": 0.55, "gradients__clip_rel": 0.7, "gradients__clipped_rel": 0.9}, "problem",
-     "What precision alone clips turns the gradient"),
-    ({"deployed__efficiency": -0.02}, "watch", "hardly improved what is served: -2.0%"),
-    ({"deployed__delta_abs_mean": 0.0, "deployed__efficiency": None}, "watch", "changed nothing that is served"),
-    ({"error_tokens__frac": 0.04, "error_tokens__negative_frac": 0.07}, "problem", "objective.name: tbpo"),
-    ({"error_tokens__frac": 0.04, "error_tokens__negative_frac": 0.04, "error_tokens__positive_frac": 0.04}, "watch",
-     "not QaRL's pattern"),
-    ({"weights__zero_frac": 0.8}, "watch", "drops 80.0%"),
-    ({"weights__ess_frac": 0.2}, "watch", "far from 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({"mismatch__chi2_token": 2.0, "mismatch__ess_frac": 0.3}, "problem", "another policy than the learner"),
+        ({"mismatch__delta_abs_max": 0.95}, "watch", "extremes near 1.0"),
+        ({"mismatch__chi2_token": 0.04}, "watch", "differ at many tokens"),
+        ({"mismatch__delta_abs_mean": 0.08}, "watch", "differ at many tokens"),
+        ({"mismatch__tail_abs_mean": 0.4}, "watch", "objective.dvp_rho"),
+        ({"history__k3_last": 0.01}, "watch", "K3 between learner and sampler grew"),
+        ({"policy__contribution_train_pos": 0.02}, "watch", "two signs unevenly"),
+        (
+            {"precision__phantom_frac": 0.01},
+            "watch",
+            "1.0% of the tokens are outside the clip bounds by precision alone",
+        ),
+        ({"precision__clipped_frac": 0.4}, "watch", "lower optim.lr"),
+        ({"mismatch__outside_frac": 0.05}, "watch", "5.0% of the tokens are outside"),
+        ({"gradients__cos_total": 0.55, "gradients__score_rel": 1.0}, "problem", "through the score"),
+        ({"gradients__cos_total": 0.9, "gradients__ratio_rel": 0.4}, "watch", "through the ratio"),
+        (
+            {"gradients__cos_clipped": 0.55, "gradients__clip_rel": 0.7, "gradients__clipped_rel": 0.9},
+            "problem",
+            "What precision alone clips turns the gradient",
+        ),
+        ({"deployed__efficiency": -0.02}, "watch", "hardly improved what is served: -2.0%"),
+        ({"deployed__delta_abs_mean": 0.0, "deployed__efficiency": None}, "watch", "changed nothing that is served"),
+        ({"error_tokens__frac": 0.04, "error_tokens__negative_frac": 0.07}, "problem", "objective.name: tbpo"),
+        (
+            {"error_tokens__frac": 0.04, "error_tokens__negative_frac": 0.04, "error_tokens__positive_frac": 0.04},
+            "watch",
+            "not QaRL's pattern",
+        ),
+        ({"weights__zero_frac": 0.8}, "watch", "drops 80.0%"),
+        ({"weights__ess_frac": 0.2}, "watch", "far from 1"),
+    ],
+)
 def test_each_failure_mode_is_named_with_its_level(changes, level, words):
     assert words in said(level, **changes)
     assert words not in said("fine", **changes)
@@ -81,8 +119,13 @@ def test_each_failure_mode_is_named_with_its_level(changes, level, words):
 
 def test_tokens_outside_a_distribution_do_not_make_the_others_look_bad():
     # As DVP has it: an infinite difference is on record as 20 nats.
-    pruned = {"mismatch__delta_abs_max": 20.0, "mismatch__delta_abs_mean": 0.1, "mismatch__outside_frac": 0.005,
-              "mismatch__inside_abs_max": 0.02, "mismatch__inside_abs_mean": 1e-3}  # fmt: skip
+    pruned = {
+        "mismatch__delta_abs_max": 20.0,
+        "mismatch__delta_abs_mean": 0.1,
+        "mismatch__outside_frac": 0.005,
+        "mismatch__inside_abs_max": 0.02,
+        "mismatch__inside_abs_mean": 1e-3,
+    }
     assert said("watch", **pruned) == ""
     assert "differ little: |delta| is 0.001 nats in the mean and 0.02 at most" in said("fine", **pruned)
 

@@ -13,8 +13,13 @@ from qarl.errors import UserError
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    integers = {"prompt_lengths": [2, 2, 1], "response_lengths": [3, 1, 2], "prompt_tokens": [1, 2, 1, 2, 9],
-                "response_tokens": [10, 11, 12, 20, 30, 31], "groups": [0, 0, 1]}  # fmt: skip
+    integers = {
+        "prompt_lengths": [2, 2, 1],
+        "response_lengths": [3, 1, 2],
+        "prompt_tokens": [1, 2, 1, 2, 9],
+        "response_tokens": [10, 11, 12, 20, 30, 31],
+        "groups": [0, 0, 1],
+    }
     found = {name: torch.tensor(values, dtype=torch.int32) for name, values in integers.items()}
     for i, name in enumerate(("logp_sampler", "logp_old", "logp")):
         found[name] = -torch.arange(6.0) - i
@@ -44,28 +49,34 @@ def test_the_step_is_the_last_with_both_or_the_one_asked_for(tmp_path):
     assert pick_step(run, None) == 4 and pick_step(run, 2) == 2
 
 
-@pytest.mark.parametrize(("drawn", "saved", "step", "words"), [
-    ([], [2], None, "logging.rollout_tensors"),
-    ([2], [], None, "checkpoint.every"),
-    ([2, 4], [3], None, r"\(2, 4\) and a checkpoint \(3\)"),
-    ([2, 4], [4], 3, r"no rollouts/000003.safetensors; it has 2, 4 \(logging.rollouts_every\)"),
-    ([2, 4], [4], 2, r"no checkpoint of step 2; it has 4 \(checkpoint.every"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("drawn", "saved", "step", "words"),
+    [
+        ([], [2], None, "logging.rollout_tensors"),
+        ([2], [], None, "checkpoint.every"),
+        ([2, 4], [3], None, r"\(2, 4\) and a checkpoint \(3\)"),
+        ([2, 4], [4], 3, r"no rollouts/000003.safetensors; it has 2, 4 \(logging.rollouts_every\)"),
+        ([2, 4], [4], 2, r"no checkpoint of step 2; it has 4 \(checkpoint.every"),
+    ],
+)
 def test_what_is_missing_is_named_with_the_key_that_makes_it(tmp_path, drawn, saved, step, words):
     with pytest.raises(UserError, match=words) as error:
         pick_step(make_run(tmp_path, drawn, saved), step)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda t: t.pop("logp"), "no tensor 'logp'"),
-    (lambda t: t.update(logp_old=torch.zeros(5)), r"logp_old has shape \[5\], not \[6\]"),
-    (lambda t: t.update(response_lengths=torch.tensor([6, 0, 0], dtype=torch.int32)), "empty prompt or response"),
-    (lambda t: t.update(response_lengths=torch.tensor([3.0, 1.0, 2.0])), "response_lengths is float32"),
-    (lambda t: t.update(version=torch.zeros(0, dtype=torch.int64)), r"version has shape \[0\], not \[1\]"),
-    (lambda t: t.update(advantages=torch.tensor([1.0, float("nan"), 0.0])), "advantages holds NaN"),
-    (lambda t: t["response_tokens"].fill_(-5), "response_tokens holds NaN or a negative token id"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("logp"), "no tensor 'logp'"),
+        (lambda t: t.update(logp_old=torch.zeros(5)), r"logp_old has shape \[5\], not \[6\]"),
+        (lambda t: t.update(response_lengths=torch.tensor([6, 0, 0], dtype=torch.int32)), "empty prompt or response"),
+        (lambda t: t.update(response_lengths=torch.tensor([3.0, 1.0, 2.0])), "response_lengths is float32"),
+        (lambda t: t.update(version=torch.zeros(0, dtype=torch.int64)), r"version has shape \[0\], not \[1\]"),
+        (lambda t: t.update(advantages=torch.tensor([1.0, float("nan"), 0.0])), "advantages holds NaN"),
+        (lambda t: t["response_tokens"].fill_(-5), "response_tokens holds NaN or a negative token id"),
+    ],
+)
 def test_a_file_of_another_layout_is_refused(tmp_path, change, words):
     values = tensors()
     change(values)

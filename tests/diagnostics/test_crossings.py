@@ -7,8 +7,13 @@ from qarl.config.quant import scheme_of
 from qarl.diagnostics.crossings import crossing_metrics, crossings
 from qarl.publish.snapshot import Snapshot, build_snapshot, published
 
-NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight",
-         "model.layers.1.mlp.up_proj.weight", "lm_head.weight")  # fmt: skip
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.1.mlp.up_proj.weight",
+    "lm_head.weight",
+)
 
 
 def masters(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -69,13 +69,17 @@ def test_finds_what_the_definition_finds(seed):
     )
 
 
-@pytest.mark.parametrize("ids", [
-    [7] * 23,  # the zeros of 10^22 + 1
-    [5, 7] * 11,  # a vector of eleven zeros
-    list(range(10)) * 3,  # a row of digits, three times
-    [1, 2, 3, 4] * 5 + [1, 2, 3],  # a short table
-    text(400),
-], ids=["zeros", "vector", "digits", "table", "text"])  # fmt: skip
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [7] * 23,  # the zeros of 10^22 + 1
+        [5, 7] * 11,  # a vector of eleven zeros
+        list(range(10)) * 3,  # a row of digits, three times
+        [1, 2, 3, 4] * 5 + [1, 2, 3],  # a short table
+        text(400),
+    ],
+    ids=["zeros", "vector", "digits", "table", "text"],
+)
 def test_ordinary_text_is_not_flagged(ids):
     assert stretches(ids, [-1.5] * len(ids)) == []
 
@@ -110,8 +114,9 @@ def test_examples_are_the_longest_stretch_of_each_response_with_what_stands_arou
     logp = [torch.full((len(r),), -0.5) for r in responses]
     found = error_examples(responses, logp, torch.tensor([0.0, 1.0, -1.0, 0.0]), lambda ids: " ".join(map(str, ids)), 5)
     assert [(row["response"], row["kind"], row["advantage"]) for row in found] == [
-        (2, "repetitive", -1.0), (1, "repetitive", 1.0)
-    ]  # fmt: skip
+        (2, "repetitive", -1.0),
+        (1, "repetitive", 1.0),
+    ]
     assert found[1]["before"] == "1 2" and found[1]["text"] == " ".join(["9"] * 30) and found[1]["after"] == "3"
     assert len(error_examples(responses, logp, torch.zeros(4), str, 1)) == 1
 

@@ -191,8 +191,9 @@ def test_deciles_have_the_signed_bias_of_the_tokens_inside_both_distributions(se
     old[torch.rand(200, generator=generator) < 0.1] = -math.inf
     rows = probability_deciles(old, sampler)
     for i, row in enumerate(rows):
-        members = [(o, b) for o, b in zip(old.tolist(), sampler.tolist(), strict=True)
-                   if min(int(math.exp(b) * 10), 9) == i]  # fmt: skip
+        members = [
+            (o, b) for o, b in zip(old.tolist(), sampler.tolist(), strict=True) if min(int(math.exp(b) * 10), 9) == i
+        ]
         finite = [o - b for o, b in members if math.isfinite(o)]
         assert row["count"] == len(members)
         assert row["delta_mean"] == (pytest.approx(statistics.fmean(finite), rel=1e-9) if finite else None)

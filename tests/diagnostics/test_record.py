@@ -13,9 +13,16 @@ def tokens(band: Band | None = None, shadow: bool = True, count: int = 6) -> Ste
     sampler = torch.linspace(-2.0, -0.1, count)
     logp = sampler + 0.1
     return StepTokens(
-        sampler, sampler + 0.05, logp, sampler.clone() if shadow else None, logp - sampler, torch.ones(count),
-        torch.tensor([1.0, -1.0]), Segments.from_lengths([count // 2, count - count // 2]), band,
-    )  # fmt: skip
+        sampler,
+        sampler + 0.05,
+        logp,
+        sampler.clone() if shadow else None,
+        logp - sampler,
+        torch.ones(count),
+        torch.tensor([1.0, -1.0]),
+        Segments.from_lengths([count // 2, count - count // 2]),
+        band,
+    )
 
 
 def test_it_is_strict_json_and_says_what_it_holds():

@@ -35,8 +35,9 @@ class Commands:
         return self.qarl.run("eval", *arguments, before=before, cwd=self.folder)
 
     def gsm8k(self, *arguments: object, before: str = ""):
-        return self.eval(self.model, "--data", f"gsm8k={self.file}", "--max-response-length", 8, *arguments,
-                         before=before)  # fmt: skip
+        return self.eval(
+            self.model, "--data", f"gsm8k={self.file}", "--max-response-length", 8, *arguments, before=before
+        )
 
     def refused(self, *arguments: object) -> str:
         before = sorted(self.folder.rglob("*"))
@@ -94,8 +95,9 @@ def test_interrupted_and_run_again_it_ends_as_if_never_interrupted(commands):
 
 def test_the_directory_of_another_evaluation_is_refused(commands):
     commands.gsm8k("--out", "r", "--max-prompts", 1)
-    said = commands.refused(commands.model, "--data", f"gsm8k={commands.file}", "--max-response-length", 9,
-                            "--max-prompts", 1, "--out", "r")  # fmt: skip
+    said = commands.refused(
+        commands.model, "--data", f"gsm8k={commands.file}", "--max-response-length", 9, "--max-prompts", 1, "--out", "r"
+    )
     assert "error: r: holds the results of another evaluation (sampling.max_response_length is 8 there, 9 here)" in said
 
 

@@ -14,10 +14,15 @@ OWN = {"name": "sums", "data": {"source": "task:arithmetic", "task": {"seed": 9}
 
 
 def run(**evaluation) -> Target:
-    config = Config.model_validate({
-        "model": {"path": "m"}, "data": {"source": "task:arithmetic"}, "reward": {"functions": REWARD},
-        "train": {"steps": 1}, "evaluation": evaluation,
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"source": "task:arithmetic"},
+            "reward": {"functions": REWARD},
+            "train": {"steps": 1},
+            "evaluation": evaluation,
+        }
+    )
     return Target("run", "runs/a", config.model, config.quant, config)
 
 
@@ -62,33 +67,39 @@ def test_max_prompts_lowers_a_tasks_own_limit_and_does_not_raise_it():
         assert evaluation_section(target, Request(max_prompts=asked))[0].tasks[0].max_prompts == used
 
 
-@pytest.mark.parametrize("request_, message", [
-    (Request(), r"^--data: m is no run, and has no data of its own; give math500, "),
-    (Request(data=("gsm-8",)), r"^--data gsm-8: no such evaluation set; did you mean gsm8k\?$"),
-    (Request(data=("gsm8k=/nowhere.jsonl",)), r"^--data gsm8k=/nowhere\.jsonl: no such file or directory"),
-    (Request(data=("amc",), samples=2, pass_at=(4,)), r"^--k: pass_at\.0 = 4: must be 2 \(samples\) or less"),
-    (Request(data=("amc", "amc")), r'^command line: tasks\.1\.name = "amc": is the name of an earlier task too'),
-    (Request(data=("amc",), samples=0), r"^--samples: samples = 0: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "request_, message",
+    [
+        (Request(), r"^--data: m is no run, and has no data of its own; give math500, "),
+        (Request(data=("gsm-8",)), r"^--data gsm-8: no such evaluation set; did you mean gsm8k\?$"),
+        (Request(data=("gsm8k=/nowhere.jsonl",)), r"^--data gsm8k=/nowhere\.jsonl: no such file or directory"),
+        (Request(data=("amc",), samples=2, pass_at=(4,)), r"^--k: pass_at\.0 = 4: must be 2 \(samples\) or less"),
+        (Request(data=("amc", "amc")), r'^command line: tasks\.1\.name = "amc": is the name of an earlier task too'),
+        (Request(data=("amc",), samples=0), r"^--samples: samples = 0: "),
+    ],
+)
 def test_refusals_are_one_line(request_, message):
     with pytest.raises(UserError, match=message) as caught:
         evaluation_section(MODEL, request_)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("section, key, message", [
-    ({"tasks": [{"preset": "gsm9k"}]}, ("tasks", 0, "preset"), "did you mean gsm8k"),
-    ({"tasks": [{}]}, ("tasks", 0, "preset"), "give a preset"),
-    ({"tasks": [{"data": {"source": "a/b"}, "reward": REWARD}]}, ("tasks", 0, "name"), "needs a name"),
-    ({"tasks": [{"name": "a", "data": {"source": "a/b"}}]}, ("tasks", 0, "reward"), "needs its reward"),
-    ({"tasks": [{"preset": "amc", "data": OWN["data"]}]}, ("tasks", 0, "data"), "leave out preset, or data"),
-    ({"tasks": [{"preset": "amc", "reward": REWARD}]}, ("tasks", 0, "reward"), "leave out preset, or reward"),
-    ({"tasks": [OWN | {"path": "x.jsonl"}]}, ("tasks", 0, "path"), "set data.source"),
-    ({"tasks": [OWN, OWN]}, ("tasks", 1, "name"), "an earlier task"),
-    ({"every": 2}, ("every",), "nothing to evaluate"),
-    ({"tasks": [OWN], "pass_at": [1, 8]}, ("pass_at", 1), "must be 4"),
-    ({"tasks": [OWN], "temperature": 0.0}, ("samples",), "must be 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "section, key, message",
+    [
+        ({"tasks": [{"preset": "gsm9k"}]}, ("tasks", 0, "preset"), "did you mean gsm8k"),
+        ({"tasks": [{}]}, ("tasks", 0, "preset"), "give a preset"),
+        ({"tasks": [{"data": {"source": "a/b"}, "reward": REWARD}]}, ("tasks", 0, "name"), "needs a name"),
+        ({"tasks": [{"name": "a", "data": {"source": "a/b"}}]}, ("tasks", 0, "reward"), "needs its reward"),
+        ({"tasks": [{"preset": "amc", "data": OWN["data"]}]}, ("tasks", 0, "data"), "leave out preset, or data"),
+        ({"tasks": [{"preset": "amc", "reward": REWARD}]}, ("tasks", 0, "reward"), "leave out preset, or reward"),
+        ({"tasks": [OWN | {"path": "x.jsonl"}]}, ("tasks", 0, "path"), "set data.source"),
+        ({"tasks": [OWN, OWN]}, ("tasks", 1, "name"), "an earlier task"),
+        ({"every": 2}, ("every",), "nothing to evaluate"),
+        ({"tasks": [OWN], "pass_at": [1, 8]}, ("pass_at", 1), "must be 4"),
+        ({"tasks": [OWN], "temperature": 0.0}, ("samples",), "must be 1"),
+    ],
+)
 def test_sections_that_make_no_sense_are_refused_at_their_key(section, key, message):
     from pydantic import ValidationError
 

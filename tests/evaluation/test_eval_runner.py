@@ -45,8 +45,16 @@ class Bench:
         return Settings.of(config, 0, (), self.opened.sampling(1, 1, None).stop_token_ids)
 
     def run(self, sink, settings=None, tasks=None, check=lambda: None):
-        return evaluate(self.opened.engine, self.opened.policy.version, tasks or self.tasks,
-                        settings or self.settings(), self.rewards, sink, silent, check)  # fmt: skip
+        return evaluate(
+            self.opened.engine,
+            self.opened.policy.version,
+            tasks or self.tasks,
+            settings or self.settings(),
+            self.rewards,
+            sink,
+            silent,
+            check,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +159,14 @@ def test_a_torn_end_is_drawn_again(bench, whole, tmp_path, cut):
     assert path.read_bytes() == complete
 
 
-@pytest.mark.parametrize("identity, weights, said", [
-    ({**IDENTITY, "step": 3}, "a", "step is null there, 3 here"),
-    ({"step": None, "sampling": {"samples": 4, "temperature": 1.0}}, "a", "sampling.samples is 2 there, 4 here"),
-    (IDENTITY, "b", 'weights is "a" there, "b" here'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "identity, weights, said",
+    [
+        ({**IDENTITY, "step": 3}, "a", "step is null there, 3 here"),
+        ({"step": None, "sampling": {"samples": 4, "temperature": 1.0}}, "a", "sampling.samples is 2 there, 4 here"),
+        (IDENTITY, "b", 'weights is "a" there, "b" here'),
+    ],
+)
 def test_results_of_another_evaluation_are_refused_and_left_alone(tmp_path, identity, weights, said):
     with ResultsDirectory.open(tmp_path / "r", IDENTITY) as directory:
         directory.begin({"weights": "a"}, 2)

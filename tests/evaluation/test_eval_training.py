@@ -11,11 +11,17 @@ pytestmark = pytest.mark.slow
 
 UNREPEATABLE = ("time/", "throughput/", "memory/")
 TASKS = [
-    {"name": "short", "data": {"source": "task:arithmetic", "task": {"size": 3, "seed": 7}, "max_prompt_length": 64},
-     "reward": [{"name": "regex", "options": {"pattern": "[a-z]"}}]},
-    {"name": "long", "data": {"source": "task:arithmetic", "task": {"size": 4, "terms": 5}, "max_prompt_length": 64},
-     "reward": [{"name": "length", "options": {"target": 4}}]},
-]  # fmt: skip
+    {
+        "name": "short",
+        "data": {"source": "task:arithmetic", "task": {"size": 3, "seed": 7}, "max_prompt_length": 64},
+        "reward": [{"name": "regex", "options": {"pattern": "[a-z]"}}],
+    },
+    {
+        "name": "long",
+        "data": {"source": "task:arithmetic", "task": {"size": 4, "terms": 5}, "max_prompt_length": 64},
+        "reward": [{"name": "length", "options": {"target": 4}}],
+    },
+]
 EVALUATION = {"tasks": TASKS, "every": 2, "samples": 2, "max_response_length": 12, "temperature": 0.7}
 
 # Kills or interrupts the run in its N-th evaluation's second batch.
@@ -102,8 +108,12 @@ def test_evaluations_come_before_training_every_n_steps_and_at_the_end(evaluated
 
 def test_the_time_of_an_evaluation_is_not_in_the_step(evaluated, tmp_path):
     slow = "import time, qarl.evaluation.training as t\nreal = t.evaluate\ndef evaluate(*a):\n    time.sleep(2)\n"
-    done = evaluated.train(tmp_path / "run", "train.steps=1", "evaluation.at_end=false",
-                           before=slow + "    return real(*a)\nt.evaluate = evaluate")  # fmt: skip
+    done = evaluated.train(
+        tmp_path / "run",
+        "train.steps=1",
+        "evaluation.at_end=false",
+        before=slow + "    return real(*a)\nt.evaluate = evaluate",
+    )
     assert done.code == 0, done.err
     (evaluation,) = jsonl(tmp_path / "run" / "evaluations.jsonl")
     (step,) = jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -129,8 +139,9 @@ def test_going_back_forgets_the_evaluations_after_the_checkpoint(evaluated, tmp_
     evaluated.train(run, "checkpoint.keep_last=0")
     with open(run / "evaluations.jsonl", "a") as file:
         file.write('{"step": 4, "ta')
-    done = evaluated.train(run, "checkpoint.keep_last=0", "train.steps=2",
-                           f"checkpoint.resume={run}/checkpoints/000002")  # fmt: skip
+    done = evaluated.train(
+        run, "checkpoint.keep_last=0", "train.steps=2", f"checkpoint.resume={run}/checkpoints/000002"
+    )
     assert done.code == 0, done.err
     assert [r["step"] for r in jsonl(run / "evaluations.jsonl")] == [0, 2]
     assert sorted(p.name for p in (run / "evaluations").iterdir()) == ["000000.jsonl", "000002.jsonl"]
@@ -162,15 +173,25 @@ def test_a_reward_that_breaks_down_in_an_evaluation_loses_no_finished_step(evalu
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000002", "latest"]
 
 
-@pytest.mark.parametrize("override, message", [
-    ("evaluation.max_response_length=600", "the context of 512 tokens; lower it"),
-    ("evaluation.tasks=[{preset: gsm8k, path: nowhere.jsonl}]", "evaluation.tasks.0.path = \"nowhere.jsonl\": no such"),
-    ("evaluation.tasks.0.reward=[{name: 'no.py:f'}]", "evaluation.tasks.0.reward.0.name = \"no.py:f\": no such file"),
-    ("evaluation.tasks.1.data.prompt_template='{question}'", "task:arithmetic has no column question"),
-    ("rollout.kv_cache_tokens=100", "evaluation task short: 3 of 3 prompts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("evaluation.max_response_length=600", "the context of 512 tokens; lower it"),
+        (
+            "evaluation.tasks=[{preset: gsm8k, path: nowhere.jsonl}]",
+            'evaluation.tasks.0.path = "nowhere.jsonl": no such',
+        ),
+        ("evaluation.tasks.0.reward=[{name: 'no.py:f'}]", 'evaluation.tasks.0.reward.0.name = "no.py:f": no such file'),
+        ("evaluation.tasks.1.data.prompt_template='{question}'", "task:arithmetic has no column question"),
+        ("rollout.kv_cache_tokens=100", "evaluation task short: 3 of 3 prompts"),
+    ],
+)
 def test_evaluations_that_cannot_be_are_refused_before_the_run_starts(evaluated, tmp_path, override, message):
-    done = evaluated.train(tmp_path / "run", override, "data.max_prompt_length=32",
-                           *(["evaluation.max_response_length=60"] if "kv" in override else []))  # fmt: skip
+    done = evaluated.train(
+        tmp_path / "run",
+        override,
+        "data.max_prompt_length=32",
+        *(["evaluation.max_response_length=60"] if "kv" in override else []),
+    )
     assert done.code == 2 and message in done.err, done.err
     assert not (tmp_path / "run").exists()

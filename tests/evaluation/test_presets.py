@@ -95,16 +95,22 @@ def test_a_file_without_the_answer_column_is_refused_with_the_columns_it_has(tok
 
 
 def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
-    task = EvalTask(name="own", data={"source": "task:arithmetic", "chat_template": False},
-                    reward=[{"name": "exact", "options": {"column": "gold"}}])  # fmt: skip
+    task = EvalTask(
+        name="own",
+        data={"source": "task:arithmetic", "chat_template": False},
+        reward=[{"name": "exact", "options": {"column": "gold"}}],
+    )
     with pytest.raises(UserError, match=r"evaluation task own: .*no data column `gold`; there are: answer"):
         TaskRewards(load_tasks([task], tokenizer), None, None)
 
 
-@pytest.mark.parametrize("name, said", [
-    ("MATH-50", "no such evaluation set; did you mean math500?"),
-    ("zebra", "no such evaluation set; there are math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("MATH-50", "no such evaluation set; did you mean math500?"),
+        ("zebra", "no such evaluation set; there are math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench"),
+    ],
+)
 def test_an_unknown_preset_names_the_nearest_or_all(name, said):
     assert unknown_preset(name) == said
 

@@ -178,17 +178,31 @@ def test_quantize_stores_what_round_to_nearest_gives(name, tiny_model, qarl, tmp
 
 
 def test_quantize_leaves_ignored_layers_alone(tiny_model, qarl, tmp_path):
-    qarl("quantize", tiny_model(), tmp_path / "out", "--scheme", "w8a8", "--ignore", "re:.*down_proj",
-         "--ignore", "model.layers.0.mlp.up_proj")  # fmt: skip
+    qarl(
+        "quantize",
+        tiny_model(),
+        tmp_path / "out",
+        "--scheme",
+        "w8a8",
+        "--ignore",
+        "re:.*down_proj",
+        "--ignore",
+        "model.layers.0.mlp.up_proj",
+    )
     stored = stored_tensors(tmp_path / "out")
     kept = {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"}
-    assert {n.removesuffix(".weight") for n, t in stored.items() if "mlp" in n and t.dtype == torch.bfloat16
-            and n.endswith(".weight")} == kept  # fmt: skip
+    assert {
+        n.removesuffix(".weight")
+        for n, t in stored.items()
+        if "mlp" in n and t.dtype == torch.bfloat16 and n.endswith(".weight")
+    } == kept
 
 
 REFUSED = {
-    "group size that does not divide a layer": (["--scheme", "w4a16", "--group-size", "128"],
-                                                "--group-size: model.layers.0.self_attn"),
+    "group size that does not divide a layer": (
+        ["--scheme", "w4a16", "--group-size", "128"],
+        "--group-size: model.layers.0.self_attn",
+    ),
     "group size that there is not": (["--scheme", "w4a16", "--group-size", "48"], "group_size = 48: must be 32, 64"),
     "unknown scheme": (["--scheme", "w3a16"], 'scheme = "w3a16": must be'),
     "asymmetric fp8": (["--scheme", "fp8", "--asymmetric"], "only scheme w4a16 has zero points"),
@@ -196,7 +210,7 @@ REFUSED = {
     "unpacked fp8": (["--scheme", "fp8", "--unpacked"], "--unpacked: is for symmetric w4a16 and w4a8"),
     "nothing to ignore": (["--scheme", "fp8", "--ignore", "mlp"], "--ignore: 'mlp' matches no Linear layer"),
     "size": (["--scheme", "fp8", "--max-shard-size", "big"], "--max-shard-size: 'big' is no size"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options, reason", REFUSED.values(), ids=REFUSED.keys())

@@ -11,8 +11,10 @@ from qarl.export.shards import parse_size, plan_shards, shard_index
 
 def specs(*sizes: int) -> dict[str, dict[str, TensorSpec]]:
     """A parameter of `size` bytes each, its scale among them."""
-    return {f"p{i}": {f"p{i}.weight": TensorSpec((size - 2,), "int8"), f"p{i}.scale": TensorSpec((1,), "bfloat16")}
-            for i, size in enumerate(sizes)}  # fmt: skip
+    return {
+        f"p{i}": {f"p{i}.weight": TensorSpec((size - 2,), "int8"), f"p{i}.scale": TensorSpec((1,), "bfloat16")}
+        for i, size in enumerate(sizes)
+    }
 
 
 def test_one_file_has_no_number():

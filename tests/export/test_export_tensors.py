@@ -80,8 +80,9 @@ def test_the_provenance_names_run_step_scheme_and_every_tensor(exported):
     assert provenance["quant"]["scheme"] == run.snapshots[4].weights["model.layers.0.mlp.up_proj"].scheme.name
     assert provenance["snapshot_sha256"] == provenance["run_snapshot_sha256"] == manifest.digest()
     assert provenance["codes_are_the_runs"]
-    assert {n: r["sha256"] for n, r in provenance["tensors"].items()} == \
-        {n: r.sha256 for n, r in manifest.records.items()}  # fmt: skip
+    assert {n: r["sha256"] for n, r in provenance["tensors"].items()} == {
+        n: r.sha256 for n, r in manifest.records.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8"])

@@ -28,9 +28,16 @@ def make_policy(model: Path, **quant: Any) -> Policy:
 
 def write(policy: Policy, model: Path, directory: Path, **options: Any) -> int:
     return write_snapshot_checkpoint(
-        directory, policy.current, policy.config, policy.model.generation_config,
-        load_tokenizer(ModelConfig(path=str(model))), policy.scheme, policy.quant.ignore, policy.dtype, **options,
-    )  # fmt: skip
+        directory,
+        policy.current,
+        policy.config,
+        policy.model.generation_config,
+        load_tokenizer(ModelConfig(path=str(model))),
+        policy.scheme,
+        policy.quant.ignore,
+        policy.dtype,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(

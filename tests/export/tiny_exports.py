@@ -58,8 +58,9 @@ def save_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), noise: fl
         "train": {"steps": 6, "prompts_per_step": 4, "run_dir": str(path)},
     }
     config = Config.model_validate(data)
-    policy = Policy(load_model(config.model), scheme_of(config.quant), config.quant, DTYPES[config.model.dtype],
-                    torch.device("cpu"))  # fmt: skip
+    policy = Policy(
+        load_model(config.model), scheme_of(config.quant), config.quant, DTYPES[config.model.dtype], torch.device("cpu")
+    )
     store = CheckpointStore(path / "checkpoints", 0)
     (path / "config.yaml").write_text(config.to_yaml())
     generator = torch.Generator().manual_seed(7)

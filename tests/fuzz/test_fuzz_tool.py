@@ -50,19 +50,31 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "accepted": (lambda: None, "accepted", ""),
     "refused in a line": (lambda: refuse("error: c.yaml: no such file; give another"), "refused", ""),
     "refused in two": (lambda: refuse("error: a: b", "error: c: d"), "refused", ""),
-    "an option's own refusal": (lambda: refuse("Usage: qarl check", "╭─ Error ───╮", "│ No such option │"), "refused",
-                                ""),
+    "an option's own refusal": (
+        lambda: refuse("Usage: qarl check", "╭─ Error ───╮", "│ No such option │"),
+        "refused",
+        "",
+    ),
     "traceback": (raise_a_fault, "bad", "traceback"),
-    "traceback that was printed": (lambda: print_and_end("Traceback (most recent call last):\n  x\nKeyError: 5"),
-                                   "bad", "traceback"),
+    "traceback that was printed": (
+        lambda: print_and_end("Traceback (most recent call last):\n  x\nKeyError: 5"),
+        "bad",
+        "traceback",
+    ),
     "hang": (lambda: time.sleep(1000), "bad", "hang"),
-    "hang that ignores signals": (lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)), time.sleep(1000)),
-                                  "bad", "hang"),
+    "hang that ignores signals": (
+        lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32)), time.sleep(1000)),
+        "bad",
+        "hang",
+    ),
     "signal": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "bad", "signal"),
     "memory": (exhaust_memory, "bad", "memory"),
     "exit code 1": (lambda: print_and_end("", 1), "bad", "exit code"),
-    "a fault that qarl reports": (lambda: (print("error: report this", file=sys.stderr), sys.exit(70)), "bad",
-                                  "exit code"),
+    "a fault that qarl reports": (
+        lambda: (print("error: report this", file=sys.stderr), sys.exit(70)),
+        "bad",
+        "exit code",
+    ),
     "escape": (lambda: print_and_end("\x1b[31mred"), "bad", "output"),
     "bidirectional override": (lambda: refuse("error: abc\u202edef"), "bad", "output"),
     "bytes": (lambda: (os.write(1, b"\xff\xfe abc\n"), sys.exit(0)), "bad", "output"),
@@ -71,7 +83,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "refused in prose": (lambda: refuse("error: a: b", "and more of it"), "bad", "output"),
     "an empty error": (lambda: refuse("error: "), "bad", "output"),
     "a line without end": (lambda: refuse("error: " + "x" * 100_000), "bad", "output"),
-}  # fmt: skip
+}
 
 
 def run(directory: Path, command: Callable[[], object], **about: Any):
@@ -117,8 +129,9 @@ def test_an_accepted_case_that_must_be_refused_is_silent(tmp_path: Path) -> None
 
 
 def test_what_an_accepted_case_left_is_examined(tmp_path: Path) -> None:
-    _, verdict = run(tmp_path, lambda: Path("left").touch(),
-                     examine=lambda cwd: f"left {[p.name for p in cwd.iterdir()]}")
+    _, verdict = run(
+        tmp_path, lambda: Path("left").touch(), examine=lambda cwd: f"left {[p.name for p in cwd.iterdir()]}"
+    )
     assert verdict.label == "check: left ['left']"
 
 
@@ -180,16 +193,28 @@ def base(tmp_path_factory: pytest.TempPathFactory):
     from fuzzing.tensorfiles import Stored, write_tensors
 
     root = tmp_path_factory.mktemp("base")
-    tensors = {f"model.layers.{i}.mlp.{name}.weight": Stored("F32", [4, 2], bytes(32)) for i in (0,
-        1) for name in ("up_proj", "down_proj")}
+    tensors = {
+        f"model.layers.{i}.mlp.{name}.weight": Stored("F32", [4, 2], bytes(32))
+        for i in (0, 1)
+        for name in ("up_proj", "down_proj")
+    }
     tensors["model.norm.weight"] = Stored("F32", [2], bytes(8))
-    found = Base(root, root / "model", root / RUN, root / "export", root / "results", root / "x.bin", root / "x.gguf",
-                 (CONFIGS / "quickstart.yaml",))
+    found = Base(
+        root,
+        root / "model",
+        root / RUN,
+        root / "export",
+        root / "results",
+        root / "x.bin",
+        root / "x.gguf",
+        (CONFIGS / "quickstart.yaml",),
+    )
     for folder in (found.model, found.export):
         folder.mkdir()
         write_tensors(folder / "model.safetensors", tensors)
-        (folder / "config.json").write_text(json.dumps({"hidden_size": 64,
-                                                        "quantization_config": {"quant_method": "compressed-tensors"}}))
+        (folder / "config.json").write_text(
+            json.dumps({"hidden_size": 64, "quantization_config": {"quant_method": "compressed-tensors"}})
+        )
         for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             (folder / name).write_text('{"eos_token_id": 1, "model": {"vocab": {"a": 1}}}')
     found.results.mkdir()
@@ -200,8 +225,10 @@ def base(tmp_path_factory: pytest.TempPathFactory):
     for folder in ("checkpoints", "rollouts", "diagnostics", "evaluations"):
         (found.run / folder).mkdir(parents=True)
     (found.run / "config.yaml").write_text(yaml.safe_dump(found.config()))
-    lines = "".join(json.dumps({"step": i, "reward/mean": 0.5,
-                                "tasks": [{"name": "a", "avg": {"mean": 1.0}}]}) + "\n" for i in (1, 2, 3))
+    lines = "".join(
+        json.dumps({"step": i, "reward/mean": 0.5, "tasks": [{"name": "a", "avg": {"mean": 1.0}}]}) + "\n"
+        for i in (1, 2, 3)
+    )
     for name in ("metrics.jsonl", "evaluations.jsonl", "environment.json", "evaluations/000002.jsonl"):
         (found.run / name).write_text(lines)
     for step in ("000001", "000003"):
@@ -213,11 +240,12 @@ def base(tmp_path_factory: pytest.TempPathFactory):
         for name in ("masters.safetensors", "optimizer.safetensors"):
             write_tensors(folder / name, tensors)
         (folder / "state.json").write_text('{"version": 1, "data": {"position": 4}}')
-        files = {name: {"bytes": 1, "sha256": "0"} for name in ("masters.safetensors", "optimizer.safetensors",
-                                                                "state.json")}
-        (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "step": 3,
-                                                          "groups": {"masters": ["masters.safetensors"]},
-                                                          "files": files}))
+        files = {
+            name: {"bytes": 1, "sha256": "0"} for name in ("masters.safetensors", "optimizer.safetensors", "state.json")
+        }
+        (folder / "manifest.json").write_text(
+            json.dumps({"format_version": 1, "step": 3, "groups": {"masters": ["masters.safetensors"]}, "files": files})
+        )
     (found.run / "checkpoints" / "latest").symlink_to("000003")
     return found
 
@@ -264,8 +292,13 @@ def test_every_key_of_the_schema_and_every_option_is_within_reach() -> None:
     from fuzzing.options import WORKING, options
 
     keys = {".".join(map(str, path)) for path, _ in schema_keys()}
-    assert {"train.steps", "reward.functions.0.weight", "rollout.vllm.memory_frac", "correction.reject.0.upper",
-            "evaluation.tasks.0.data.source"} <= keys
+    assert {
+        "train.steps",
+        "reward.functions.0.weight",
+        "rollout.vllm.memory_frac",
+        "correction.reject.0.upper",
+        "evaluation.tasks.0.data.source",
+    } <= keys
     assert set(options()) == set(WORKING)
     assert {option.name for option in options()["generate"]} >= {"prompt", "prompt_file", "seed", "as_json"}
 
@@ -285,8 +318,9 @@ def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) ->
     assert record["total"] == record["kinds"]["config"] == record["commands"]["check"] == expected
     assert [(entry["fault"], entry["cases"]) for entry in record["classes"]] == [("traceback", 2), ("hang", 1)]
     assert tally.bad == 3 and "hang" in tally.table()
-    assert "--seed 9 --only config-0" in describe("9", Result(case, Outcome(0, True, 0.5, 0, b"", b"last words", ""),
-                                                              verdict))
+    assert "--seed 9 --only config-0" in describe(
+        "9", Result(case, Outcome(0, True, 0.5, 0, b"", b"last words", ""), verdict)
+    )
 
 
 def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:

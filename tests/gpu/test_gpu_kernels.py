@@ -77,8 +77,11 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
                 return gemm.dense(x, weight.values(BF16))
             return w4a16.fused(x, tiled, meta, n, None, BF16, tile)
 
-        return Linear(lambda x: w4a16.w4a16(x, *stored, tiled, meta), product,
-                      lambda x: x.float() @ weight.values(BF16).float().t())  # fmt: skip
+        return Linear(
+            lambda x: w4a16.w4a16(x, *stored, tiled, meta),
+            product,
+            lambda x: x.float() @ weight.values(BF16).float().t(),
+        )
     if family == "w4a8":
         weight = Int4.random(n, k, group, device=CUDA)
         tiled, meta = weight.tiled(), weight.meta_int8()

@@ -26,9 +26,11 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
-SCHEMES = [("bf16", {}), ("w8a8", {}), ("fp8", {})] + [
-    (name, {"group_size": group}) for name in ("w4a16", "w4a8") for group in (32, 64, 128, -1)
-] + [("w4a16", {"group_size": 64, "symmetric": False})]  # fmt: skip
+SCHEMES = (
+    [("bf16", {}), ("w8a8", {}), ("fp8", {})]
+    + [(name, {"group_size": group}) for name in ("w4a16", "w4a8") for group in (32, 64, 128, -1)]
+    + [("w4a16", {"group_size": 64, "symmetric": False})]
+)
 
 
 @pytest.fixture(autouse=True)

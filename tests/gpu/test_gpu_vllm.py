@@ -37,10 +37,19 @@ CASES = {
 def test_a_run_publishes_and_proves_every_version(case: str, smollm2: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [
-        sys.executable, "-m", "qarl.cli", "train", str(ROOT / "configs/quickstart.yaml"), f"model.path={smollm2}",
-        "rollout.engine=vllm", "train.steps=3", f"train.run_dir={run}", "evaluation.tasks=[]", "logging.console=plain",
+        sys.executable,
+        "-m",
+        "qarl.cli",
+        "train",
+        str(ROOT / "configs/quickstart.yaml"),
+        f"model.path={smollm2}",
+        "rollout.engine=vllm",
+        "train.steps=3",
+        f"train.run_dir={run}",
+        "evaluation.tasks=[]",
+        "logging.console=plain",
         *CASES[case],
-    ]  # fmt: skip
+    ]
     path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")] + sys.path)
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

@@ -92,10 +92,14 @@ def test_a_system_message_goes_first(tiny_model):
 )
 def test_a_run_is_asked_as_it_was_trained(tiny_model, data, look, text):
     path = str(tiny_model())
-    config = Config.model_validate({
-        "model": {"path": path}, "data": {"source": "task:arithmetic", **data},
-        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": 1},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "model": {"path": path},
+            "data": {"source": "task:arithmetic", **data},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": {"steps": 1},
+        }
+    )
     target = replace(resolve_target(path), run=config)
     assert render(target, load_tokenizer(target.model), ["hi"], look)[0].text == text
 
@@ -163,8 +167,24 @@ def test_a_file_is_one_more_prompt(tmp_path):
 
 
 def test_json_lines_hold_ids_and_log_probs(tiny_model, capsys):
-    code, out, _ = run_qarl(capsys, "generate", tiny_model(), "--prompt", "a", "--prompt", "b", "--n", 2,
-                            "--temperature", 1, "--max-new-tokens", 4, "--scheme", "fp8", "--json")  # fmt: skip
+    code, out, _ = run_qarl(
+        capsys,
+        "generate",
+        tiny_model(),
+        "--prompt",
+        "a",
+        "--prompt",
+        "b",
+        "--n",
+        2,
+        "--temperature",
+        1,
+        "--max-new-tokens",
+        4,
+        "--scheme",
+        "fp8",
+        "--json",
+    )
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
     assert [(row["prompt"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]

@@ -89,17 +89,34 @@ def run_of(tiny_model, tmp_path):
 
 
 GOOD = {
-    "version": 2, "snapshot_sha256": "0" * 64, "skipped_in_a_row": 0,
-    "optimizer": {"optimizer": "adamw", "tensors": []}, "data": {"epoch": 0, "position": 0, "fingerprint": "0" * 64},
-}  # fmt: skip
+    "version": 2,
+    "snapshot_sha256": "0" * 64,
+    "skipped_in_a_row": 0,
+    "optimizer": {"optimizer": "adamw", "tensors": []},
+    "data": {"epoch": 0, "position": 0, "fingerprint": "0" * 64},
+}
 
 
-@pytest.mark.parametrize("state", [
-    {}, *({k: v for k, v in GOOD.items() if k != missing} for missing in ("version", "snapshot_sha256")),
-    GOOD | {"version": "2"}, GOOD | {"version": -1}, GOOD | {"version": 2.0},
-    GOOD | {"version": None}, GOOD | {"version": 10**30}, GOOD | {"version": [2]},
-    GOOD | {"snapshot_sha256": 5}, GOOD | {"snapshot_sha256": "zz"}, GOOD | {"snapshot_sha256": None}, [], None, 5, "x",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        *({k: v for k, v in GOOD.items() if k != missing} for missing in ("version", "snapshot_sha256")),
+        GOOD | {"version": "2"},
+        GOOD | {"version": -1},
+        GOOD | {"version": 2.0},
+        GOOD | {"version": None},
+        GOOD | {"version": 10**30},
+        GOOD | {"version": [2]},
+        GOOD | {"snapshot_sha256": 5},
+        GOOD | {"snapshot_sha256": "zz"},
+        GOOD | {"snapshot_sha256": None},
+        [],
+        None,
+        5,
+        "x",
+    ],
+)
 def test_a_state_without_what_inference_reads_is_refused(run_of, state):
     with pytest.raises(UserError) as caught:
         open_masters(resolve_target(str(run_of(state))))

@@ -257,8 +257,9 @@ class Compiler:
     ) -> list[Compiled]:
         """Compile what the generator `case` ("module:function") launches. cache: directory for Triton's files."""
         out, err = cache / "output.out", cache / "output.err"
-        code = self._server.run(out, err, case=case, capabilities=list(capabilities), processes=processes,
-                                cache=str(cache))  # fmt: skip
+        code = self._server.run(
+            out, err, case=case, capabilities=list(capabilities), processes=processes, cache=str(cache)
+        )
         assert code == 0, f"{case}: exit code {code}: {err.read_text(errors='replace')[-4000:]}"
         lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
         return [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]

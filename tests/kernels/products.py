@@ -34,8 +34,17 @@ class Int4:
     group: int | None
 
     @classmethod
-    def random(cls, n: int, k: int, group: int | None, *, asymmetric: bool = False, seed: int = 0,
-               dtype: torch.dtype = torch.bfloat16, device: torch.device) -> Int4:  # fmt: skip
+    def random(
+        cls,
+        n: int,
+        k: int,
+        group: int | None,
+        *,
+        asymmetric: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device,
+    ) -> Int4:
         groups = 1 if group is None else k // group
         codes = integers(-8, 7, n, k, seed=seed, device=device)
         scale = torch.rand(n, groups, generator=torch.Generator().manual_seed(seed + 1)).to(device) * 0.02 + 0.001

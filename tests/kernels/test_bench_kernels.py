@@ -44,8 +44,9 @@ def test_every_shape_is_measured_once() -> None:
     found = list(layers(MODELS))
     assert len({(layer.n, layer.k) for layer in found}) == len(found) == 14
     assert [str(layer) for layer in layers(["qwen3-30b-a3b"])] == [
-        "qwen3-30b-a3b qkv 5120x2048", "qwen3-30b-a3b o 2048x4096",
-    ]  # fmt: skip
+        "qwen3-30b-a3b qkv 5120x2048",
+        "qwen3-30b-a3b o 2048x4096",
+    ]
 
 
 def test_long_calls_are_repeated_less() -> None:
@@ -81,16 +82,22 @@ def test_ratios_compare_with_the_best_peer() -> None:
     from kernel_bench.summary import ratios
 
     rows = [
-        product_row("w8a8", "qarl", 10.0), product_row("w8a8", "cutlass", 12.0), product_row("w8a8", "int_mm", 8.0),
+        product_row("w8a8", "qarl", 10.0),
+        product_row("w8a8", "cutlass", 12.0),
+        product_row("w8a8", "int_mm", 8.0),
         product_row("w8a8", "cublas_bf16", 30.0),
-        product_row("w8a8", "qarl", 20.0, kind="end_to_end"), product_row("w8a8", "cutlass", 40.0, kind="end_to_end"),
-        product_row("w8a8", "qarl", 10.0, m=128), product_row("w8a8", "cublas_bf16", 5.0, m=128),
+        product_row("w8a8", "qarl", 20.0, kind="end_to_end"),
+        product_row("w8a8", "cutlass", 40.0, kind="end_to_end"),
+        product_row("w8a8", "qarl", 10.0, m=128),
+        product_row("w8a8", "cublas_bf16", 5.0, m=128),
         product_row("fp8", "qarl", 10.0),
-    ]  # fmt: skip
+    ]
     found = {(case["kind"], case["m"]): (case["ratio"], case["peer"]) for case in ratios(rows)}
     assert found == {
-        ("gemm", 16): (0.8, "int_mm"), ("end_to_end", 16): (1.5, "cublas_bf16"), ("gemm", 128): (0.5, "cublas_bf16"),
-    }  # fmt: skip
+        ("gemm", 16): (0.8, "int_mm"),
+        ("end_to_end", 16): (1.5, "cublas_bf16"),
+        ("gemm", 128): (0.5, "cublas_bf16"),
+    }
 
 
 def test_the_table_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +106,21 @@ def test_the_table_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture, mo
     memory = {"section": "quantize", "operation": "quantize fp8", "n": 64, "k": 32}
     learner = {"section": "learner", "n": 64, "k": 32, "m": 16384}
     rows = [
-        product_row("fp8", "qarl", 10.0, m=1), product_row("fp8", "cutlass", 20.0, m=1),
-        product_row("fp8", "qarl", 10.0, m=8), product_row("fp8", "cutlass", 5.0, m=8),
-        product_row("fp8", "qarl", 10.0, m=256, n=128), product_row("fp8", "scaled_mm", 11.0, m=256, n=128),
-        memory | {"who": "qarl", "share": 0.9}, memory | {"who": "qarl", "share": 0.7},
+        product_row("fp8", "qarl", 10.0, m=1),
+        product_row("fp8", "cutlass", 20.0, m=1),
+        product_row("fp8", "qarl", 10.0, m=8),
+        product_row("fp8", "cutlass", 5.0, m=8),
+        product_row("fp8", "qarl", 10.0, m=256, n=128),
+        product_row("fp8", "scaled_mm", 11.0, m=256, n=128),
+        memory | {"who": "qarl", "share": 0.9},
+        memory | {"who": "qarl", "share": 0.7},
         memory | {"who": "vllm", "skipped": "no"},
         learner | {"who": "nn.Linear", "scheme": "bf16", "part": "total", "us": 30.0},
         learner | {"who": "qarl", "scheme": "fp8", "part": "forward", "us": 5.0},
         learner | {"who": "qarl", "scheme": "fp8", "part": "weight_grad", "us": 15.0},
         learner | {"who": "qarl", "scheme": "fp8", "part": "total", "us": 20.0},
         {"section": "w4a16", "who": "machete", "kind": "gemm", "n": 64, "k": 32, "m": None, "skipped": "Absent: none"},
-    ]  # fmt: skip
+    ]
     report = {"device": "H1", "versions": {"torch": "2", "vllm": None}, "copy_tbps": 3.0, "seconds": 9.0, "rows": rows}
     (tmp_path / "report.json").write_text(json.dumps(report))
     monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--table", str(tmp_path / "report.json")])
@@ -126,9 +137,11 @@ def test_only_our_own_failures_count() -> None:
     from kernel_bench.summary import failures
 
     rows = [
-        {"who": "qarl", "skipped": "not enough device memory"}, {"who": "marlin", "skipped": "Wrong: x"},
-        {"who": "qarl", "us": 1.0}, {"who": "qarl", "skipped": "Wrong: wrong: relative error 3.0e-01"},
-    ]  # fmt: skip
+        {"who": "qarl", "skipped": "not enough device memory"},
+        {"who": "marlin", "skipped": "Wrong: x"},
+        {"who": "qarl", "us": 1.0},
+        {"who": "qarl", "skipped": "Wrong: wrong: relative error 3.0e-01"},
+    ]
     assert failures(rows) == rows[3:]
 
 
@@ -251,6 +264,10 @@ def test_learner_rows_say_where_the_time_goes(monkeypatch: pytest.MonkeyPatch) -
     rows = list(learner.learner_rows(FakeStopwatch(), 3, 64, Layer("tiny", "o", 64, 128), m=32))
     parts = {(row["who"], row["part"]): row["us"] for row in rows}
     assert parts == {
-        ("nn.Linear", "forward"): 10.0, ("nn.Linear", "total"): 10.0, ("qarl", "forward"): 10.0,
-        ("qarl", "input_grad"): 10.0, ("qarl", "weight_grad"): 10.0, ("qarl", "total"): 30.0,
-    }  # fmt: skip
+        ("nn.Linear", "forward"): 10.0,
+        ("nn.Linear", "total"): 10.0,
+        ("qarl", "forward"): 10.0,
+        ("qarl", "input_grad"): 10.0,
+        ("qarl", "weight_grad"): 10.0,
+        ("qarl", "total"): 30.0,
+    }

@@ -47,8 +47,23 @@ def test_steps_of_the_plain_digest_do_not_show(monkeypatch) -> None:
     assert digest(data) == whole
 
 
-SIZES = [0, 1, 2, 3, 4, 5, 15, 16, 17, 4 * module.TILE - 1, 4 * module.TILE + 6, PROGRAM - 1, PROGRAM, PROGRAM + 1,
-         2 * PROGRAM + 4 * module.TILE + 3]  # fmt: skip
+SIZES = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    15,
+    16,
+    17,
+    4 * module.TILE - 1,
+    4 * module.TILE + 6,
+    PROGRAM - 1,
+    PROGRAM,
+    PROGRAM + 1,
+    2 * PROGRAM + 4 * module.TILE + 3,
+]
 
 
 def test_the_kernel_gives_the_plain_digests_of_ragged_sizes_in_one_call(device) -> None:

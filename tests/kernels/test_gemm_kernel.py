@@ -50,8 +50,9 @@ def test_w8a8_is_the_reference_bit_for_bit(device, m, n, k, tile) -> None:
     codes = integers(-128, 127, n, k, seed=2, device=device)
     scale = (torch.rand(n, 1, generator=torch.Generator().manual_seed(3)) * 0.01).bfloat16().to(device)
     bias = random(n, seed=4, device=device, dtype=torch.bfloat16)
-    result = _run(*(quantize_activation_int8(x)[0], codes), tile, torch.bfloat16,
-                  (quantize_activation_int8(x)[1], scale), bias)  # fmt: skip
+    result = _run(
+        *(quantize_activation_int8(x)[0], codes), tile, torch.bfloat16, (quantize_activation_int8(x)[1], scale), bias
+    )
     assert torch.equal(result, reference.w8a8(x, codes.float(), scale, bias))
 
 

@@ -131,8 +131,10 @@ def test_gradients_of_log_prob_and_entropy_add_up() -> None:
     for use_logp, use_entropy in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
         master, ours = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
         logp, entropy = token_logprobs(ours, master, weight, targets, Truncation(temperature=0.7), 7)
-        torch.autograd.backward([x for x, used in ((logp, use_logp), (entropy, use_entropy)) if used],
-                                [torch.linspace(-1, 1, R)] * int(use_logp + use_entropy))  # fmt: skip
+        torch.autograd.backward(
+            [x for x, used in ((logp, use_logp), (entropy, use_entropy)) if used],
+            [torch.linspace(-1, 1, R)] * int(use_logp + use_entropy),
+        )
         grads.append((ours.grad, master.grad))
     for first, second, both in zip(*grads, strict=True):
         torch.testing.assert_close(first + second, both, rtol=1e-5, atol=1e-6)

@@ -263,7 +263,10 @@ def test_the_tiled_form_gives_the_same_bits(device, name: str) -> None:
 
     case, x = _case(name, torch.bfloat16, device), _x(33, torch.bfloat16, device)
     packed, scale, zero_point = (case.stored.get(key) for key in ("packed", "scale", "zero_point"))
-    meta = tile.meta_w4a8(scale, N, K, GROUP) if name == "w4a8" else \
-        tile.meta_w4a16(scale, zero_point, N, K, GROUP, torch.bfloat16)  # fmt: skip
+    meta = (
+        tile.meta_w4a8(scale, N, K, GROUP)
+        if name == "w4a8"
+        else tile.meta_w4a16(scale, zero_point, N, K, GROUP, torch.bfloat16)
+    )
     tiled = case.op(x, **case.stored, tiled=tile.tile_int4(packed, K), meta=meta)
     assert torch.equal(tiled, case.op(x, **case.stored))

@@ -27,9 +27,7 @@ class Batch:
 
     @property
     def logps(self) -> TokenLogProbs:
-        return TokenLogProbs(
-            self.logp, self.logp_old, self.logp_sampler, self.logp_shadow, self.logp_ref, self.entropy
-        )  # fmt: skip
+        return TokenLogProbs(self.logp, self.logp_old, self.logp_sampler, self.logp_shadow, self.logp_ref, self.entropy)
 
     def responses(self) -> list[tuple[list[float], list[float], list[float], float]]:
         """(l, o, b, A) of each response, as Python floats."""

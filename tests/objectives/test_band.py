@@ -12,11 +12,18 @@ TOKEN = Band("token", high=1.25, low=0.75, neg_high=2.0)
 @pytest.mark.parametrize(
     ("ratio", "advantage", "left"),
     [
-        (1.25, 1.0, False), (1.26, 1.0, True), (0.1, 1.0, False),
-        (0.75, -1.0, False), (0.74, -1.0, True), (1.26, -1.0, False), (2.0, -1.0, False), (2.1, -1.0, True),
-        (9.0, 0.0, False), (0.1, 0.0, False),
+        (1.25, 1.0, False),
+        (1.26, 1.0, True),
+        (0.1, 1.0, False),
+        (0.75, -1.0, False),
+        (0.74, -1.0, True),
+        (1.26, -1.0, False),
+        (2.0, -1.0, False),
+        (2.1, -1.0, True),
+        (9.0, 0.0, False),
+        (0.1, 0.0, False),
     ],
-)  # fmt: skip
+)
 def test_bounds_are_inside_and_bind_on_the_side_of_the_advantage(ratio, advantage, left):
     ratio, advantage = torch.tensor([ratio]), torch.tensor([advantage])
     assert TOKEN.left(ratio, advantage).item() is left
@@ -46,8 +53,6 @@ def test_a_sequence_band_looks_at_the_geometric_mean_of_the_response():
 def test_an_infinite_log_ratio_is_outside_where_a_bound_is_finite(level):
     band = Band(level, high=1.25, low=0.75)
     segments = Segments.from_lengths([1, 1, 1, 1])
-    outside = band.outside(
-        torch.tensor([1e12, -1e12, 1e12, -1e12]), torch.tensor([1.0, 1.0, -1.0, -1.0]), segments
-    )  # fmt: skip
+    outside = band.outside(torch.tensor([1e12, -1e12, 1e12, -1e12]), torch.tensor([1.0, 1.0, -1.0, -1.0]), segments)
     assert outside.tolist() == [True, False, False, True]
     assert Band(level, math.inf, 0.0).outside(torch.zeros(0), torch.zeros(1), Segments.from_lengths([0])).shape == (0,)

@@ -20,7 +20,7 @@ from qarl.objectives import (
     add_stats,
     build_objective,
     finish_stats,
-)  # fmt: skip
+)
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]
@@ -223,9 +223,11 @@ def test_the_correction_multiplies_the_surrogate():
     logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     sampler = torch.tensor([-1.0 - math.log(2.0), -1.0 + math.log(4.0), -1.0 - math.log(8.0)], dtype=torch.float64)
     loss, _ = objective(
-        TokenLogProbs(logp, logp.detach(), sampler), torch.tensor([1.0]).double(), Segments.from_lengths([3]),
+        TokenLogProbs(logp, logp.detach(), sampler),
+        torch.tensor([1.0]).double(),
+        Segments.from_lengths([3]),
         Totals(1, 3, 3),
-    )  # fmt: skip
+    )
     loss.backward()
     assert (-3 * logp.grad).tolist() == pytest.approx([2.0, 0.5, 3.0])
 
@@ -235,9 +237,9 @@ def test_the_loss_falls_when_a_rewarded_token_becomes_likelier(name):
     logp = torch.tensor([-1.0], requires_grad=True)
     one = torch.tensor([-1.0])
     objective = build_objective(ObjectiveConfig(name=name), NONE)
-    objective(
-        TokenLogProbs(logp, one, one), torch.tensor([1.0]), Segments.from_lengths([1]), Totals(1, 1, 1)
-    )[0].backward()  # fmt: skip
+    objective(TokenLogProbs(logp, one, one), torch.tensor([1.0]), Segments.from_lengths([1]), Totals(1, 1, 1))[
+        0
+    ].backward()
     assert logp.grad.item() == -1.0
 
 
@@ -317,9 +319,7 @@ def test_a_token_is_outside_the_band_exactly_if_it_has_no_gradient(options, spre
     _, gradient, _ = evaluate(objective, batch)
     advantage = batch.segments.expand(batch.advantages)
     worth = advantage > 0 if options["name"] == "positive_only" else advantage != 0
-    outside = objective.band.outside(
-        objective.log_ratio(batch.logps, batch.segments), batch.advantages, batch.segments
-    )  # fmt: skip
+    outside = objective.band.outside(objective.log_ratio(batch.logps, batch.segments), batch.advantages, batch.segments)
     assert torch.equal(gradient == 0, outside | ~worth)
     assert 0 < int(outside.sum()) < int(worth.sum())
 

@@ -38,16 +38,20 @@ def objectives() -> list[dict]:
     for ratio in RATIOS:
         named += [
             {"name": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "ratio": ratio},
-            {"name": "mis_gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "mis_ratio_low": 0.8,
-             "mis_ratio_high": 1.1, "ratio": ratio},
+            {
+                "name": "mis_gspo",
+                "clip_ratio_low": 0.03,
+                "clip_ratio_high": 0.05,
+                "mis_ratio_low": 0.8,
+                "mis_ratio_high": 1.1,
+                "ratio": ratio,
+            },
             {"name": "sapo", "sapo_tau_pos": 0.7, "sapo_tau_neg": 1.9, "ratio": ratio},
-        ]  # fmt: skip
+        ]
         for name in ["grpo", "dapo", "dual_clip_grpo", "positive_only"]:
             c = {"clip_ratio_c": 1.2} if name == "dual_clip_grpo" else {}
             for form in LOSSES if ratio in ("train", "shadow") else ["clip"]:
-                named.append(
-                    {"name": name, "ratio": ratio, "loss": form, **c, **(CLIP if form != "no_clip" else {})}
-                )  # fmt: skip
+                named.append({"name": name, "ratio": ratio, "loss": form, **c, **(CLIP if form != "no_clip" else {})})
     return named
 
 
@@ -68,26 +72,39 @@ CORRECTIONS = [
         ],
     },
     # a mask of tokens beside a weight of the tokens, of the response, and alone
-    {"level": "token", "upper": 1.2, "reject": [
-        {"estimator": "ratio", "aggregate": "token", "lower": 0.8, "upper": 1.3},
-        {"estimator": "k3", "aggregate": "sum", "upper": 0.3},
-    ]},
-    {"level": "sequence", "upper": 1.5, "normalize": True, "reject": [
-        {"estimator": "k1", "aggregate": "token", "lower": -0.3, "upper": 0.3, "signal": "rollout"},
-    ]},
+    {
+        "level": "token",
+        "upper": 1.2,
+        "reject": [
+            {"estimator": "ratio", "aggregate": "token", "lower": 0.8, "upper": 1.3},
+            {"estimator": "k3", "aggregate": "sum", "upper": 0.3},
+        ],
+    },
+    {
+        "level": "sequence",
+        "upper": 1.5,
+        "normalize": True,
+        "reject": [
+            {"estimator": "k1", "aggregate": "token", "lower": -0.3, "upper": 0.3, "signal": "rollout"},
+        ],
+    },
     {"reject": [{"estimator": "k2", "aggregate": "token", "upper": 0.04}], "veto": 0.6},
     {"level": "sequence", "mode": "raw"},
     {"level": "token", "mode": "raw", "normalize": True},
-]  # fmt: skip
+]
 POLICY_GRADIENT = [  # weights of learner now over sampler, for objectives without a ratio
     {"level": "token", "upper": 1.2, "signal": "rollout"},
     {"level": "sequence", "mode": "raw", "signal": "rollout"},
     {"level": "sequence", "mode": "mask", "lower": 0.5, "upper": 1.8, "signal": "rollout", "normalize": True},
     {"preset": "bypass_pg_is", "upper": 1.4},
-    {"preset": "bypass_pg_geo_rs_token_tis", "upper": 1.1, "reject": [
-        {"estimator": "ratio", "aggregate": "mean", "lower": 0.9, "upper": 1.15, "signal": "rollout"},
-    ]},
-]  # fmt: skip
+    {
+        "preset": "bypass_pg_geo_rs_token_tis",
+        "upper": 1.1,
+        "reject": [
+            {"estimator": "ratio", "aggregate": "mean", "lower": 0.9, "upper": 1.15, "signal": "rollout"},
+        ],
+    },
+]
 
 
 def correction_config(options: dict) -> CorrectionConfig:
@@ -99,15 +116,19 @@ def identity(options: dict) -> str:
     return "-".join(str(options.get(key)) for key in ("name", "ratio", "loss", "kl_estimator") if options.get(key))
 
 
-CASES = [pytest.param(options, {}, id=identity(options)) for options in objectives()] + [
-    pytest.param({"name": name}, options, id=f"{name}-correction{i}")
-    for name in ("grpo", "rloo")
-    for i, options in enumerate(CORRECTIONS)
-] + [
-    pytest.param({"name": name}, options, id=f"{name}-policy-gradient{i}")
-    for name in ("reinforce", "rloo", "on_policy")
-    for i, options in enumerate(POLICY_GRADIENT)
-]
+CASES = (
+    [pytest.param(options, {}, id=identity(options)) for options in objectives()]
+    + [
+        pytest.param({"name": name}, options, id=f"{name}-correction{i}")
+        for name in ("grpo", "rloo")
+        for i, options in enumerate(CORRECTIONS)
+    ]
+    + [
+        pytest.param({"name": name}, options, id=f"{name}-policy-gradient{i}")
+        for name in ("reinforce", "rloo", "on_policy")
+        for i, options in enumerate(POLICY_GRADIENT)
+    ]
+)
 
 
 def responses_of(batch) -> list[Response]:

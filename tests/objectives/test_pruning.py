@@ -39,8 +39,13 @@ def with_holes(seed: int):
     for i in holes:
         columns = draw.choice([("l",), ("o",), ("l", "o"), ("l", "o", "q"), ("l", "o", "ref"), ("q",), ("o", "b")])
         for name in columns:
-            x = {"l": logp, "o": batch.logp_old, "q": batch.logp_shadow, "ref": batch.logp_ref,
-                 "b": batch.logp_sampler}[name]  # fmt: skip
+            x = {
+                "l": logp,
+                "o": batch.logp_old,
+                "q": batch.logp_shadow,
+                "ref": batch.logp_ref,
+                "b": batch.logp_sampler,
+            }[name]
             x[i] = -math.inf
     batch.logp = logp.requires_grad_()
     return batch

@@ -65,8 +65,11 @@ def test_gradient_matches_finite_differences_of_the_formula(spread):
 
 def test_float32_inputs_give_float32_values_near_float64():
     single = random_batch(LENGTHS, ADVANTAGES, 0.02, dtype=torch.float32)
-    double = Batch(*(x.detach().double() for x in (single.logp, single.logp_old, single.logp_sampler)),
-                   single.advantages.double(), single.segments)  # fmt: skip
+    double = Batch(
+        *(x.detach().double() for x in (single.logp, single.logp_old, single.logp_sampler)),
+        single.advantages.double(),
+        single.segments,
+    )
     value = run(single, wide())[0]
     assert value.dtype == torch.float32
     # log-probs of order 4 carry 2^-22 of absolute rounding into the exponent of each of 73 values of order 1

@@ -189,10 +189,16 @@ def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str
     if objective.name == "tbpo":
         cap = objective.seq_tis_imp_ratio_cap
         rows = [
-            [0.0 if pruning == "response" and any(out) else
-             max(1 / cap, min(cap, exp(mean_inside(differences(r.o, r.b), out))))] * len(r.o) if r.o else []
+            [
+                0.0
+                if pruning == "response" and any(out)
+                else max(1 / cap, min(cap, exp(mean_inside(differences(r.o, r.b), out))))
+            ]
+            * len(r.o)
+            if r.o
+            else []
             for r, out in zip(responses, outs, strict=True)
-        ]  # fmt: skip
+        ]
     if cfg.normalize:
         per_unit = [x for row in rows for x in row] if cfg.level == "token" else [row[0] for row in rows if row]
         rows = [[x / (mean(per_unit) or 1.0) for x in row] for row in rows]
@@ -204,10 +210,12 @@ def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str
             keep &= objective.mis_ratio_low <= exp(mean(differences(r.o, r.b))) <= objective.mis_ratio_high
         learner = {"corr": r.o, "rollout": r.l}
         single = [rule for rule in cfg.reject or [] if rule.aggregate == "token"]
-        out.append([
-            x if keep and all(token_passes(rule, learner[rule.signal][i], r.b[i]) for rule in single) else 0.0
-            for i, x in enumerate(row)
-        ])  # fmt: skip
+        out.append(
+            [
+                x if keep and all(token_passes(rule, learner[rule.signal][i], r.b[i]) for rule in single) else 0.0
+                for i, x in enumerate(row)
+            ]
+        )
     return out
 
 
@@ -216,9 +224,7 @@ def loss(
 ) -> float:
     """The loss of a minibatch. frozen: the log-probs of each response at the point of differentiation. pruning: what a
     token outside takes with it."""
-    still = [
-        Response(f, r.o, r.b, r.q, r.ref, r.h, r.a) for f, r in zip(frozen, responses, strict=True)
-    ]  # fmt: skip
+    still = [Response(f, r.o, r.b, r.q, r.ref, r.h, r.a) for f, r in zip(frozen, responses, strict=True)]
     weights = correction(objective, cfg, still, pruning)
     center = 0.0
     if objective.loss == "detach_center":

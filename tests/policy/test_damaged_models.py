@@ -25,17 +25,72 @@ from qarl.policy.load import load_generation_config, load_model, load_model_conf
 from qarl.policy.policy import Policy
 
 ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63 - 1, 10**18, 10**9, 0.5, -1.5, 1e300, 1e-300, "", "x", "64", [],
-    [1], {}, {"a": 1}, [[1]], "default", [0] * 2000,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    2**31,
+    2**63 - 1,
+    10**18,
+    10**9,
+    0.5,
+    -1.5,
+    1e300,
+    1e-300,
+    "",
+    "x",
+    "64",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [[1]],
+    "default",
+    [0] * 2000,
+]
 MORE_KEYS = [
-    "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "use_sliding_window", "layer_types", "head_dim",
-    "auto_map", "quantization_config", "torch_dtype", "partial_rotary_factor", "max_window_layers", "text_config",
-    "attn_implementation", "_attn_implementation", "num_labels", "id2label", "label2id", "output_hidden_states",
-    "output_attentions", "return_dict", "pruned_heads", "problem_type", "tokenizer_class", "is_decoder",
-    "chunk_size_feed_forward", "use_return_dict", "name_or_path", "transformers_version", "experts_implementation",
-    "transformers_weights", "fusion_config", "attribute_map", "per_layer_config", "to_dict", "mlp_bias",
-]  # fmt: skip
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "head_dim",
+    "auto_map",
+    "quantization_config",
+    "torch_dtype",
+    "partial_rotary_factor",
+    "max_window_layers",
+    "text_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "pruned_heads",
+    "problem_type",
+    "tokenizer_class",
+    "is_decoder",
+    "chunk_size_feed_forward",
+    "use_return_dict",
+    "name_or_path",
+    "transformers_version",
+    "experts_implementation",
+    "transformers_weights",
+    "fusion_config",
+    "attribute_map",
+    "per_layer_config",
+    "to_dict",
+    "mlp_bias",
+]
 
 
 def one_line(error: pytest.ExceptionInfo[UserError] | UserError) -> str:
@@ -65,11 +120,23 @@ def changed_config(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]
         elif key in ("rope_scaling", "rope_parameters") and rng.random() < 0.7:
             kinds = ["linear", "yarn", "llama3", "default", "dynamic", "longrope", "proportional", "x"]
             config[key] = {
-                "rope_type": rng.choice(kinds), "factor": rng.choice([2.0, 1, 0, -1, 1e300, "x", None]),
-                "rope_theta": 10000.0, "low_freq_factor": rng.choice([1.0, 4.0]), "high_freq_factor": 4.0,
-                rng.choice(["original_max_position_embeddings", "beta_fast", "mscale", "attention_factor",
-                            "partial_rotary_factor", "short_factor", "rope_theta"]): rng.choice(ODD),
-            }  # fmt: skip
+                "rope_type": rng.choice(kinds),
+                "factor": rng.choice([2.0, 1, 0, -1, 1e300, "x", None]),
+                "rope_theta": 10000.0,
+                "low_freq_factor": rng.choice([1.0, 4.0]),
+                "high_freq_factor": 4.0,
+                rng.choice(
+                    [
+                        "original_max_position_embeddings",
+                        "beta_fast",
+                        "mscale",
+                        "attention_factor",
+                        "partial_rotary_factor",
+                        "short_factor",
+                        "rope_theta",
+                    ]
+                ): rng.choice(ODD),
+            }
         else:
             config[key] = rng.choice(ODD)
     return config
@@ -131,8 +198,12 @@ def damage(rng: random.Random, path: Path) -> str:
         path.write_bytes(b"" if kind == "empty" else bytes(100))
     else:
         path.unlink()
-        made = {"directory": path.mkdir, "pipe": lambda: os.mkfifo(path),
-                "dangling": lambda: path.symlink_to("nowhere"), "loop": lambda: path.symlink_to(path.name)}  # fmt: skip
+        made = {
+            "directory": path.mkdir,
+            "pipe": lambda: os.mkfifo(path),
+            "dangling": lambda: path.symlink_to("nowhere"),
+            "loop": lambda: path.symlink_to(path.name),
+        }
         made[kind]()
     return kind
 
@@ -155,12 +226,29 @@ def test_a_directory_with_a_damaged_file_is_refused_or_runs(tiny_model, tmp_path
         shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"eos_token_id": [1', b"[]", b"5", b"null", b"\xff\xfe", b"[" * 9999,
-                                     b'{"eos_token_id": "x"}', b'{"eos_token_id": -1}', b'{"eos_token_id": 1.0}',
-                                     b'{"eos_token_id": 259}', b'{"eos_token_id": [1, 99999]}',
-                                     b'{"eos_token_id": {"a": 1}}', b'{"eos_token_id": [[1]]}',
-                                     b'{"eos_token_id": 1000000000000000000000}', b'{"eos_token_id": true}',
-                                     json.dumps({"eos_token_id": list(range(5000))}).encode()])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"eos_token_id": [1',
+        b"[]",
+        b"5",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 9999,
+        b'{"eos_token_id": "x"}',
+        b'{"eos_token_id": -1}',
+        b'{"eos_token_id": 1.0}',
+        b'{"eos_token_id": 259}',
+        b'{"eos_token_id": [1, 99999]}',
+        b'{"eos_token_id": {"a": 1}}',
+        b'{"eos_token_id": [[1]]}',
+        b'{"eos_token_id": 1000000000000000000000}',
+        b'{"eos_token_id": true}',
+        json.dumps({"eos_token_id": list(range(5000))}).encode(),
+    ],
+)
 def test_a_damaged_generation_config_does_not_lose_the_stop_tokens(tiny_model, tmp_path, content):
     directory = shutil.copytree(tiny_model(), tmp_path / "model")
     (directory / "generation_config.json").write_bytes(content)
@@ -195,8 +283,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "unknown-to-all"])
-@pytest.mark.parametrize("odd", [None, [], 5, "x", {"AutoConfig": 5}, {"AutoConfig": ["a"]}, {"AutoConfig": {}},
-                                 {"AutoConfig": "../evil.Config"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "odd",
+    [None, [], 5, "x", {"AutoConfig": 5}, {"AutoConfig": ["a"]}, {"AutoConfig": {}}, {"AutoConfig": "../evil.Config"}],
+)
 def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp_path, family, odd):
     directory, trace = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "ran"
     (directory / "evil.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: pass\nModel = Config\n")
@@ -216,40 +306,139 @@ def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp
 # --- configurations of published models, as their config.json has them ----------------------------------------------
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-2-7b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-                   "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "hidden_act": "silu",
-                   "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_scaling": None, "pretraining_tp": 1,
-                   "tie_word_embeddings": False, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2},
-    "llama-7b-old": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "vocab_size": 32000, "pad_token_id": -1, "rms_norm_eps": 1e-06,
-                     "max_sequence_length": 2048, "hidden_act": "silu", "initializer_range": 0.02},
-    "llama-3.1-8b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "mlp_bias": False,
-                     "max_position_embeddings": 131072, "rope_theta": 500000.0, "eos_token_id": [128001, 128009],
-                     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                      "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
-    "llama-3.1-405b": {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248,
-                       "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8,
-                       "vocab_size": 128256, "max_position_embeddings": 131072},
-    "mistral-7b": {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-                   "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
-                   "max_position_embeddings": 32768, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
-    "mistral-nemo": {"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
-                     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
-                     "sliding_window": None, "max_position_embeddings": 1024000, "rope_theta": 1000000.0},
-    "qwen2.5-1m": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "rope_theta": 10000000.0,
-                   "max_position_embeddings": 1010000, "sliding_window": 32768, "use_sliding_window": False,
-                   "max_window_layers": 28, "dual_chunk_attention_config": {"chunk_size": 262144}},
-    "qwen2.5-yarn": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-                     "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_mrope": False,
-                     "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}},
-    "qwen3-0.6b": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-                   "max_position_embeddings": 40960, "rope_theta": 1000000, "attention_bias": False,
-                   "rope_scaling": None, "sliding_window": None, "max_window_layers": 28, "rms_norm_eps": 1e-06},
-}  # fmt: skip
+    "llama-2-7b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "llama-7b-old": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "pad_token_id": -1,
+        "rms_norm_eps": 1e-06,
+        "max_sequence_length": 2048,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "mlp_bias": False,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "eos_token_id": [128001, 128009],
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    "llama-3.1-405b": {
+        "model_type": "llama",
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
+    "mistral-nemo": {
+        "model_type": "mistral",
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "sliding_window": None,
+        "max_position_embeddings": 1024000,
+        "rope_theta": 1000000.0,
+    },
+    "qwen2.5-1m": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rope_theta": 10000000.0,
+        "max_position_embeddings": 1010000,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "dual_chunk_attention_config": {"chunk_size": 262144},
+    },
+    "qwen2.5-yarn": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "attention_bias": False,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "rms_norm_eps": 1e-06,
+    },
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -262,11 +451,27 @@ def test_published_configurations_are_accepted(tmp_path, name):
 # --- paths --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["~nosuchuser/model", "/" + "x" * 300, "/" + "x/" * 3000, "a\0b", "/dev/null",
-                                  "/proc/self/mem", "\udcff/model", "/nowhere/at/all"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "~nosuchuser/model",
+        "/" + "x" * 300,
+        "/" + "x/" * 3000,
+        "a\0b",
+        "/dev/null",
+        "/proc/self/mem",
+        "\udcff/model",
+        "/nowhere/at/all",
+    ],
+)
 def test_a_path_that_can_be_no_model_is_one_line(path):
-    for opening in (load_model, load_tokenizer, load_model_config, load_generation_config,
-                    lambda config: open_policy(resolve_target(config.path))):  # fmt: skip
+    for opening in (
+        load_model,
+        load_tokenizer,
+        load_model_config,
+        load_generation_config,
+        lambda config: open_policy(resolve_target(config.path)),
+    ):
         with pytest.raises(UserError) as caught:
             opening(ModelConfig.model_construct(path=path, gguf_file=None, revision=None, trust_remote_code=False))
         one_line(caught)
@@ -299,9 +504,16 @@ def test_an_export_with_a_changed_quantization_config_is_refused_or_runs(tiny_mo
     assert 10 < ran < 140
 
 
-@pytest.mark.parametrize(("shape", "message"), [([64], "weight_shape"), ([64, 64, 1], "weight_shape"),
-                                                ([-1, 64], "weight"), ([2**40, 2**40], "weight"),
-                                                ([64, 32], "weight")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([64], "weight_shape"),
+        ([64, 64, 1], "weight_shape"),
+        ([-1, 64], "weight"),
+        ([2**40, 2**40], "weight"),
+        ([64, 32], "weight"),
+    ],
+)
 def test_an_export_whose_weight_shape_lies_is_refused(tiny_model, tmp_path, shape, message):
     out = quantized_copy(tiny_model(), tmp_path / "export", {"scheme": "w4a16", "group_size": 32})
     weights = Weights.of(out)

@@ -123,8 +123,14 @@ def test_without_kernels_the_operand_is_plain_torch(scheme: str) -> None:
 def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner: str) -> None:
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
     ignored = "model.layers.0.mlp.down_proj"
-    policy = make_policy(tiny_model("llama", num_hidden_layers=1), "w4a16", torch.bfloat16, GROUP, learner=learner,
-                         ignore=["lm_head", ignored])  # fmt: skip
+    policy = make_policy(
+        tiny_model("llama", num_hidden_layers=1),
+        "w4a16",
+        torch.bfloat16,
+        GROUP,
+        learner=learner,
+        ignore=["lm_head", ignored],
+    )
     for name in policy.linears:
         own, sampler = policy.learner_view.operands[name], policy.sampler_view.operands[name]
         assert isinstance(sampler, KernelOperand)

@@ -103,23 +103,26 @@ def test_what_is_as_it_should_be_is_accepted(bases, kind):
         opening()
 
 
-@pytest.mark.parametrize("make", [
-    lambda weights: [weights.pop(name) for name in sorted(weights) if ".layers.1." in name],
-    lambda weights: weights.rename(lambda name: f"transformer.{name}"),
-    lambda weights: weights.rename(lambda name: name.removeprefix("model.")),
-    lambda weights: weights.configure(num_hidden_layers=4),
-    lambda weights: weights.configure(num_hidden_layers=1),
-    lambda weights: weights.configure(tie_word_embeddings=False),
-    lambda weights: weights.configure(vocab_size=300),
-    lambda weights: weights.configure(intermediate_size=96),
-    lambda weights: weights.configure(num_key_value_heads=4),
-    lambda weights: weights.configure(head_dim=32),
-    lambda weights: weights.configure(attention_bias=True),
-    lambda weights: weights.configure(mlp_bias=True),
-    lambda weights: weights.configure(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
-    lambda weights: weights.configure(model_type="qwen3", head_dim=16, architectures=["Qwen3ForCausalLM"]),
-    lambda weights: weights.clear(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: [weights.pop(name) for name in sorted(weights) if ".layers.1." in name],
+        lambda weights: weights.rename(lambda name: f"transformer.{name}"),
+        lambda weights: weights.rename(lambda name: name.removeprefix("model.")),
+        lambda weights: weights.configure(num_hidden_layers=4),
+        lambda weights: weights.configure(num_hidden_layers=1),
+        lambda weights: weights.configure(tie_word_embeddings=False),
+        lambda weights: weights.configure(vocab_size=300),
+        lambda weights: weights.configure(intermediate_size=96),
+        lambda weights: weights.configure(num_key_value_heads=4),
+        lambda weights: weights.configure(head_dim=32),
+        lambda weights: weights.configure(attention_bias=True),
+        lambda weights: weights.configure(mlp_bias=True),
+        lambda weights: weights.configure(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
+        lambda weights: weights.configure(model_type="qwen3", head_dim=16, architectures=["Qwen3ForCausalLM"]),
+        lambda weights: weights.clear(),
+    ],
+)
 def test_a_model_that_is_another_than_its_configuration_is_refused(bases, tmp_path, make):
     weights = Weights.of(bases["single"])
     make(weights)
@@ -173,14 +176,30 @@ def test_values_that_are_no_numbers_are_refused_by_name(bases, tmp_path, kind, v
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True},
-                                     {"head_dim": 32}, {"num_key_value_heads": 4}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 32},
+        {"num_key_value_heads": 4},
+    ],
+)
 def test_the_list_of_tensors_is_that_of_the_model(tmp_path, family, changes):
     settings = {
-        "model_type": family, "vocab_size": 70, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16,
-        "bos_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
+        "model_type": family,
+        "vocab_size": 70,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "head_dim": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings | changes))
     architecture = read_config_json(tmp_path / "config.json")
     listed = dict(architecture.tensors())
@@ -196,9 +215,16 @@ def test_names_of_gguf_are_those_of_its_package(tmp_path, family):
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == kind)
     names = gguf.get_tensor_name_map(arch, 2)
     settings = {
-        "model_type": family, "vocab_size": 70, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
-    }  # fmt: skip
+        "model_type": family,
+        "vocab_size": 70,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     for name, _ in read_config_json(tmp_path / "config.json").tensors():
         module, _, leaf = name.rpartition(".")
@@ -248,8 +274,10 @@ def test_gguf_tensors_that_are_not_the_models_are_named(bases, tmp_path):
         said = FAULTS[make](changed, name)
         path = gguf_of(changed, tmp_path / make / "m.gguf")
         config = ModelConfig(path=str(path.parent), gguf_file="m.gguf")
-        for opening in (lambda config=config: check_weights(config, check_model(config).architecture),
-                        lambda config=config: load_model(config)):  # fmt: skip
+        for opening in (
+            lambda config=config: check_weights(config, check_model(config).architecture),
+            lambda config=config: load_model(config),
+        ):
             with pytest.raises(UserError) as caught:
                 opening()
             expected = said if said.startswith("extra") else gguf_name(said)
@@ -287,6 +315,7 @@ def test_two_openings_of_a_model_give_one_digest(bases):
 
 def test_transformers_is_asked_what_it_missed(bases, monkeypatch):
     """The second wall: were the first to fall, what `from_pretrained` says of the names would be read."""
+
     def misses(*args, **kwargs):
         model, info = original(*args, **kwargs)
         return model, info | {"missing_keys": {"model.norm.weight"}}
@@ -295,4 +324,3 @@ def test_transformers_is_asked_what_it_missed(bases, monkeypatch):
     monkeypatch.setattr("qarl.policy.load.AutoModelForCausalLM.from_pretrained", misses)
     with pytest.raises(UserError, match=r"1 weights are missing \(model.norm.weight\)"):
         load_model(ModelConfig(path=str(bases["single"])))
-

@@ -128,8 +128,9 @@ def test_a_shadows_gradient_goes_straight_through_to_the_masters(tiny_model) -> 
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     own = logprobs(policy)
     (own * torch.linspace(-1, 1, len(own))).sum().backward()
-    assert not torch.equal(policy.linears["model.layers.0.mlp.up_proj"].weight.grad,
-                           found[0]["model.layers.0.mlp.up_proj.weight"])  # fmt: skip
+    assert not torch.equal(
+        policy.linears["model.layers.0.mlp.up_proj"].weight.grad, found[0]["model.layers.0.mlp.up_proj.weight"]
+    )
 
 
 def test_a_shadow_under_gradient_checkpointing_has_the_same_gradient(tiny_model) -> None:

@@ -38,8 +38,12 @@ INDICES: list[tuple[Callable[[dict], object], str]] = [
     (lambda index: index["weight_map"].update({NORM: 5}), "weight_map.model.norm.weight = 5"),
     (lambda index: index["weight_map"].update({"model.more": index["weight_map"][NORM]}), "names model.more"),
     (lambda index: index["weight_map"].pop(NORM) and None, "does not name model.norm.weight"),
-    (lambda index: index["weight_map"].update({NORM: next(
-        file for file in index["weight_map"].values() if file != index["weight_map"][NORM])}), NORM),
+    (
+        lambda index: index["weight_map"].update(
+            {NORM: next(file for file in index["weight_map"].values() if file != index["weight_map"][NORM])}
+        ),
+        NORM,
+    ),
     (lambda index: index["weight_map"].clear(), "its weights are not those of its config.json"),
     (lambda index: [], "holds a list"),
     (lambda index: 5, "holds a number"),
@@ -47,7 +51,7 @@ INDICES: list[tuple[Callable[[dict], object], str]] = [
     (lambda index: {"weight_map": {NORM: {"a": "b"}}}, "weight_map.model.norm.weight"),
     (lambda index: {}, "weight_map is missing"),
     (lambda index: {"weight_map": None}, "weight_map = null"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "message"), INDICES, ids=range(len(INDICES)))
@@ -80,18 +84,35 @@ def _entry(start: int, end: int, shape: list, dtype: object = "F32") -> dict:
 
 
 HEADERS = [
-    b"", b"\x08", _header({}, length=2**60), _header({}, length=2**63), _header({}, length=2**31), _header(b"{" * 8),
-    _header([]), _header(5), _header(b"[" * 100_000), _header(b'{"a":' * 50_000), _header(b"\xff\xfe"),
+    b"",
+    b"\x08",
+    _header({}, length=2**60),
+    _header({}, length=2**63),
+    _header({}, length=2**31),
+    _header(b"{" * 8),
+    _header([]),
+    _header(5),
+    _header(b"[" * 100_000),
+    _header(b'{"a":' * 50_000),
+    _header(b"\xff\xfe"),
     _header({"a": _entry(0, 8, [2]), "b": _entry(4, 12, [2])}, bytes(12)),
     _header({"a": _entry(0, 8, [2]), "b": _entry(12, 20, [2])}, bytes(20)),
-    _header({"a": _entry(0, 8, [2])}, bytes(4)), _header({"a": _entry(0, 8, [2])}, bytes(12)),
-    _header({"a": _entry(8, 0, [2])}, bytes(8)), _header({"a": _entry(0, 8, [3])}, bytes(8)),
-    _header({"a": _entry(0, 8, [-2])}, bytes(8)), _header({"a": _entry(0, 8, [2**62, 2**62])}, bytes(8)),
-    _header({"a": _entry(0, 8, [2.0])}, bytes(8)), _header({"a": _entry(0, 8, ["2"])}, bytes(8)),
-    _header({"a": _entry(0, 8, [2], "F99")}, bytes(8)), _header({"a": _entry(0, 8, [2], 5)}, bytes(8)),
-    _header({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), _header({"a": 5}), _header({"a": None}),
-    _header({"a": _entry(0, 8, [1] * 5000)}, bytes(8)), _header(b'{"a": ' + b"9" * 5000 + b"}"),
-]  # fmt: skip
+    _header({"a": _entry(0, 8, [2])}, bytes(4)),
+    _header({"a": _entry(0, 8, [2])}, bytes(12)),
+    _header({"a": _entry(8, 0, [2])}, bytes(8)),
+    _header({"a": _entry(0, 8, [3])}, bytes(8)),
+    _header({"a": _entry(0, 8, [-2])}, bytes(8)),
+    _header({"a": _entry(0, 8, [2**62, 2**62])}, bytes(8)),
+    _header({"a": _entry(0, 8, [2.0])}, bytes(8)),
+    _header({"a": _entry(0, 8, ["2"])}, bytes(8)),
+    _header({"a": _entry(0, 8, [2], "F99")}, bytes(8)),
+    _header({"a": _entry(0, 8, [2], 5)}, bytes(8)),
+    _header({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    _header({"a": 5}),
+    _header({"a": None}),
+    _header({"a": _entry(0, 8, [1] * 5000)}, bytes(8)),
+    _header(b'{"a": ' + b"9" * 5000 + b"}"),
+]
 
 
 @pytest.mark.parametrize("content", HEADERS, ids=range(len(HEADERS)))
@@ -124,5 +145,3 @@ def test_a_header_with_random_bytes_changed_is_refused_or_the_same(bases, tmp_pa
             assert "\n" not in str(error)
         else:
             assert {name: (t.dtype, t.shape) for name, t in found.items()} == expected
-
-

@@ -19,8 +19,9 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> T
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.view(-1).view(torch.uint8),
-                                                                    b.view(-1).view(torch.uint8))  # fmt: skip
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(
+        a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)
+    )
 
 
 def altered(tensor: Tensor, every: int) -> Tensor:

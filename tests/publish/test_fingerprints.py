@@ -58,11 +58,15 @@ FAULTS = {
     "missing": ({"a": EXPECTED["a"]}, r"version 3 is partial: 1 of 2 tensors did not arrive in vLLM, first 'b'"),
     "unknown": (EXPECTED | {"c": EXPECTED["a"]}, r"version 3: vLLM holds 'c', which was not sent"),
     "bytes": (EXPECTED | {"b": fingerprint(torch.zeros(4))}, r"version 3: 'b' differs in vLLM \(bytes\)"),
-    "shape": (EXPECTED | {"a": fingerprint(torch.zeros(3, 2))},
-              r"'a' differs in vLLM \(torch.float32 \(3, 2\) for torch.float32 \(2, 3\)\)"),
-    "dtype": (EXPECTED | {"b": fingerprint(torch.ones(4).int())},
-              r"'b' differs in vLLM \(torch.int32 \(4,\) for torch.float32 \(4,\)\)"),
-}  # fmt: skip
+    "shape": (
+        EXPECTED | {"a": fingerprint(torch.zeros(3, 2))},
+        r"'a' differs in vLLM \(torch.float32 \(3, 2\) for torch.float32 \(2, 3\)\)",
+    ),
+    "dtype": (
+        EXPECTED | {"b": fingerprint(torch.ones(4).int())},
+        r"'b' differs in vLLM \(torch.int32 \(4,\) for torch.float32 \(4,\)\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -27,8 +27,13 @@ Held = list[tuple[str, Tensor]]
 @pytest.fixture
 def engine(tiny_model) -> NativeEngine:
     source = ModelConfig(path=str(tiny_model("qwen2")))
-    policy = Policy(load_model(source), make_scheme("w4a16", 32), QuantConfig(scheme="w4a16", group_size=32),
-                    torch.bfloat16, torch.device("cpu"))  # fmt: skip
+    policy = Policy(
+        load_model(source),
+        make_scheme("w4a16", 32),
+        QuantConfig(scheme="w4a16", group_size=32),
+        torch.bfloat16,
+        torch.device("cpu"),
+    )
     made = NativeEngine(policy, load_tokenizer(source), RolloutConfig())
     made.publish(policy.current)
     return made

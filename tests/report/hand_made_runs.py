@@ -49,20 +49,39 @@ def diagnostics(number: int, count: int = 4, **changes: Any) -> dict[str, Any]:
     sampler = [-0.1 - 0.5 * i for i in range(count)]
     ratio = [0.3 * (-1) ** i for i in range(count)]
     tokens = {
-        "logp_sampler": sampler, "logp_old": [b + 0.01 * number for b in sampler], "logp": [b + 0.3 for b in sampler],
-        "logp_shadow": [b + 0.1 for b in sampler], "log_ratio": ratio, "weight": [1.0 + 0.01 * i for i in range(count)],
-        "advantage": [1.0, -1.0, 0.0, -0.5] * (count // 4), "outside": [True, True, False, False] * (count // 4),
+        "logp_sampler": sampler,
+        "logp_old": [b + 0.01 * number for b in sampler],
+        "logp": [b + 0.3 for b in sampler],
+        "logp_shadow": [b + 0.1 for b in sampler],
+        "log_ratio": ratio,
+        "weight": [1.0 + 0.01 * i for i in range(count)],
+        "advantage": [1.0, -1.0, 0.0, -0.5] * (count // 4),
+        "outside": [True, True, False, False] * (count // 4),
         "phantom": [True, False, False, False] * (count // 4),
-    }  # fmt: skip
+    }
     deciles = [{"low": i / 10, "high": (i + 1) / 10, "count": 1, "delta_abs_mean": 0.01 * number} for i in range(10)]
     layers = {f"model.layers.{i}.mlp.{kind}_proj": [i + 1, 10] for i in range(3) for kind in ("up", "down")}
-    example = {"text": "so so so", "before": "It is ", "after": " good", "kind": "repetitive", "start": 2, "stop": 26,
-               "response": 1, "advantage": -1.0}  # fmt: skip
+    example = {
+        "text": "so so so",
+        "before": "It is ",
+        "after": " good",
+        "kind": "repetitive",
+        "start": 2,
+        "stop": 26,
+        "response": 1,
+        "advantage": -1.0,
+    }
     return {
-        "format_version": 1, "step": number, "metrics": {}, "token_count": count, "deciles": deciles, "layers": layers,
-        "band": {"level": "token", "high": 1.2, "low": 0.8, "neg_high": None}, "tokens": tokens,
+        "format_version": 1,
+        "step": number,
+        "metrics": {},
+        "token_count": count,
+        "deciles": deciles,
+        "layers": layers,
+        "band": {"level": "token", "high": 1.2, "low": 0.8, "neg_high": None},
+        "tokens": tokens,
         "error_examples": [example],
-    } | changes  # fmt: skip
+    } | changes
 
 
 def add_diagnostics(run: Path, *records: dict[str, Any]) -> None:
@@ -74,9 +93,18 @@ def add_diagnostics(run: Path, *records: dict[str, Any]) -> None:
 def step(number: int, **changes: Any) -> dict[str, Any]:
     """Metrics of one step as the loop logs them, all of them changing from step to step."""
     return {
-        "reward/mean": 0.1 * number, "reward/std": 0.2, "reward/failed": 0.0, "response/length_mean": 10.0 + number,
-        "response/truncated_frac": 0.5 / number, "mismatch/delta_abs_mean": 1e-3 * number,
-        "mismatch/delta_abs_max": 0.1 * number, "mismatch/k1": -1e-4 * number, "policy/entropy": 1.0 / number,
-        "policy/grad_norm": 3.0 + number, "time/step_s": 5.0 + number, "time/rollout_s": 2.0 + number,
-        "throughput/rollout_tokens_per_s": 100.0 + number, "memory/peak_gib": 4.0 + number,
-    } | changes  # fmt: skip
+        "reward/mean": 0.1 * number,
+        "reward/std": 0.2,
+        "reward/failed": 0.0,
+        "response/length_mean": 10.0 + number,
+        "response/truncated_frac": 0.5 / number,
+        "mismatch/delta_abs_mean": 1e-3 * number,
+        "mismatch/delta_abs_max": 0.1 * number,
+        "mismatch/k1": -1e-4 * number,
+        "policy/entropy": 1.0 / number,
+        "policy/grad_norm": 3.0 + number,
+        "time/step_s": 5.0 + number,
+        "time/rollout_s": 2.0 + number,
+        "throughput/rollout_tokens_per_s": 100.0 + number,
+        "memory/peak_gib": 4.0 + number,
+    } | changes

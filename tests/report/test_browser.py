@@ -68,8 +68,18 @@ def test_nothing_is_cut_off_or_scrolls_sideways(opened):
 
 
 def test_text_and_chart_labels_have_contrast(opened):
-    for selector in ("body", "p", "dt", "dd", "figcaption", "figure svg text", ".completion pre", "mark", "nav a",
-                     "summary"):  # fmt: skip
+    for selector in (
+        "body",
+        "p",
+        "dt",
+        "dd",
+        "figcaption",
+        "figure svg text",
+        ".completion pre",
+        "mark",
+        "nav a",
+        "summary",
+    ):
         elements = opened.page.locator(selector)
         assert elements.count(), selector
         for ratio in elements.evaluate_all(f"all => all.map({CONTRAST})"):

@@ -83,11 +83,19 @@ def test_a_missing_point_is_a_gap(missing):
     assert curve(broken).count("M") == 2
 
 
-@pytest.mark.parametrize("chart", [
-    LineChart("t", "x", "y", []), LineChart("t", "x", "y", [Series("a", [], [])], log_y=True),
-    LineChart("t", "x", "y", [Series("a", [1], [None])]), BarChart("t", "y", []), BarChart("t", "y", [Bar("a", None)]),
-    Histogram("t", "x", "y", []), Scatter("t", "x", "y", []), Scatter("t", "x", "y", [Points("a", [1.0], [None])]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "chart",
+    [
+        LineChart("t", "x", "y", []),
+        LineChart("t", "x", "y", [Series("a", [], [])], log_y=True),
+        LineChart("t", "x", "y", [Series("a", [1], [None])]),
+        BarChart("t", "y", []),
+        BarChart("t", "y", [Bar("a", None)]),
+        Histogram("t", "x", "y", []),
+        Scatter("t", "x", "y", []),
+        Scatter("t", "x", "y", [Points("a", [1.0], [None])]),
+    ],
+)
 def test_a_chart_without_data_says_so(chart):
     assert ">no data<" in svg(chart)
     assert png(chart).startswith(b"\x89PNG")
@@ -125,9 +133,13 @@ def test_a_long_curve_is_thinned_to_means_and_says_so():
 
 @pytest.mark.parametrize(
     "ticks, shown",
-    [([0.0, 0.25, 0.5], ["0", "0.25", "0.50"]), ([1.0, 1.00001], ["1.00000", "1.00001"]),
-     ([0.0, 2e-5, 4e-5], ["0", "2e-05", "4e-05"]), ([0.0, 1.5e6], ["0", "1.5M"])],
-)  # fmt: skip
+    [
+        ([0.0, 0.25, 0.5], ["0", "0.25", "0.50"]),
+        ([1.0, 1.00001], ["1.00000", "1.00001"]),
+        ([0.0, 2e-5, 4e-5], ["0", "2e-05", "4e-05"]),
+        ([0.0, 1.5e6], ["0", "1.5M"]),
+    ],
+)
 def test_ticks_have_the_digits_that_tell_them_apart(ticks, shown):
     formatter = TickText()
     formatter.set_locs(ticks)

@@ -36,10 +36,14 @@ def test_the_last_step_is_plotted_with_earlier_deciles_beside_it(tmp_path):
     assert section.intro == "Step 10: its 4 tokens."
     found = charts(section)
     assert list(found) == [
-        "Log-probs of sampler and learner", "Log-prob difference by probability", "Ratio of the objective",
-        "Policy's change and precision gap of a token", "Correction weights", "Published values changed, by layer",
+        "Log-probs of sampler and learner",
+        "Log-prob difference by probability",
+        "Ratio of the objective",
+        "Policy's change and precision gap of a token",
+        "Correction weights",
+        "Published values changed, by layer",
         "Log-prob difference by probability, over steps",
-    ]  # fmt: skip
+    ]
     over = found["Log-prob difference by probability, over steps"]
     assert [series.name for series in over.series] == ["step 2", "step 4", "step 8", "step 10"]
     assert over.series[-1].y == [0.1] * 10
@@ -50,8 +54,10 @@ def test_the_last_step_is_plotted_with_earlier_deciles_beside_it(tmp_path):
 def test_ratios_are_split_into_inside_clipped_and_clipped_by_precision_alone():
     ratio = {b.title: b for b in record_blocks(diagnostics(1)) if isinstance(b, Scatter)}["Ratio of the objective"]
     assert [(points.name, len(points.x)) for points in ratio.points] == [
-        ("inside the band", 2), ("clipped", 1), ("clipped by precision alone", 1)
-    ]  # fmt: skip
+        ("inside the band", 2),
+        ("clipped", 1),
+        ("clipped by precision alone", 1),
+    ]
     assert ratio.band == (0.8, 1.2) and ratio.points[2].y == [pytest.approx(math.exp(0.3))]
 
 
@@ -68,8 +74,11 @@ def test_without_shadow_weights_layers_or_band_those_plots_are_left_out_and_the_
     record = diagnostics(1, layers=None, band=None, error_examples=[])
     record["tokens"] |= {"logp_shadow": None, "weight": None, "outside": None, "phantom": None}
     found = {b.title: b for b in record_blocks(record) if isinstance(b, Scatter | Histogram | LineChart)}
-    assert list(found) == ["Log-probs of sampler and learner", "Log-prob difference by probability",
-                           "Ratio of the objective"]  # fmt: skip
+    assert list(found) == [
+        "Log-probs of sampler and learner",
+        "Log-prob difference by probability",
+        "Ratio of the objective",
+    ]
     assert found["Ratio of the objective"].note == "Nothing is ever clipped by this objective."
     assert [points.name for points in found["Ratio of the objective"].points] == ["ratio"]
 

@@ -76,8 +76,13 @@ def test_a_stopped_run_with_bad_numbers_says_what_is_wrong(tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "rew')
     text = warnings(run)
-    for part in ("stopped after 2 of 4", "policy/grad_norm was not finite in 1 of 2 steps (first: step 2)",
-                 "3 reward scores failed", "1 optimizer steps were skipped", "metrics.jsonl: left out"):  # fmt: skip
+    for part in (
+        "stopped after 2 of 4",
+        "policy/grad_norm was not finite in 1 of 2 steps (first: step 2)",
+        "3 reward scores failed",
+        "1 optimizer steps were skipped",
+        "metrics.jsonl: left out",
+    ):
         assert part in text
     assert charts(run)["Gradient norm"].series[0].y == [4.0, None]
 

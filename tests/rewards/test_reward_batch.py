@@ -20,8 +20,9 @@ def simulate(behaviour: list[str | float], chunks: int = 1, workers: int = 1, ma
     Returns the result and the seconds that it took.
     """
     n = len(behaviour)
-    batch = Batch([str(i) for i in range(n)], ["p"] * n, {}, None, ["f"], [1.0], [False], chunks, TIMEOUT_S,
-                  max_failed_frac)  # fmt: skip
+    batch = Batch(
+        [str(i) for i in range(n)], ["p"] * n, {}, None, ["f"], [1.0], [False], chunks, TIMEOUT_S, max_failed_frac
+    )
     now = 0.0
     busy: list[tuple[float, Report]] = []
     while batch.left or busy:
@@ -51,8 +52,9 @@ def test_any_batch_takes_a_bounded_time_and_loses_no_completion(chunks):
     for _ in range(200):
         n = rng.randrange(1, 600)
         shares = [rng.random() ** 4 for _ in range(3)]
-        behaviour = [rng.choices(["hang", "raise", "die", rng.choice([0.0, 0.01, 1.0])], [*shares, 1.0])[0]
-                     for _ in range(n)]  # fmt: skip
+        behaviour = [
+            rng.choices(["hang", "raise", "die", rng.choice([0.0, 0.01, 1.0])], [*shares, 1.0])[0] for _ in range(n)
+        ]
         result, took = simulate(behaviour, chunks, workers=chunks)
         # the chunks, the retries, and the last of them with the loading after it
         assert took <= (TIMEOUT_S + LOAD_S) + (6 * TIMEOUT_S + 3 * LOAD_S) + (TIMEOUT_S + LOAD_S)

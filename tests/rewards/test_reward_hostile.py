@@ -23,13 +23,13 @@ HOSTILE = {
     "a frame of 100,000 brackets": "rubbish(framed(b'[' * 100000))",
     "a frame of a pickle": "rubbish(framed(pickle.dumps(('scores', [7.0]))))",
     "a frame that is a list": "rubbish(framed(b'[1, \"scores\", [7.0]]'))",
-    "a reply without a number": "rubbish(framed(b'{\"kind\": \"scores\", \"value\": [7.0]}'))",
+    "a reply without a number": 'rubbish(framed(b\'{"kind": "scores", "value": [7.0]}\'))',
     "a number of 5,000 digits": "rubbish(framed(b'{\"request\": ' + b'9' * 5000 + b'}'))",
-    "an error that is no text": "rubbish(framed(b'{\"request\": %d, \"kind\": \"error\", \"value\": 3}' % number()))",
+    "an error that is no text": 'rubbish(framed(b\'{"request": %d, "kind": "error", "value": 3}\' % number()))',
     "scores that are too many": "forge([1.0] * (n + 1))",
     "scores that are text": "forge(['7'] * n)",
     "scores that are no list": "forge({str(i): 7.0 for i in range(n)})",
-    "scores of 5,000 digits": "rubbish(framed(b'{\"request\": %d, \"kind\": \"scores\", \"value\": [' % number() "
+    "scores of 5,000 digits": 'rubbish(framed(b\'{"request": %d, "kind": "scores", "value": [\' % number() '
     "+ b','.join([b'9' * 5000] * n) + b']}'))",
     "scores that are Infinity": "forge([float('inf')] * n)",
     "scores of 1e308 on the wire": "forge([1e308] * n)",
@@ -222,7 +222,7 @@ def test_a_second_reply_is_not_the_next_calls(tmp_path):
 
 
 def test_replies_to_another_request_are_dropped_and_said(tmp_path):
-    code = "[rubbish(framed(b'{\"request\": %d, \"kind\": \"scores\", \"value\": [7.0, 7.0]}' % k)) for k in range(3)]"
+    code = '[rubbish(framed(b\'{"request": %d, "kind": "scores", "value": [7.0, 7.0]}\' % k)) for k in range(3)]'
     with pool(module(tmp_path, {"bad": code})) as rewards:
         result = rewards.score(["bad", "1"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([99.0, 1.0], {"judge": 0})

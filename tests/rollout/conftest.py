@@ -27,8 +27,9 @@ def make_policy(tiny_model) -> Callable[..., Policy]:
                 quant.setdefault("group_size", 32)
             config = QuantConfig(scheme=scheme, **quant)
             model = load_model(ModelConfig(path=str(tiny_model(family))))
-            made[key] = Policy(model, make_scheme(scheme, config.group_size, config.symmetric), config, dtype,
-                               torch.device("cpu"))  # fmt: skip
+            made[key] = Policy(
+                model, make_scheme(scheme, config.group_size, config.symmetric), config, dtype, torch.device("cpu")
+            )
         return made[key]
 
     return make

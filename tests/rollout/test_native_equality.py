@@ -28,14 +28,22 @@ LAYOUTS = {
     "few pages": {"kv_cache_tokens": 256, "max_batched_tokens": 64},
 }
 TRUNCATIONS = [
-    Truncation(temperature=0.7), Truncation(temperature=1.5, top_p=0.8), Truncation(top_k=5), Truncation(min_p=0.1),
+    Truncation(temperature=0.7),
+    Truncation(temperature=1.5, top_p=0.8),
+    Truncation(top_k=5),
+    Truncation(min_p=0.1),
     Truncation(0.9, 40, 0.9, 0.02),
-]  # fmt: skip
+]
 SAMPLING = SamplingParams(n=2, seed=3, max_response_length=8, stop_token_ids=frozenset({1}))
 
 
-def learner_logprobs(policy: Policy, prompts: list[Prompt], rollouts: list[Rollout],
-                     truncation: Truncation = SAMPLING.truncation, chunk: int = 128) -> torch.Tensor:  # fmt: skip
+def learner_logprobs(
+    policy: Policy,
+    prompts: list[Prompt],
+    rollouts: list[Rollout],
+    truncation: Truncation = SAMPLING.truncation,
+    chunk: int = 128,
+) -> torch.Tensor:
     n = len(rollouts) // len(prompts)
     by_response = [p.token_ids for p in prompts for _ in range(n)]
     with torch.no_grad():
@@ -153,9 +161,9 @@ def test_what_a_page_held_before_does_not_matter(make_engine, prompts):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "learner"), [("w8a8", "fake_quant"), ("fp8", "fake_quant"), ("w8a8", "full_precision"),
-                            ("w4a16", "full_precision")]
-)  # fmt: skip
+    ("scheme", "learner"),
+    [("w8a8", "fake_quant"), ("fp8", "fake_quant"), ("w8a8", "full_precision"), ("w4a16", "full_precision")],
+)
 def test_a_learner_of_other_arithmetic_shows_its_mismatch(make_policy, make_engine, prompts, scheme: str, learner: str):
     policy = make_policy("llama", scheme, learner=learner)
     rollouts = make_engine(policy).generate(prompts, SAMPLING, 0)

@@ -30,8 +30,9 @@ class Simulation:
     def __post_init__(self) -> None:
         self.slots: list[list] = [[None] * PAGE for _ in range(self.pages)]
         self.pool = PagePool(self.pages, self._clear)
-        self.scheduler = Scheduler(self.pool, self.max_num_seqs, self.max_batched_tokens, self.max_response_length,
-                                   self._copy)  # fmt: skip
+        self.scheduler = Scheduler(
+            self.pool, self.max_num_seqs, self.max_batched_tokens, self.max_response_length, self._copy
+        )
 
     def _clear(self, page: int) -> None:
         self.slots[page] = [None] * PAGE
@@ -97,9 +98,11 @@ def test_random_arrivals_all_finish_on_their_own_keys_and_leak_no_page(seed: int
     arrivals = [(rng.randint(1, 200), [rng.randint(1, limit) for _ in range(rng.randint(1, 6))]) for _ in range(8)]
     needed = max(-(-(length + limit) // PAGE) for length, _ in arrivals)
     simulation = Simulation(
-        pages=needed + rng.choice([0, 1, 2, 8]), max_num_seqs=rng.choice([1, 2, 5, 64]),
-        max_batched_tokens=rng.choice([1, 3, 7, 64, 512]), max_response_length=limit,
-    )  # fmt: skip
+        pages=needed + rng.choice([0, 1, 2, 8]),
+        max_num_seqs=rng.choice([1, 2, 5, 64]),
+        max_batched_tokens=rng.choice([1, 3, 7, 64, 512]),
+        max_response_length=limit,
+    )
     for length, targets in arrivals:
         simulation.add(length, targets)
         for _ in range(rng.choice([0, 0, 3, 30])):

@@ -20,9 +20,20 @@ from qarl.rollout.vllm.transport import ReceiverPlan
 from qarl.rollout.vllm.wire import Message, channel_pair
 
 NO_SETTINGS = SamplerSettings(
-    checkpoint=Path("none"), dtype="bfloat16", scheme="bf16", context=8, max_num_seqs=1, max_batched_tokens=8,
-    kv_cache_bytes=None, memory_frac=0.5, enforce_eager=True, sleep=False, staging=False, kernels="native", cuda=None,
-)  # fmt: skip
+    checkpoint=Path("none"),
+    dtype="bfloat16",
+    scheme="bf16",
+    context=8,
+    max_num_seqs=1,
+    max_batched_tokens=8,
+    kv_cache_bytes=None,
+    memory_frac=0.5,
+    enforce_eager=True,
+    sleep=False,
+    staging=False,
+    kernels="native",
+    cuda=None,
+)
 
 CHILD = """
 import socket, sys

@@ -51,8 +51,16 @@ def main(checkpoint: str, answer: str) -> None:
     from qarl.rollout.vllm.plugin import register
 
     register()
-    engine = LLM(checkpoint, dtype="bfloat16", max_model_len=256, max_num_seqs=4, enforce_eager=True,
-                 enable_prefix_caching=False, disable_log_stats=True, logprobs_mode="processed_logprobs")  # fmt: skip
+    engine = LLM(
+        checkpoint,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=4,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+    )
     runner = engine.collective_rpc(lambda worker: getattr(worker, "worker", worker))[0].model_runner
     model = runner.get_model()
     texts = sequences(engine.get_tokenizer())

@@ -35,8 +35,10 @@ def policies(scheme: str, lr: float):
 
     before = models.random_masters(0, CPU)
     quant = models.quant_of(scheme, 64)
-    return [models.policy_of(models.SHAPES["tiny"](), quant, masters, 0, CPU, 64)
-            for masters in (before, models.stepped(before, lr, 0, CPU))]  # fmt: skip
+    return [
+        models.policy_of(models.SHAPES["tiny"](), quant, masters, 0, CPU, 64)
+        for masters in (before, models.stepped(before, lr, 0, CPU))
+    ]
 
 
 def test_random_masters_are_the_same_whenever_they_are_read():
@@ -87,8 +89,15 @@ def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: st
     from vllm_bench.models import quant_of
 
     case = Case(scheme, kernels, "separate", torch.device("cuda"), tmp_path)
-    config = engine_config(case, quant_of(scheme, 64), options("--capture-sizes", "8", "1"), prompt_tokens=128,
-                           new_tokens=256, max_seqs=256, publish="delta")  # fmt: skip
+    config = engine_config(
+        case,
+        quant_of(scheme, 64),
+        options("--capture-sizes", "8", "1"),
+        prompt_tokens=128,
+        new_tokens=256,
+        max_seqs=256,
+        publish="delta",
+    )
     assert config.rollout.vllm.args == {"cudagraph_capture_sizes": [1, 8]}
     changed = with_vllm(config, publish="full", sleep_level=2)
     assert (changed.rollout.vllm.publish, changed.rollout.vllm.sleep_level) == ("full", 2)
@@ -105,8 +114,9 @@ def test_the_learner_agrees_with_qarls_own_engine_to_the_bit(tiny_model, tmp_pat
     from vllm_bench.case import Case
     from vllm_bench.mismatch_part import load
 
-    model = load(options("--model", str(tiny_model()), "--prompt-count", "2", "--samples", "2",
-                         "--response-tokens", "8"))  # fmt: skip
+    model = load(
+        options("--model", str(tiny_model()), "--prompt-count", "2", "--samples", "2", "--response-tokens", "8")
+    )
     case = Case("w4a16", "native", "separate", CPU, tmp_path)
     rows = {row["learner"]: row for row in model.records(case, own_engine=True)}
     assert list(rows) == ["aligned", "fake_quant", "full_precision"]
@@ -139,8 +149,9 @@ def test_a_failed_case_keeps_what_was_measured_and_says_why(tmp_path: Path, caps
     bench_vllm.collect(records(), {"part": "engine", "shape": "tiny"}, case, result)
     kept = json.loads((tmp_path / "new" / "out.json").read_text())["records"]
     assert [record.get("what", record.get("error")) for record in kept] == [
-        "start", "rollout.vllm: vLLM did not start",
-    ]  # fmt: skip
+        "start",
+        "rollout.vllm: vLLM did not start",
+    ]
     assert "what vLLM said" in capsys.readouterr().err
 
 
@@ -156,16 +167,32 @@ def test_the_table_has_a_line_for_everything():
         {"what": "digests", "seconds": 0.01},
         {"what": "generate", "seconds": 2.0, "batch": 8, "tokens_per_s": 1000.0},
         {"what": "sleep_2", "seconds": 0.3, "freed_gib": 30.0, "wake_s": 0.2, "wake_and_publish_s": 0.9},
-    ]  # fmt: skip
-    mismatch = {"part": "mismatch", "scheme": "fp8", "kernels": "qarl", "what": "mismatch", "sampler": "vllm qarl",
-                "learner": "aligned", "abs_mean": 1e-3, "abs_max": 1e-2, "k3": 1e-6, "ppl_ratio": 1.0,
-                "tokens": 100}  # fmt: skip
+    ]
+    mismatch = {
+        "part": "mismatch",
+        "scheme": "fp8",
+        "kernels": "qarl",
+        "what": "mismatch",
+        "sampler": "vllm qarl",
+        "learner": "aligned",
+        "abs_mean": 1e-3,
+        "abs_max": 1e-2,
+        "k3": 1e-6,
+        "ppl_ratio": 1.0,
+        "tokens": 100,
+    }
     failed = {"part": "engine", **labels, "error": "no memory"}
     environment = {"packages": {"torch": "2", "vllm": "0.24"}, "gpus": ["H100"], "git_revision": "abc"}
     records = [{"part": "engine"} | labels | record for record in engine] + [mismatch, failed]
     text = table({"records": records, "environment": environment})
     assert text.startswith("H100, torch 2, vllm 0.24, revision abc")
-    for expected in ("proved 1.000", "sent 100.00%", "in the learner alone", "batch 8: 1000 tokens/s",
-                     "freed 30.00 GiB", "fp8 vllm qarl, aligned",
-                     "failed: engine tiny fp8 qarl: no memory"):  # fmt: skip
+    for expected in (
+        "proved 1.000",
+        "sent 100.00%",
+        "in the learner alone",
+        "batch 8: 1000 tokens/s",
+        "freed 30.00 GiB",
+        "fp8 vllm qarl, aligned",
+        "failed: engine tiny fp8 qarl: no memory",
+    ):
         assert expected in text

@@ -140,8 +140,23 @@ def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_parcel_by_ipc() -> 
 @pytest.mark.parametrize("source", [0, 1])
 def test_torch_gets_back_what_it_gave_out_to_share_a_tensor(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of the fields, where no GPU is needed to see it."""
-    given = (Tensor, torch.Size((3, 4)), (4, 1), 5, torch.TypedStorage, torch.bfloat16, 7, b"h\0\xff", 96, 1 << 33,
-             False, b"/torch_1_2_3", 11, b"event\0", True)  # fmt: skip
+    given = (
+        Tensor,
+        torch.Size((3, 4)),
+        (4, 1),
+        5,
+        torch.TypedStorage,
+        torch.bfloat16,
+        7,
+        b"h\0\xff",
+        96,
+        1 << 33,
+        False,
+        b"/torch_1_2_3",
+        11,
+        b"event\0",
+        True,
+    )
     assert len(given) == len(inspect.signature(rebuild_cuda_tensor).parameters)
     taken: list[tuple] = []
 

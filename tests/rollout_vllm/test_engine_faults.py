@@ -38,10 +38,12 @@ class Case:
         self.troubles.write_text("\n".join(troubles))
         section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
         config = Config.model_validate(settings(self.model, rollout=section))
-        self.policy = Policy(load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16,
-                             torch.device("cpu"))  # fmt: skip
-        self.engine = VLLMEngine(config, self.policy, load_tokenizer(config.model), [[5, 70, 90], [6, 71]], self.folder,
-                                 self.said.append)  # fmt: skip
+        self.policy = Policy(
+            load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
+        )
+        self.engine = VLLMEngine(
+            config, self.policy, load_tokenizer(config.model), [[5, 70, 90], [6, 71]], self.folder, self.said.append
+        )
         return self.engine
 
     def publish(self) -> None:

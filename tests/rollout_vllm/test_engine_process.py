@@ -42,10 +42,21 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
         (tmp_path / "troubles").write_text("\n".join(troubles))
         settings = SamplerSettings(
-            checkpoint=tmp_path, dtype="bfloat16", scheme="bf16", context=64, max_num_seqs=8, max_batched_tokens=64,
-            kv_cache_bytes=None, memory_frac=0.4, enforce_eager=True, sleep=False, staging=False, kernels="native",
-            cuda=None, args={"troubles": str(tmp_path / "troubles")},
-        )  # fmt: skip
+            checkpoint=tmp_path,
+            dtype="bfloat16",
+            scheme="bf16",
+            context=64,
+            max_num_seqs=8,
+            max_batched_tokens=64,
+            kv_cache_bytes=None,
+            memory_frac=0.4,
+            enforce_eager=True,
+            sleep=False,
+            staging=False,
+            kernels="native",
+            cuda=None,
+            args={"troubles": str(tmp_path / "troubles")},
+        )
         made.append(SamplerProcess(settings, {}, plan, tmp_path / "sampler.log", timeout_s))
         made[-1].start(ignore)
         return made[-1]

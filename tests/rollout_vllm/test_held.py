@@ -15,9 +15,12 @@ from qarl.rollout.vllm.held import HeldModel
 
 ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
 DIRECT = {
-    "embed.weight", "norm.weight", "tiled.weight", "layers.0.q_proj.bias",
+    "embed.weight",
+    "norm.weight",
+    "tiled.weight",
+    "layers.0.q_proj.bias",
     *(f"layers.0.{part}.{suffix}" for part in ROWS for suffix in ("weight", "weight_scale")),
-}  # fmt: skip
+}
 
 
 class Repacked:

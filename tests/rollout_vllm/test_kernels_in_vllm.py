@@ -35,8 +35,11 @@ def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "quant_formats")]
     child = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("kernels_in_vllm.py")), str(checkpoint), str(answer)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(answer.read_text())
 

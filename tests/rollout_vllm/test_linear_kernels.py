@@ -20,9 +20,15 @@ K = 192
 QKV = [96, 32, 32]  # q, k and v, fused by vLLM; each whole words of zero points
 SINGLE = [72]
 SCHEMES = [
-    ("w4a16", 32, True), ("w4a16", 64, False), ("w4a16", -1, True), ("w4a16", -1, False), ("w4a8", 64, True),
-    ("w4a8", -1, True), ("w8a8", None, True), ("fp8", None, True),
-]  # fmt: skip
+    ("w4a16", 32, True),
+    ("w4a16", 64, False),
+    ("w4a16", -1, True),
+    ("w4a16", -1, False),
+    ("w4a8", 64, True),
+    ("w4a8", -1, True),
+    ("w8a8", None, True),
+    ("fp8", None, True),
+]
 
 
 def _config(in_features: int, group: int, symmetric: bool = True, **changes):
@@ -33,10 +39,13 @@ def _config(in_features: int, group: int, symmetric: bool = True, **changes):
         changes["weight_type"] = getattr(scalar_types, changes["weight_type"])
     known = {"has_g_idx": False} if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__ else {}  # vLLM 0.24
     arguments = {
-        "full_weight_shape": (in_features, 8), "partition_weight_shape": (in_features, 8),
-        "weight_type": scalar_types.uint4b8 if symmetric else scalar_types.uint4, "act_type": torch.bfloat16,
-        "group_size": group, "zero_points": not symmetric,
-    }  # fmt: skip
+        "full_weight_shape": (in_features, 8),
+        "partition_weight_shape": (in_features, 8),
+        "weight_type": scalar_types.uint4b8 if symmetric else scalar_types.uint4,
+        "act_type": torch.bfloat16,
+        "group_size": group,
+        "zero_points": not symmetric,
+    }
     return MPLinearLayerConfig(**(arguments | known | changes))
 
 

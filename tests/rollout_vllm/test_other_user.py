@@ -61,10 +61,14 @@ def scene() -> Iterator[Scene]:
     place.chmod(0o755)
     before = os.umask(0o022)
     folder = place / "run"
-    config = Config.model_validate({
-        "model": {"path": "models/tiny"}, "data": {"source": "task:arithmetic"},
-        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": 10, "run_dir": str(folder)},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "model": {"path": "models/tiny"},
+            "data": {"source": "task:arithmetic"},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": {"steps": 10, "run_dir": str(folder)},
+        }
+    )
     counters = torch.zeros(3, dtype=torch.int64)
     _, name, _ = counters.untyped_storage()._share_filename_cpu_()
     carrier, plan = make_carrier(torch.device("cpu"), None)
@@ -73,18 +77,34 @@ def scene() -> Iterator[Scene]:
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         (folder / "troubles").write_text("")
         settings = SamplerSettings(
-            checkpoint=folder, dtype="bfloat16", scheme="bf16", context=64, max_num_seqs=8, max_batched_tokens=64,
-            kv_cache_bytes=None, memory_frac=0.4, enforce_eager=True, sleep=False, staging=False, kernels="native",
-            cuda=None, args={"troubles": str(folder / "troubles")},
-        )  # fmt: skip
+            checkpoint=folder,
+            dtype="bfloat16",
+            scheme="bf16",
+            context=64,
+            max_num_seqs=8,
+            max_batched_tokens=64,
+            kv_cache_bytes=None,
+            memory_frac=0.4,
+            enforce_eager=True,
+            sleep=False,
+            staging=False,
+            kernels="native",
+            cuda=None,
+            args={"troubles": str(folder / "troubles")},
+        )
         sampler = SamplerProcess(settings, {}, plan, folder / "sampler.log", 60)
         try:
             sampler.start(ignore)
             tensors = {"secret": torch.frombuffer(bytearray(SECRET), dtype=torch.uint8)}
             sampler.call("publish", Publication(1, carrier.pack(tensors), fingerprints(tensors.items()), []), ignore)
             assert len(sampler.call("generate", ORDER, ignore)) == 8
-            yield Scene(folder, sampler.pid, carrier.fd, Path("/dev/shm", name.decode().lstrip("/")),
-                        listening(os.getpid()) + listening(sampler.pid))  # fmt: skip
+            yield Scene(
+                folder,
+                sampler.pid,
+                carrier.fd,
+                Path("/dev/shm", name.decode().lstrip("/")),
+                listening(os.getpid()) + listening(sampler.pid),
+            )
         finally:
             sampler.close()
             carrier.close()
@@ -195,17 +215,23 @@ def test_another_user_gets_at_nothing(scene: Scene) -> None:
 def test_the_attempts_are_ones_that_get_in_where_they_may(scene: Scene) -> None:
     """As the run's own user; and the other user can see the directory, so that it is not merely out of reach."""
     harmful = ("replace", "add", "change", "remove", "trace")
-    found = tried_as(0, scene, lambda scene: {
-        name: attempt for name, attempt in attempts(scene).items() if not name.startswith(harmful)
-    })  # fmt: skip
+    found = tried_as(
+        0,
+        scene,
+        lambda scene: {name: attempt for name, attempt in attempts(scene).items() if not name.startswith(harmful)},
+    )
     # A container may forbid even its root to look into processes; then these attempts say nothing there.
     kept_out = {name for name, outcome in found.items() if outcome != "in"}
     assert all(name.startswith(("take the memory", "read the memory")) for name in kept_out), found
-    seen = tried_as(NOBODY, scene, lambda scene: {
-        "list the directory": lambda: os.listdir(scene.folder),
-        "read a result": lambda: (scene.folder / "metrics.jsonl").read_bytes(),
-        "stat the lock": lambda: (scene.folder / ".lock").stat(),
-    })  # fmt: skip
+    seen = tried_as(
+        NOBODY,
+        scene,
+        lambda scene: {
+            "list the directory": lambda: os.listdir(scene.folder),
+            "read a result": lambda: (scene.folder / "metrics.jsonl").read_bytes(),
+            "stat the lock": lambda: (scene.folder / ".lock").stat(),
+        },
+    )
     assert set(seen.values()) == {"in"}
 
 

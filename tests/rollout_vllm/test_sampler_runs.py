@@ -64,11 +64,15 @@ class Course:
         latest, metrics = self.run / "checkpoints" / "latest", self.run / "metrics.jsonl"
         records = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else [])
         return Stage(
-            done.code, done.out, done.err, {path.name for path in self.run.iterdir()},
+            done.code,
+            done.out,
+            done.err,
+            {path.name for path in self.run.iterdir()},
             latest.resolve().name if latest.exists() else "",
             [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records],
-            sampler, not fake_sampler.gone(sampler),
-        )  # fmt: skip
+            sampler,
+            not fake_sampler.gone(sampler),
+        )
 
 
 @pytest.fixture(scope="module")

@@ -104,16 +104,20 @@ def inline(config: Path) -> dict[str, Done]:
     orders = [
         {
             "argv": ["train", str(config), f"train.run_dir={folder / name}", "rollout.vllm.process=inline", *overrides],
-            "output": str(folder / name), "before": before,
+            "output": str(folder / name),
+            "before": before,
         }
         for name, (overrides, before) in INLINE.items()
-    ]  # fmt: skip
+    ]
     (folder / "orders.json").write_text(json.dumps(orders))
     path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests")])
     subprocess.run(
         [sys.executable, str(Path(__file__).with_name("inline_runs.py")), str(folder / "orders.json")],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=True, timeout=280, capture_output=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=280,
+        capture_output=True,
+    )
     done = {}
     for name in INLINE:
         code, out, err = ((folder / f"{name}.{kind}").read_text() for kind in ("code", "out", "err"))
@@ -133,9 +137,11 @@ def killed(qarl: Qarl, config: Path) -> Done:
     ("name", "steps", "proved", "mismatch"),
     [
         # Of FP8 every byte is read back, of W4A16 all but the tiny `weight_shape`; of W8A8 oneDNN hides the weights.
-        ("w4a16", 3, 0.99, 0.05), ("fp8", 2, 1.0, 0.2), ("w8a8", 2, 0.25, 1.0),
+        ("w4a16", 3, 0.99, 0.05),
+        ("fp8", 2, 1.0, 0.2),
+        ("w8a8", 2, 0.25, 1.0),
     ],
-)  # fmt: skip
+)
 def test_publishes_are_proved_and_sampler_and_learner_agree(inline, name, steps, proved, mismatch) -> None:
     records = inline[name].metrics()[:steps]
     assert [record["step"] for record in records] == list(range(1, steps + 1))
@@ -174,8 +180,10 @@ def test_an_argument_that_vllm_does_not_know_ends_the_run_in_one_line(inline) ->
 def test_a_run_survives_its_samplers_death_and_learns_what_an_undisturbed_one_learns(killed, inline) -> None:
     assert killed.code == 0, killed.err
     warnings = [line for line in killed.out.splitlines() if line.startswith("warning: ")]
-    assert warnings == ["warning: vLLM failed: its process was ended by SIGKILL, perhaps for lack of memory; restart 1 "
-                        f"of 2, see {killed.run / 'sampler.log'}"]  # fmt: skip
+    assert warnings == [
+        "warning: vLLM failed: its process was ended by SIGKILL, perhaps for lack of memory; restart 1 "
+        f"of 2, see {killed.run / 'sampler.log'}"
+    ]
     # The undisturbed one had vLLM in its own process.
     assert killed.metrics() == inline["w4a16"].metrics()
 

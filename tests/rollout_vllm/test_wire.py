@@ -41,22 +41,32 @@ from qarl.rollout.vllm.wire import HEADER, MAGIC, Channel, Message, WireError, W
 DRAWING = Drawing(8, 0.7, 20, 0.95, 0.1, ("\n\n", "π"), (1, 2))
 REQUESTS = [Request([5, 2**31 - 1], 2**63 - 1), Request([0], 0), Request([7] * 5, 1)]
 DRAWN = [
-    Response([1, 2], [-0.1, -math.pi], "stop", 1), Response([], [], "length", None), Response([3], [-1.5], "stop", "π"),
-]  # fmt: skip
+    Response([1, 2], [-0.1, -math.pi], "stop", 1),
+    Response([], [], "length", None),
+    Response([3], [-1.5], "stop", "π"),
+]
 PRINTS = {"a.weight": Fingerprint((3, 4), "torch.int32", "sha256:00"), "b": Fingerprint((), "torch.half", "mix64:1")}
 HANDLE = CudaHandle((4, 1), 2, 0, "ff00", 512, 0, "2f74", 3, "00", True)
 PLACES = (64, Inline("00" * 16), HANDLE)
 PARCEL = Parcel(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in PLACES), 512)
 PUBLICATION = Publication(3, PARCEL, PRINTS, [[5, 6, 7], [1, 2]])
 ORDERS: list[tuple[str, Any]] = [
-    ("publish", PUBLICATION), ("score", [[5, 6, 7], [1, 2]]), ("generate", (REQUESTS, DRAWING)), ("sleep", 2),
-    ("wake", None), ("abort", None),
-]  # fmt: skip
+    ("publish", PUBLICATION),
+    ("score", [[5, 6, 7], [1, 2]]),
+    ("generate", (REQUESTS, DRAWING)),
+    ("sleep", 2),
+    ("wake", None),
+    ("abort", None),
+]
 RESULTS: list[tuple[str, Any, Any]] = [
-    ("publish", PUBLICATION, ({"load": 0.25}, [[-0.5, -1.0], [math.nan]])), ("score", [[5, 6]], [[-math.inf]]),
-    ("generate", (REQUESTS, DRAWING), DRAWN), ("generate", ([], DRAWING), []), ("sleep", 1, 1 << 40),
-    ("sleep", 1, None), ("wake", None, None),
-]  # fmt: skip
+    ("publish", PUBLICATION, ({"load": 0.25}, [[-0.5, -1.0], [math.nan]])),
+    ("score", [[5, 6]], [[-math.inf]]),
+    ("generate", (REQUESTS, DRAWING), DRAWN),
+    ("generate", ([], DRAWING), []),
+    ("sleep", 1, 1 << 40),
+    ("sleep", 1, None),
+    ("wake", None, None),
+]
 
 
 @pytest.fixture

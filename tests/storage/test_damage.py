@@ -37,10 +37,13 @@ SHA = "ab" * 32
 
 def state(step: int) -> dict[str, Any]:
     return {
-        "version": step, "data": {"epoch": 0, "position": 4 * step, "fingerprint": SHA, "columns_fingerprint": SHA},
-        "optimizer": {"optimizer": "adamw", "tensors": []}, "skipped_in_a_row": 0, "snapshot_sha256": SHA,
+        "version": step,
+        "data": {"epoch": 0, "position": 4 * step, "fingerprint": SHA, "columns_fingerprint": SHA},
+        "optimizer": {"optimizer": "adamw", "tensors": []},
+        "skipped_in_a_row": 0,
+        "snapshot_sha256": SHA,
         "inputs": {"model": {"weights": SHA}, "reward": {"exact": SHA}},
-    }  # fmt: skip
+    }
 
 
 def make(path: Path) -> Path:
@@ -48,9 +51,11 @@ def make(path: Path) -> Path:
     for folder in ("rollouts", "diagnostics", "checkpoints", "evaluations"):
         (path / folder).mkdir(parents=True)
     config = {
-        "model": {"path": "some/model"}, "data": {"source": "task:arithmetic"},
-        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": STEPS, "run_dir": str(path)},
-    }  # fmt: skip
+        "model": {"path": "some/model"},
+        "data": {"source": "task:arithmetic"},
+        "reward": {"functions": [{"name": "exact"}]},
+        "train": {"steps": STEPS, "run_dir": str(path)},
+    }
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     environment = {
         "packages": {"torch": "2.13"},
@@ -60,17 +65,33 @@ def make(path: Path) -> Path:
         "command": ["qarl", "train"],
     }
     (path / "environment.json").write_text(json.dumps(environment))
-    rows = [{"step": i, "reward/mean": i / 4, "reward/std": 0.1, "mismatch/delta_abs_max": 0.1, "time/step_s": 1.5,
-             "reward/failed": 0.0, "memory/peak_gib": 0.5} for i in range(1, STEPS + 1)]  # fmt: skip
+    rows = [
+        {
+            "step": i,
+            "reward/mean": i / 4,
+            "reward/std": 0.1,
+            "mismatch/delta_abs_max": 0.1,
+            "time/step_s": 1.5,
+            "reward/failed": 0.0,
+            "memory/peak_gib": 0.5,
+        }
+        for i in range(1, STEPS + 1)
+    ]
     write_lines(path / "metrics.jsonl", rows)
     interval = {"mean": 0.5, "low": 0.25, "high": 0.75}
     scores = {"avg": interval, "pass": {"1": interval, "4": interval}}
-    write_lines(path / "evaluations.jsonl",
-                [{"step": i, "tasks": [{"name": "t", **scores}], "overall": scores} for i in (2, 4)])  # fmt: skip
+    write_lines(
+        path / "evaluations.jsonl", [{"step": i, "tasks": [{"name": "t", **scores}], "overall": scores} for i in (2, 4)]
+    )
     row = {"step": 2, "prompt": "1 + 1", "completion": "2", "tokens": 3}
     write_lines(path / "rollouts" / "000002.jsonl", [{**row, "reward": reward} for reward in (0.0, 0.5, 1.0)])
-    integers = {"prompt_lengths": [2, 2], "response_lengths": [1, 2], "prompt_tokens": [1] * 4,
-                "response_tokens": [2] * 3, "groups": [0, 0]}  # fmt: skip
+    integers = {
+        "prompt_lengths": [2, 2],
+        "response_lengths": [1, 2],
+        "prompt_tokens": [1] * 4,
+        "response_tokens": [2] * 3,
+        "groups": [0, 0],
+    }
     tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in integers.items()}
     tensors |= {name: torch.zeros(3) for name in ("logp_sampler", "logp_old", "logp")}
     tensors |= {name: torch.zeros(2) for name in ("advantages", "rewards")} | {"version": torch.tensor([1])}
@@ -80,12 +101,16 @@ def make(path: Path) -> Path:
         ("logp_sampler", "logp_old", "logp", "logp_shadow", "log_ratio", "weight", "advantage"), column
     )
     record = {
-        "format_version": 1, "step": 2, "metrics": {}, "token_count": 3, "tokens": tokens, "band": {
-            "level": "token", "high": 1.2, "low": 0.8, "neg_high": None},
+        "format_version": 1,
+        "step": 2,
+        "metrics": {},
+        "token_count": 3,
+        "tokens": tokens,
+        "band": {"level": "token", "high": 1.2, "low": 0.8, "neg_high": None},
         "deciles": [{"low": i / 10, "high": (i + 1) / 10, "count": 1, "delta_abs_mean": 0.1} for i in range(10)],
         "layers": {"model.layers.0.mlp.up_proj": [1, 10]},
         "error_examples": [{"text": "so so", "before": "a", "after": "b", "kind": "repetitive", "start": 1, "stop": 3}],
-    }  # fmt: skip
+    }
     (path / "diagnostics" / "000002.json").write_text(json.dumps(record))
     store = CheckpointStore(path / "checkpoints", 0)
     for step in (2, 4):
@@ -143,7 +168,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "evaluate": lambda run: keep_rows(run / "evaluations.jsonl", Evaluation, lambda row: row["step"] <= 2, "here"),
     "start": begin,
     "resume": resume,
-}  # fmt: skip
+}
 # Each file, or folder, with its readers.
 FILES = {
     "config.yaml": "runs start",

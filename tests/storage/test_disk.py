@@ -24,11 +24,14 @@ def test_all_are_written_and_replaced(tmp_path):
         assert contents(tmp_path) == {"new/plots/a.png": b"a" + suffix, "new/page.html": b"page" + suffix}
 
 
-@pytest.mark.parametrize(("code", "words"), [
-    (errno.ENOSPC, r"No space left on device \(70 bytes needed, [\d,]+ free\); free some space, or choose another"),
-    (errno.EDQUOT, r"Disk quota exceeded \(70 bytes needed, .* free\); remove files that count against your quota"),
-    (errno.EIO, "Input/output error; check the path and the disk"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, r"No space left on device \(70 bytes needed, [\d,]+ free\); free some space, or choose another"),
+        (errno.EDQUOT, r"Disk quota exceeded \(70 bytes needed, .* free\); remove files that count against your quota"),
+        (errno.EIO, "Input/output error; check the path and the disk"),
+    ],
+)
 def test_where_the_disk_refuses_one_of_them_all_are_as_they_were_and_it_is_named(tmp_path, monkeypatch, code, words):
     write_together({tmp_path / "a": b"old"}, "--out")
     fill_disk(monkeypatch, after=1, code=code)

@@ -95,8 +95,20 @@ def test_a_run_that_began_from_another_ones_checkpoint(tmp_path):
     assert began_after(record(tmp_path / "new", []), 3, own=False, every=EVERY) == 3
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"checkpoint": -1}', '{"checkpoint": 1e9}', '{"began_after": "3"}',
-                                  '{"checkpoint": 99999999999999999999}', "[" * 2000, '"\udcff"'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"checkpoint": -1}',
+        '{"checkpoint": 1e9}',
+        '{"began_after": "3"}',
+        '{"checkpoint": 99999999999999999999}',
+        "[" * 2000,
+        '"\udcff"',
+    ],
+)
 def test_a_damaged_history_is_one_line(tmp_path, text):
     run = record(tmp_path, [1])
     (run / "history.json").write_bytes(text.encode(errors="surrogateescape"))

@@ -18,9 +18,11 @@ from qarl.storage.runs import find_runs, read_metrics, read_run
 def make(path: Path, done: int = 2, steps: int = 4) -> Path:
     path.mkdir(parents=True)
     config = {
-        "model": {"path": "some/model"}, "data": {"source": "task:arithmetic"}, "train": {"steps": steps},
+        "model": {"path": "some/model"},
+        "data": {"source": "task:arithmetic"},
+        "train": {"steps": steps},
         "reward": {"functions": [{"name": "exact"}]},
-    }  # fmt: skip
+    }
     config["train"]["run_dir"] = str(path)
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     (path / "environment.json").write_text('{"host": "here"}')

@@ -34,12 +34,46 @@ from qarl.text import visible
 from qarl.training.console import RunConsole
 
 ATTACKS = [
-    "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x1b]52;c;cm0gLXJmIC8=\x07", "\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\",
-    "\x1b[8mhidden", "\x1b[31mred", "\x1bc", "\x1bP$q\x1b\\", "\x9b31m", "\x9d0;t\x9c", "\r all fine", "\x08\x08\x08",
-    "\x07", "\x00", "\x7f", "\x0b\x0c", "\x85", "\u2028", "\u2029", "\u202eevil", "\u2066x\u2069", "\u200b\u200d\ufeff",
-    "\u061c", "\ud800", "\udcff", "\U000e0041", "\u00ad", "[red]", "[/red]", "[link=http://evil]x[/link]", "[bold",
-    "[/]", "\\[x]", ":smile:", "{0}", "%s", "\t", "\x1b", "a\\",
-]  # fmt: skip
+    "\x1b[2J\x1b[H",
+    "\x1b]0;title\x07",
+    "\x1b]52;c;cm0gLXJmIC8=\x07",
+    "\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\",
+    "\x1b[8mhidden",
+    "\x1b[31mred",
+    "\x1bc",
+    "\x1bP$q\x1b\\",
+    "\x9b31m",
+    "\x9d0;t\x9c",
+    "\r all fine",
+    "\x08\x08\x08",
+    "\x07",
+    "\x00",
+    "\x7f",
+    "\x0b\x0c",
+    "\x85",
+    "\u2028",
+    "\u2029",
+    "\u202eevil",
+    "\u2066x\u2069",
+    "\u200b\u200d\ufeff",
+    "\u061c",
+    "\ud800",
+    "\udcff",
+    "\U000e0041",
+    "\u00ad",
+    "[red]",
+    "[/red]",
+    "[link=http://evil]x[/link]",
+    "[bold",
+    "[/]",
+    "\\[x]",
+    ":smile:",
+    "{0}",
+    "%s",
+    "\t",
+    "\x1b",
+    "a\\",
+]
 HARMLESS = ["x", " ", "name", "π", "数", "é", "/", ".", "-", "=", "'", '"', "#", ": "]
 MOVEMENTS = re.compile(r"\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\r")  # of the cursor, rich's own
 SGR = re.compile(r"\x1b\[[0-9;]*m")
@@ -122,7 +156,7 @@ WAYS: dict[str, Callable[[str], object]] = {
     "samples": lambda text: RunConsole("plain").samples(1, [{"prompt": text, "completion": text, "reward": 1.0}]),
     "samples at a terminal": lambda text: RunConsole("rich").samples(1, [{"prompt": text, "completion": text}]),
     "summary": lambda text: RunConsole("rich").summary(Path(text), [], [(text, text)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tty", [False, True], ids=["pipe", "terminal"])
@@ -192,15 +226,23 @@ def test_what_is_visible_stays_as_it_is() -> None:
 def config(tmp_path: Path) -> dict:
     (tmp_path / "model").mkdir()
     model = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 1000, "max_position_embeddings": 1024,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "max_position_embeddings": 1024,
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     return {
-        "model": {"path": str(tmp_path / "model")}, "quant": {"group_size": 32},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 64}, "rollout": {"max_response_length": 64},
-        "reward": {"functions": [{"name": "exact"}]}, "train": {"steps": 3, "run_dir": "runs/x"},
-    }  # fmt: skip
+        "model": {"path": str(tmp_path / "model")},
+        "quant": {"group_size": 32},
+        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
+        "rollout": {"max_response_length": 64},
+        "reward": {"functions": [{"name": "exact"}]},
+        "train": {"steps": 3, "run_dir": "runs/x"},
+    }
 
 
 def test_values_of_a_configuration(config, tmp_path, monkeypatch) -> None:
@@ -304,9 +346,12 @@ def start(argv: str, redirection: str, **environment: str) -> subprocess.Complet
     command = f"{sys.executable} -m qarl.cli {argv} {redirection}"
     path = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
+        ["bash", "-o", "pipefail", "-c", command],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
 
 
 CUT = b"error: standard output: cannot be written: No space left on device; what was printed is cut short\n"

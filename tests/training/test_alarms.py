@@ -17,10 +17,14 @@ REJECTED = "correction/rejected_frac"
 def alarms(**sections) -> tuple[Alarms, list[str]]:
     config = Config.model_validate(
         {
-            "model": {"path": "m"}, "data": {"source": "task:arithmetic"}, "train": {"steps": 50},
-            "reward": {"functions": [{"name": "exact"}]}, "objective": {"name": "grpo"}, **sections,
+            "model": {"path": "m"},
+            "data": {"source": "task:arithmetic"},
+            "train": {"steps": 50},
+            "reward": {"functions": [{"name": "exact"}]},
+            "objective": {"name": "grpo"},
+            **sections,
         }
-    )  # fmt: skip
+    )
     said: list[str] = []
     return Alarms(config, build_objective(config.objective, config.correction), said.append), said
 
@@ -59,17 +63,28 @@ def test_it_speaks_at_the_tenth_step_in_a_row_and_no_sooner(seed):
         ({"correction": {"preset": "mis"}}, {REJECTED: 0.8}, "(sequence mask [none, 2]) rejects responses"),
         ({"correction": {"preset": "icepop"}}, {REJECTED: 0.8}, "(token mask [0.5, 5]) rejects tokens"),
         ({"correction": {"veto": 1e-4}}, {"correction/veto_frac": 0.6, REJECTED: 0.6}, "veto (a token below 0.0001)"),
-        ({"objective": {"name": "mis_gspo"}}, {"correction/reject_corr_ratio_mean_frac": 0.7, REJECTED: 0.7},
-         "the rule 'mean ratio of corr outside [0.5, 2]'"),
-        ({"objective": {"name": "rloo", "dvp_rho": 0.1}}, {"policy/outside_responses_frac": 0.9},
-         "a token outside the learner's set drops responses: 90.00%"),
-        ({"correction": {"reject": [{"estimator": "ratio", "aggregate": "token", "upper": 1.1}]}},
-         {"correction/reject_corr_ratio_token_frac": 0.7, REJECTED: 0.7}, "outside [none, 1.1]' rejects tokens"),
-        ({"correction": {"veto": 0.1, "reject": [{"estimator": "k1", "aggregate": "sum", "upper": 1.0}]}},
-         {"correction/veto_frac": 0.4, "correction/reject_corr_k1_sum_frac": 0.4, REJECTED: 0.7},
-         "the correction (reject sum k1 of corr outside [none, 1]; veto below 0.1) rejects responses: 70.00%"),
+        (
+            {"objective": {"name": "mis_gspo"}},
+            {"correction/reject_corr_ratio_mean_frac": 0.7, REJECTED: 0.7},
+            "the rule 'mean ratio of corr outside [0.5, 2]'",
+        ),
+        (
+            {"objective": {"name": "rloo", "dvp_rho": 0.1}},
+            {"policy/outside_responses_frac": 0.9},
+            "a token outside the learner's set drops responses: 90.00%",
+        ),
+        (
+            {"correction": {"reject": [{"estimator": "ratio", "aggregate": "token", "upper": 1.1}]}},
+            {"correction/reject_corr_ratio_token_frac": 0.7, REJECTED: 0.7},
+            "outside [none, 1.1]' rejects tokens",
+        ),
+        (
+            {"correction": {"veto": 0.1, "reject": [{"estimator": "k1", "aggregate": "sum", "upper": 1.0}]}},
+            {"correction/veto_frac": 0.4, "correction/reject_corr_k1_sum_frac": 0.4, REJECTED: 0.7},
+            "the correction (reject sum k1 of corr outside [none, 1]; veto below 0.1) rejects responses: 70.00%",
+        ),
     ],
-)  # fmt: skip
+)
 def test_everything_that_rejects_is_watched(sections, metrics, words):
     watch, said = alarms(**sections)
     for step in range(1, 25):

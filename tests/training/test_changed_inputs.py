@@ -30,8 +30,12 @@ class Place:
         (folder / "helper.py").write_text("SCALE = 1.0\n")
         rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = settings(Path("model"), train={"steps": 1, "run_dir": "run"}, logging={"tensorboard": False},
-                        reward={"functions": [{"name": "judge.py:judge"}]})  # fmt: skip
+        data = settings(
+            Path("model"),
+            train={"steps": 1, "run_dir": "run"},
+            logging={"tensorboard": False},
+            reward={"functions": [{"name": "judge.py:judge"}]},
+        )
         data["data"] = {"source": "rows.jsonl", "max_prompt_length": 64}
         write_config(folder / "c.yaml", data)
 
@@ -74,7 +78,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "weights": ("model", other_weights, "model.path: its weights"),
     "stop tokens": ("model", other_stop_tokens, "model.path: its stop tokens"),
     "chat template": ("data", replace("model/chat_template.jinja", "<|assistant|>", "<|answer|>"), "the prompts"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -123,6 +127,11 @@ def test_the_digest_of_tensors_is_that_of_their_bits_names_and_shapes():
     digest = tensors_digest(one.items())
     assert digest == tensors_digest({name: t.clone() for name, t in one.items()}.items())
     assert digest == tensors_digest({"a": one["a"].T.contiguous().T, "b": one["b"]}.items())
-    for other in ({**one, "a": one["a"].reshape(3, 2)}, {**one, "b": -one["b"]}, {"b": one["b"], "a": one["a"]},
-                  {"a": one["a"], "c": one["b"]}, {**one, "b": one["b"].double()}):  # fmt: skip
+    for other in (
+        {**one, "a": one["a"].reshape(3, 2)},
+        {**one, "b": -one["b"]},
+        {"b": one["b"], "a": one["a"]},
+        {"a": one["a"], "c": one["b"]},
+        {**one, "b": one["b"].double()},
+    ):
         assert digest != tensors_digest(other.items())

@@ -13,11 +13,22 @@ from qarl.config import Config
 
 # Sizes and counts, which decide how long a run takes and how much memory; their tops are in tests/config.
 SIZES = {
-    "train.steps", "train.prompts_per_step", "train.minibatch_size", "train.epochs", "train.threads", "rollout.n",
-    "rollout.max_response_length", "rollout.kv_cache_tokens", "data.max_prompt_length", "data.max_rows",
-    "model.max_length", "reward.workers", "reward.timeout_s", "reward.max_failed_frac",
+    "train.steps",
+    "train.prompts_per_step",
+    "train.minibatch_size",
+    "train.epochs",
+    "train.threads",
+    "rollout.n",
+    "rollout.max_response_length",
+    "rollout.kv_cache_tokens",
+    "data.max_prompt_length",
+    "data.max_rows",
+    "model.max_length",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.max_failed_frac",
     "reward.memory_gib",
-}  # fmt: skip
+}
 SECTIONS: dict[str, dict[str, Any]] = {
     "tbpo": {},
     "dual_clip_grpo": {"correction": {"level": "token"}, "optim": {"name": "muon", "schedule": "linear"}},

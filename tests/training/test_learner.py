@@ -89,8 +89,13 @@ def test_the_second_epoch_is_off_policy(llama):
 def test_micro_batches_add_up_to_the_minibatch(llama, aggregation):
     results = []
     for tokens in (1, 40, 100_000):
-        run = parts(llama, model={"dtype": "float32"}, objective={"aggregation": aggregation},
-                    optim={"lr": 1e-9}, train={"micro_batch_tokens": tokens})  # fmt: skip
+        run = parts(
+            llama,
+            model={"dtype": "float32"},
+            objective={"aggregation": aggregation},
+            optim={"lr": 1e-9},
+            train={"micro_batch_tokens": tokens},
+        )
         results.append(gradients(run, live(run)))
     whole, metrics = results[-1]
     assert len(whole) == 2
@@ -242,8 +247,12 @@ RECIPES = [
 
 @pytest.mark.parametrize("objective, advantage, aggregation, optimizer, correction", RECIPES)
 def test_every_recipe_takes_finite_steps(llama, objective, advantage, aggregation, optimizer, correction):
-    run = parts(llama, objective={"name": objective, "advantage": advantage, "aggregation": aggregation},
-                optim={"name": optimizer}, correction=correction)  # fmt: skip
+    run = parts(
+        llama,
+        objective={"name": objective, "advantage": advantage, "aggregation": aggregation},
+        optim={"name": optimizer},
+        correction=correction,
+    )
     before = run.masters()
     for step in range(2):
         metrics = run.learn(live(run, seed=step), step)
@@ -268,9 +277,14 @@ def test_gradient_checkpointing_changes_no_bit(llama):
     [("tbpo", "w4a16", 32), ("tbpo", "w8a8", None), ("grpo", "w4a16", 32), ("gspo", "w4a16", 32)],
 )
 def test_reward_rises(llama, objective, scheme, group):
-    run = parts(llama, quant={"scheme": scheme, "group_size": group}, objective={"name": objective},
-                rollout={"n": 8, "max_num_seqs": 32}, train={"minibatch_size": 16},
-                optim={"name": "muon", "lr": 2e-2})  # fmt: skip
+    run = parts(
+        llama,
+        quant={"scheme": scheme, "group_size": group},
+        objective={"name": objective},
+        rollout={"n": 8, "max_num_seqs": 32},
+        train={"minibatch_size": 16},
+        optim={"name": "muon", "lr": 2e-2},
+    )
     rewards: list[float] = []
 
     def small_ids(tokens: list[int]) -> float:

@@ -72,8 +72,13 @@ def test_the_objective_gets_only_what_it_asks_for(llama):
 
 
 def test_the_shadow_ratio_starts_from_the_samplers_own_log_probs(llama):
-    run = parts(llama, **UNALIGNED, objective={"name": "grpo", "ratio": "shadow"}, optim={"lr": 1e-2},
-                train={"minibatch_size": 16, "epochs": 2})  # fmt: skip
+    run = parts(
+        llama,
+        **UNALIGNED,
+        objective={"name": "grpo", "ratio": "shadow"},
+        optim={"lr": 1e-2},
+        train={"minibatch_size": 16, "epochs": 2},
+    )
     seen = logps_seen(run)
     run.learn(live(run))
     (first, _), (second, _) = seen
@@ -173,8 +178,9 @@ def test_updates_below_half_a_step_of_the_grid_are_lost() -> None:
     found = {}
     for dtype in ("float32", "bfloat16"):
         weight = torch.nn.Parameter(torch.tensor([[1.0, 0.001]]))
-        optimizer = build_optimizer([("layers.0.weight", weight)],
-                                    OptimConfig(lr=1e-4, weight_decay=0.0, master_dtype=dtype))  # fmt: skip
+        optimizer = build_optimizer(
+            [("layers.0.weight", weight)], OptimConfig(lr=1e-4, weight_decay=0.0, master_dtype=dtype)
+        )
         round_masters([weight], getattr(torch, dtype))
         start = weight.detach().clone()
         for _ in range(10):

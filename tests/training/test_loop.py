@@ -61,16 +61,34 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
     done = runs.train()
     assert (done.code, done.err) == (0, "")
     assert {p.name for p in runs.run.iterdir()} == {
-        ".lock", "config.yaml", "environment.json", "metrics.jsonl", "rewards.log", "rollouts", "checkpoints",
-        "tensorboard", "diagnostics", "history.json",
-    }  # fmt: skip
+        ".lock",
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "rewards.log",
+        "rollouts",
+        "checkpoints",
+        "tensorboard",
+        "diagnostics",
+        "history.json",
+    }
     lines = [line for line in done.out.splitlines() if not line.startswith(("model: ", "quantize: ", "tokenizer and"))]
     lines = [line for line in lines if not line.startswith(("reward workers: ", "rollout: ", "learner: "))]
     assert lines.pop(0).endswith("w4a16 (aligned learner), grpo: 2 steps in runs/c")
-    starts = ["1000 prompts of ", *["step 1, sample "] * 3, "step 1/2  ", *["step 2, sample "] * 3, "step 2/2  ",
-              "run: runs/c (2 steps in ", "reward/mean: ", "response/length_mean: ",
-              "mismatch/delta_abs_max: 0 in every step: sampler and learner agree bit for bit", "to read its answers: ",
-              "to see its curves: ", "to train it further: "]  # fmt: skip
+    starts = [
+        "1000 prompts of ",
+        *["step 1, sample "] * 3,
+        "step 1/2  ",
+        *["step 2, sample "] * 3,
+        "step 2/2  ",
+        "run: runs/c (2 steps in ",
+        "reward/mean: ",
+        "response/length_mean: ",
+        "mismatch/delta_abs_max: 0 in every step: sampler and learner agree bit for bit",
+        "to read its answers: ",
+        "to see its curves: ",
+        "to train it further: ",
+    ]
     assert len(lines) == len(starts), done.out
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(start), (line, start)
@@ -89,12 +107,29 @@ def test_every_metric_of_the_interface_is_logged(runs):
     runs.train("logging.tensorboard=false")
     record = json.loads((runs.run / "metrics.jsonl").read_text().splitlines()[0])
     interface = {
-        "reward/mean", "reward/std", "response/length_mean", "response/truncated_frac", "policy/entropy",
-        "policy/clip_frac", "policy/grad_norm", "mismatch/delta_abs_mean", "mismatch/delta_abs_max", "mismatch/k1",
-        "mismatch/k3", "mismatch/ppl_ratio", "mismatch/chi2_token", "mismatch/chi2_seq", "quant/codes_changed_frac",
-        "time/step_s", "time/rollout_s", "time/learner_s", "time/publish_s", "throughput/rollout_tokens_per_s",
-        "throughput/learner_tokens_per_s", "memory/peak_gib",
-    }  # fmt: skip
+        "reward/mean",
+        "reward/std",
+        "response/length_mean",
+        "response/truncated_frac",
+        "policy/entropy",
+        "policy/clip_frac",
+        "policy/grad_norm",
+        "mismatch/delta_abs_mean",
+        "mismatch/delta_abs_max",
+        "mismatch/k1",
+        "mismatch/k3",
+        "mismatch/ppl_ratio",
+        "mismatch/chi2_token",
+        "mismatch/chi2_seq",
+        "quant/codes_changed_frac",
+        "time/step_s",
+        "time/rollout_s",
+        "time/learner_s",
+        "time/publish_s",
+        "throughput/rollout_tokens_per_s",
+        "throughput/learner_tokens_per_s",
+        "memory/peak_gib",
+    }
     assert interface <= record.keys(), interface - record.keys()
     assert record["mismatch/delta_abs_max"] == 0.0 and 0.0 < record["quant/codes_changed_frac"] < 1.0
 
@@ -106,13 +141,21 @@ LEARNER = ["quant.learner=full_precision", "model.learner_dtype=float32", "objec
 def test_a_run_whose_rule_rejects_everything_says_so_once_and_counts_what_pruning_drops(runs):
     rule = "correction.reject=[{estimator: k3, aggregate: sum, upper: 1e-30}]"
     dvp = ["objective.name=rloo", "objective.dvp_rho=0.2", "quant.learner=full_precision", "train.steps=12"]
-    small = ["train.prompts_per_step=2", "train.minibatch_size=8", "rollout.max_response_length=4",
-             "logging={rollouts_every: 20, tensorboard: false}", "checkpoint={every: 12, save_final: false}"]
+    small = [
+        "train.prompts_per_step=2",
+        "train.minibatch_size=8",
+        "rollout.max_response_length=4",
+        "logging={rollouts_every: 20, tensorboard: false}",
+        "checkpoint={every: 12, save_final: false}",
+    ]
     done = runs.train(rule, *dvp, *small)
     assert done.code == 0, done.err
     warnings = [line for line in done.out.splitlines() if line.startswith("warning: ")]
-    assert warnings == [line for line in warnings if line.startswith(
-        "warning: step 10: the rule 'sum k3 of corr outside [none, 1e-30]' rejects responses: ")]  # fmt: skip
+    assert warnings == [
+        line
+        for line in warnings
+        if line.startswith("warning: step 10: the rule 'sum k3 of corr outside [none, 1e-30]' rejects responses: ")
+    ]
     assert len(warnings) == 1
     records = [json.loads(line) for line in (runs.run / "metrics.jsonl").read_text().splitlines()]
     assert all(0.0 < r["policy/retained_mass_min"] <= r["policy/retained_mass_mean"] < 1.0 for r in records)
@@ -214,8 +257,12 @@ def test_going_back_to_an_earlier_checkpoint_forgets_what_came_after(runs):
 def test_starting_from_the_checkpoint_of_another_run_saves_it_again_when_stopped(runs):
     runs.train()
     other = runs.folder / "other"
-    done = runs.train(f"train.run_dir={other}", f"checkpoint.resume={runs.run}/checkpoints/latest", "train.steps=3",
-                      before=signal_in_rollout(1, "SIGINT"))  # fmt: skip
+    done = runs.train(
+        f"train.run_dir={other}",
+        f"checkpoint.resume={runs.run}/checkpoints/latest",
+        "train.steps=3",
+        before=signal_in_rollout(1, "SIGINT"),
+    )
     assert done.code == 130, done.err
     assert (other / "checkpoints" / "000002").is_dir()
 

@@ -114,8 +114,10 @@ def test_state_names_are_parameter_slash_key():
     tensors, _ = optimizer.state_tensors()
     assert "model.layers.0.mlp.up_proj.weight/momentum_buffer" in tensors
     assert {name for name in tensors if name.startswith("model.norm")} == {
-        "model.norm.weight/exp_avg", "model.norm.weight/exp_avg_sq", "model.norm.weight/step"
-    }  # fmt: skip
+        "model.norm.weight/exp_avg",
+        "model.norm.weight/exp_avg_sq",
+        "model.norm.weight/step",
+    }
 
 
 def test_state_of_another_optimizer_is_refused():
@@ -179,8 +181,9 @@ def test_muon_takes_the_matrices_of_the_blocks_only():
     _, optimizer = trained(MUON, 1)
     tensors, _ = optimizer.state_tensors()
     assert {name.split("/")[0] for name in tensors if name.endswith("/momentum_buffer")} == {
-        "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
-    }  # fmt: skip
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    }
 
 
 def test_muon_updates_have_the_size_of_adamw_s_whatever_the_shape():

@@ -115,8 +115,12 @@ def test_deployed_improvement_is_that_of_the_shadow_before_and_after(llama):
         before = shadow(run, batch)
         run.learn(batch, 0, probe)
         moved = (shadow(run, batch) - before).double()
-        signs = torch.cat([torch.full((len(r),), math.copysign(1.0, a) if a else 0.0)
-                           for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)])  # fmt: skip
+        signs = torch.cat(
+            [
+                torch.full((len(r),), math.copysign(1.0, a) if a else 0.0)
+                for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)
+            ]
+        )
         assert probe.metrics["deployed/improvement"] == pytest.approx(float((signs * moved).mean()), rel=1e-9)
         assert probe.metrics["deployed/delta_abs_mean"] == pytest.approx(float(moved.abs().mean()), rel=1e-9)
 
@@ -144,8 +148,9 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
     batch = mostly_live(run)
     run.learn(mostly_live(run, 5))  # so that alpha is not 0
     everything, count = list(range(len(batch))), sum(len(r) for r in batch.responses)
-    advantages = torch.cat([torch.full((len(r),), a)
-                            for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)])  # fmt: skip
+    advantages = torch.cat(
+        [torch.full((len(r),), a) for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)]
+    )
     sampler, masters = packed(batch.logp_sampler), [p for _, p in run.policy.named_parameters()]
     gradients = []
     for full in (False, True):
@@ -198,9 +203,10 @@ def test_the_clipped_gradients_are_those_of_the_losses_with_the_clip_indicator_r
         masters = [p for _, p in run.policy.named_parameters()]
         d, e, f = (
             torch.cat([g.flatten() for g in torch.autograd.grad(loss, masters, retain_graph=True)]).double()
-            if isinstance(loss, torch.Tensor) else torch.zeros(sum(p.numel() for p in masters), dtype=torch.float64)
+            if isinstance(loss, torch.Tensor)
+            else torch.zeros(sum(p.numel() for p in masters), dtype=torch.float64)
             for loss in losses
-        )  # fmt: skip
+        )
     gram = gram_of(run, batch, band=band)
     rows = torch.stack([d, e, f])
     scale = float(d @ d)
@@ -244,8 +250,9 @@ def test_the_four_passes_leave_gradients_and_shadow_as_they_were(llama):
     for (_, parameter), gradient in zip(run.policy.named_parameters(), kept, strict=True):
         parameter.grad = gradient
     gram_of(run, batch)
-    assert all(p.grad is g and bool((g == 1).all())
-               for (_, p), g in zip(run.policy.named_parameters(), kept, strict=True))  # fmt: skip
+    assert all(
+        p.grad is g and bool((g == 1).all()) for (_, p), g in zip(run.policy.named_parameters(), kept, strict=True)
+    )
 
 
 def test_the_four_passes_go_through_gradient_checkpointing(llama):

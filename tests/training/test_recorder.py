@@ -40,8 +40,11 @@ def test_values_that_json_cannot_say_become_null(tmp_path):
     recorder.rollouts(1, [{"reward": float("nan"), "logprobs": {"min": float("-inf")}, "completion": "\ud800"}])
     assert strict((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": -0.0}
     assert strict((tmp_path / "rollouts" / "000001.jsonl").read_text()) == {
-        "step": 1, "reward": None, "logprobs": {"min": None}, "completion": "\ud800",
-    }  # fmt: skip
+        "step": 1,
+        "reward": None,
+        "logprobs": {"min": None},
+        "completion": "\ud800",
+    }
 
 
 def test_truncate_forgets_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path):
@@ -152,8 +155,9 @@ def test_going_back_removes_later_tensors_and_diagnostics_and_nothing_else(tmp_p
         recorder.truncate(2)
     assert sorted(p.name for p in (tmp_path / "diagnostics").iterdir()) == ["000001.json", "000002.json", "000009.txt"]
     assert sorted(p.name for p in (tmp_path / "rollouts").glob("*.safetensors")) == [
-        "000001.safetensors", "000002.safetensors",
-    ]  # fmt: skip
+        "000001.safetensors",
+        "000002.safetensors",
+    ]
     assert (tmp_path / "rollouts" / "000009.txt").exists()
 
 

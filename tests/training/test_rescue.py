@@ -189,8 +189,10 @@ def test_a_fault_anywhere_loses_at_most_the_step_it_is_in(tiny, place, monkeypat
         assert said == f"step {kept} is saved; the same command goes on from there"
         assert checkpoints(tiny.run) == [f"{kept:06d}", "latest"]
     else:
-        assert said == (f"warning: step {AT - 1} is not saved (the step that broke off had begun to change the "
-                        "weights); the same command starts again")  # fmt: skip
+        assert said == (
+            f"warning: step {AT - 1} is not saved (the step that broke off had begun to change the "
+            "weights); the same command starts again"
+        )
         assert checkpoints(tiny.run) == []
     assert [row["step"] for row in metrics(tiny.run)] == list(range(1, (kept or AT - 1) + 1))
     assert tiny.train() == 0
@@ -228,10 +230,13 @@ def test_a_save_that_fails_is_not_tried_again(tiny, owner, name, error, monkeypa
         tiny.train(every=2)
     said = capsys.readouterr().out.splitlines()[-1]
     assert len(calls) == 1
-    assert said == {
-        "save": "warning: step 2 is not saved (its checkpoint could not be written); the same command starts again",
-        "write_history": "step 2 is saved; the same command goes on from there",
-    }[name]
+    assert (
+        said
+        == {
+            "save": "warning: step 2 is not saved (its checkpoint could not be written); the same command starts again",
+            "write_history": "step 2 is saved; the same command goes on from there",
+        }[name]
+    )
     assert tiny.train() == 0 and metrics(tiny.run) == metrics(tiny.reference)[:AT]
 
 
@@ -264,10 +269,16 @@ def test_metrics_that_cannot_be_written_leave_no_checkpoint_ahead_of_them(tiny, 
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-     RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to "
-                  "allocate 99 bytes. Error code 12 (Cannot allocate memory)"), OSError(12, "Cannot allocate memory")],
-)  # fmt: skip
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 99 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
 def test_running_out_of_memory_is_one_line_with_a_fix_and_saves(tiny, error, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^out of memory \(.*; lower train") as caught:
         patch.setattr(Learner, "learn", fault(Learner.learn, 2, False, error))

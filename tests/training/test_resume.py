@@ -31,9 +31,13 @@ os.fsync = fsync
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"optim": {"warmup_steps": 4, "schedule": "cosine"}, "data": {"task": {"size": 9}}},
-    "tbpo": {"objective": {"name": "tbpo"}, "optim": {"name": "muon", "lr": 1e-3}, "train": {"epochs": 2},
-             "quant": {"scheme": "w8a8", "group_size": None}},
-}  # fmt: skip
+    "tbpo": {
+        "objective": {"name": "tbpo"},
+        "optim": {"name": "muon", "lr": 1e-3},
+        "train": {"epochs": 2},
+        "quant": {"scheme": "w8a8", "group_size": None},
+    },
+}
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -60,8 +60,9 @@ def test_a_dataset_of_nested_answers_is_trained_on(qarl, tiny_model, folder):
 
 def test_length_in_tokens_is_the_length_of_the_response(qarl, tiny_model, folder):
     functions = {"functions": [{"name": "length", "options": {"unit": "tokens"}}]}
-    done = qarl.run("train", config(folder, tiny_model, reward=functions, train={"steps": 1, "run_dir": "runs/r"}),
-                    cwd=folder)  # fmt: skip
+    done = qarl.run(
+        "train", config(folder, tiny_model, reward=functions, train={"steps": 1, "run_dir": "runs/r"}), cwd=folder
+    )
     assert done.code == 0, done.err
     metrics = json.loads((folder / "runs/r/metrics.jsonl").read_text())
     assert metrics["reward/mean"] == -metrics["response/length_mean"]

@@ -60,8 +60,9 @@ class Parts:
         """Sampled from the current policy; a response's reward is that of its token ids."""
         prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(self.config.train.prompts_per_step)]
         self.engine.publish(self.policy.current)
-        rollouts = self.engine.generate(prompts, SamplingParams(**{**vars(self.sampling), "seed": seed}),
-                                        self.policy.version)  # fmt: skip
+        rollouts = self.engine.generate(
+            prompts, SamplingParams(**{**vars(self.sampling), "seed": seed}), self.policy.version
+        )
         rewards = [reward(rollout.token_ids) for rollout in rollouts]
         return build_batch(prompts, rollouts, rewards, self.config.objective.advantage)
 
@@ -69,8 +70,15 @@ class Parts:
         return self.learner.learn(batch, step, lambda responses: None, probe)
 
     def probe(self, *due: str) -> Probe:
-        return Probe(self.policy, self.learner.objective, self.config, self.sampling.truncation, due, True,
-                     self.sampling.stop_token_ids)  # fmt: skip
+        return Probe(
+            self.policy,
+            self.learner.objective,
+            self.config,
+            self.sampling.truncation,
+            due,
+            True,
+            self.sampling.stop_token_ids,
+        )
 
     def masters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}

@@ -16,11 +16,26 @@ from fuzzing.case import Case
 from fuzzing.execute import execute
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-ROWS = [{"question": f"{a} + {b}", "problem": f"{a} + {b}", "answer": str(a + b), "solution": str(a + b)}
-        for a in range(1, 5) for b in range(1, 5)]  # fmt: skip
+ROWS = [
+    {"question": f"{a} + {b}", "problem": f"{a} + {b}", "answer": str(a + b), "solution": str(a + b)}
+    for a in range(1, 5)
+    for b in range(1, 5)
+]
 RUN, RESULTS = Path("runs/tiny"), Path("results")  # below a working directory
-EVALUATE = ["eval", "model", "--data", "minerva=rows.jsonl", "--samples", "2", "--max-response-length", "4",
-            "--max-prompts", "3", "--out", str(RESULTS)]  # fmt: skip
+EVALUATE = [
+    "eval",
+    "model",
+    "--data",
+    "minerva=rows.jsonl",
+    "--samples",
+    "2",
+    "--max-response-length",
+    "4",
+    "--max-prompts",
+    "3",
+    "--out",
+    str(RESULTS),
+]
 REWARD = """\
 def f(completions, prompts, **columns):
     return [float(len(completion) % 3) for completion in completions]
@@ -47,10 +62,12 @@ class Base:
     def config(self, **sections: dict[str, Any]) -> dict[str, Any]:
         """A configuration of the tiny model, as YAML would give it; one step."""
         data: dict[str, Any] = {
-            "model": {"path": str(self.model)}, "quant": {"group_size": 32},
+            "model": {"path": str(self.model)},
+            "quant": {"group_size": 32},
             "rollout": {"n": 2, "max_response_length": 6, "max_num_seqs": 8},
             "data": {"source": "task:arithmetic", "task": {"size": 16}, "max_prompt_length": 64},
-            "reward": {"functions": [{"name": "length", "options": {"target": 4}}]}, "optim": {"lr": 1e-3},
+            "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
+            "optim": {"lr": 1e-3},
             "train": {"steps": 1, "prompts_per_step": 2, "minibatch_size": 2, "run_dir": str(RUN)},
             "logging": {"console": "plain", "rollouts_every": 1, "samples": 0, "tensorboard": False},
         }
@@ -66,26 +83,34 @@ def make_base(root: Path, command: Callable[[Sequence[str]], object]) -> Base:
     work.cwd.mkdir(parents=True)
     run = work.cwd / RUN
     shipped = tuple(sorted(CONFIGS.rglob("*.yaml")))
-    base = Base(root, model, run, work.cwd / "export", work.cwd / RESULTS, _pickled(root, model),
-                _as_gguf(root, model), shipped)  # fmt: skip
+    base = Base(
+        root, model, run, work.cwd / "export", work.cwd / RESULTS, _pickled(root, model), _as_gguf(root, model), shipped
+    )
     lay_out(base, work, "model", "data", "reward")
-    task = {"name": "sums", "data": {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 64},
-            "reward": [{"name": "exact"}]}  # fmt: skip
+    task = {
+        "name": "sums",
+        "data": {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 64},
+        "reward": [{"name": "exact"}],
+    }
     config = base.config(
-        model={"path": "model"}, objective={"kl_coef": 0.01},
+        model={"path": "model"},
+        objective={"kl_coef": 0.01},
         data={"source": "rows.jsonl", "task": {}, "columns": {"prompt": "question"}},
-        reward={"functions": [{"name": "./reward.py:f"}, {"name": "exact", "weight": 0.5}]}, train={"steps": 3},
+        reward={"functions": [{"name": "./reward.py:f"}, {"name": "exact", "weight": 0.5}]},
+        train={"steps": 3},
         checkpoint={"every": 1, "keep_last": 0},
         evaluation={"samples": 2, "every": 1, "tasks": [task]},
         diagnostics={"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 2},
-    )  # fmt: skip
+    )
     (work.cwd / "tiny.yaml").write_text(yaml.safe_dump(config))
     for argv in (["train", "tiny.yaml"], ["export", str(RUN), "export"], EVALUATE):
         work.argv = argv
         outcome = execute(work, command)
         if outcome.code:
-            raise RuntimeError(f"qarl {' '.join(argv)} makes no base: exit code {outcome.code}\n"
-                               + outcome.err.decode(errors="replace"))  # fmt: skip
+            raise RuntimeError(
+                f"qarl {' '.join(argv)} makes no base: exit code {outcome.code}\n"
+                + outcome.err.decode(errors="replace")
+            )
     return base
 
 
@@ -150,11 +175,19 @@ def _as_gguf(root: Path, model: Path) -> Path:
 
 
 def _gguf_name(name: str) -> str:
-    for ours, theirs in (("model.layers.", "blk."), ("model.embed_tokens", "token_embd"),
-                         ("model.norm", "output_norm"), ("self_attn.q_proj", "attn_q"),
-                         ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v"),
-                         ("self_attn.o_proj", "attn_output"), ("mlp.gate_proj", "ffn_gate"),
-                         ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down"), ("input_layernorm", "attn_norm"),
-                         ("post_attention_layernorm", "ffn_norm")):  # fmt: skip
+    for ours, theirs in (
+        ("model.layers.", "blk."),
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.o_proj", "attn_output"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+    ):
         name = name.replace(ours, theirs)
     return name

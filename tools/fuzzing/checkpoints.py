@@ -45,10 +45,26 @@ def forge_manifest(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]
     manifest = json.loads(path.read_text())
     if rng.random() < 0.5:
         key = rng.choice(("files", "groups", "step", "format_version"))
-        value = rng.choice((None, [], {}, "x", 5, -1, 10**30, 1e308, True, ["masters.safetensors"], {"masters": "x"},
-                            {"masters": [5]}, {"masters": []}, {"masters": ["nosuch.safetensors"]},
-                            {"masters.safetensors": 5},
-                            {"masters.safetensors": {}}))  # fmt: skip
+        value = rng.choice(
+            (
+                None,
+                [],
+                {},
+                "x",
+                5,
+                -1,
+                10**30,
+                1e308,
+                True,
+                ["masters.safetensors"],
+                {"masters": "x"},
+                {"masters": [5]},
+                {"masters": []},
+                {"masters": ["nosuch.safetensors"]},
+                {"masters.safetensors": 5},
+                {"masters.safetensors": {}},
+            )
+        )
         if rng.random() < 0.3:
             manifest.pop(key)
             what = f"without {key}"

@@ -19,11 +19,12 @@ Key = tuple[str | int, ...]
 
 # A study whose shared model does not exist: whatever else is read, no member is ever trained.
 STUDY: dict[str, Any] = {
-    "title": "a study", "variants": {"a": {}, "b": {"optim": {"lr": 2e-3}}},
+    "title": "a study",
+    "variants": {"a": {}, "b": {"optim": {"lr": 2e-3}}},
     "profiles": {"gpu": {"train": {"steps": 2}}},
     "columns": [{"head": "reward", "metric": "reward/mean", "over": "last", "at_least": 0.5}],
     "curves": [{"title": "reward", "metric": "reward/mean"}],
-}  # fmt: skip
+}
 
 
 @cache
@@ -144,13 +145,31 @@ def mutate_override(rng: random.Random, base: Base, case: Case) -> None:
         name = ".".join(map(str, path))
         odd = rng.random()
         if odd < 0.2:
-            name = rng.choice((
-                "", ".", "a..b", f"{name}.", f".{name}", f"{name}.x", f"{name}.0",
-                "reward.functions.99999999999999999999.name", "reward.functions.-1.name", "reward.functions.²",
-                "reward.functions.٣.name", "reward.functions." + "9" * 5_000, "k" * 5_000, ".".join("k" * 5_000),
-                rng.choice(TEXTS), "model", "train.steps.0", "0", name.upper(), f" {name} ",
-                f"{name}\n",
-            ))  # fmt: skip
+            name = rng.choice(
+                (
+                    "",
+                    ".",
+                    "a..b",
+                    f"{name}.",
+                    f".{name}",
+                    f"{name}.x",
+                    f"{name}.0",
+                    "reward.functions.99999999999999999999.name",
+                    "reward.functions.-1.name",
+                    "reward.functions.²",
+                    "reward.functions.٣.name",
+                    "reward.functions." + "9" * 5_000,
+                    "k" * 5_000,
+                    ".".join("k" * 5_000),
+                    rng.choice(TEXTS),
+                    "model",
+                    "train.steps.0",
+                    "0",
+                    name.upper(),
+                    f" {name} ",
+                    f"{name}\n",
+                )
+            )
         value = yaml_value(rng)[1] if rng.random() < 0.8 else rng.choice((*TEXTS, *PATHS))
         overrides.append(argument(name + ("" if rng.random() < 0.05 else "=") + value))
     case.mutation = "overrides: " + "; ".join(shown(text) for text in overrides)

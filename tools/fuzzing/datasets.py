@@ -18,39 +18,101 @@ from fuzzing.values import TEXTS, json_value, make_traps, shown
 
 CHAT = [{"role": "user", "content": "2 + 2 ="}]
 TEMPLATES = (
-    "{question} =", "{question:>99999999999}", "{question!r}", "{answer:{answer}}", "{question.__class__}",
-    "{question[0]}", "{nosuch}", "{question:1000000000}", "{answer:d}", "{answer:,.99999999f}", "{question}" * 2_000,
-    "\ud800{question}", "{question:\0>9}",
-)  # fmt: skip
+    "{question} =",
+    "{question:>99999999999}",
+    "{question!r}",
+    "{answer:{answer}}",
+    "{question.__class__}",
+    "{question[0]}",
+    "{nosuch}",
+    "{question:1000000000}",
+    "{answer:d}",
+    "{answer:,.99999999f}",
+    "{question}" * 2_000,
+    "\ud800{question}",
+    "{question:\0>9}",
+)
 # JSON of a value in the cell of a row: what appears in datasets, and what only an enemy writes.
 CELLS: tuple[str, ...] = (
-    "null", "true", "3", "-0.0", "1e308", "NaN", "Infinity", "9" * 400, "9" * 5_000, "1e400", '""', '" "', '"\\ud800"',
-    '"\\udc80 x"', '"\\u0000"',
-    '"\\u202e"', '"\\u001b[31m"', json.dumps("x" * 200_000), json.dumps("9" * 5_000), json.dumps("é\n" * 1_000), "[]",
-    "{}", "[1, 2]", '["a"]', "[" * 1_000 + "]" * 1_000, '{"a":' * 1_000 + "1" + "}" * 1_000, json.dumps(CHAT),
+    "null",
+    "true",
+    "3",
+    "-0.0",
+    "1e308",
+    "NaN",
+    "Infinity",
+    "9" * 400,
+    "9" * 5_000,
+    "1e400",
+    '""',
+    '" "',
+    '"\\ud800"',
+    '"\\udc80 x"',
+    '"\\u0000"',
+    '"\\u202e"',
+    '"\\u001b[31m"',
+    json.dumps("x" * 200_000),
+    json.dumps("9" * 5_000),
+    json.dumps("é\n" * 1_000),
+    "[]",
+    "{}",
+    "[1, 2]",
+    '["a"]',
+    "[" * 1_000 + "]" * 1_000,
+    '{"a":' * 1_000 + "1" + "}" * 1_000,
+    json.dumps(CHAT),
     '[{"role": "user", "content": null}]',
     '[{"role": "user", "content": [{"type": "text", "text": "2 + 2 ="}]}]',
     '[{"role": "user", "content": [{"type": "image"}]}]',
-    '[{"role": "user", "content": 5}]', '[{"role": null, "content": "x"}]', '[{"role": ["user"], "content": "x"}]',
+    '[{"role": "user", "content": 5}]',
+    '[{"role": null, "content": "x"}]',
+    '[{"role": ["user"], "content": "x"}]',
     '[{"role": "user"}]',
     '[{"role": "assistant", "content": "x"}, {"role": "system", "content": "y"}]',
     '[{"role": "user", "content": "\\ud800"}]',
     '[{"role": "\\u001b[31m", "content": {"a": 1}}]',
-    '[{"role": "tool", "content": "x", "tool_calls": [{"function": null}]}]', "[[]]", "[null]",
-    '{"role": "user", "content": "x"}', '{"ground_truth": "4"}', '"#### 4"', '"\\\\boxed{4}"',
-    '"\\\\boxed{' + "{" * 500 + '"', '"\\\\frac{1}{0}"',
-    '"2^{2^{2^{2^{99}}}}"', '"9**9**9**9"', '"' + "(" * 5_000 + '"',
-)  # fmt: skip
-NAMES = ("prompt", "question", "answer", "completions", "prompts", "self", "", " ", "a b", "\x1b[31m", "\u202e",
-         "\ud800", "__class__", "n" * 5_000,
-         "completion_ids", "options", "columns", "0", "class")  # fmt: skip
+    '[{"role": "tool", "content": "x", "tool_calls": [{"function": null}]}]',
+    "[[]]",
+    "[null]",
+    '{"role": "user", "content": "x"}',
+    '{"ground_truth": "4"}',
+    '"#### 4"',
+    '"\\\\boxed{4}"',
+    '"\\\\boxed{' + "{" * 500 + '"',
+    '"\\\\frac{1}{0}"',
+    '"2^{2^{2^{2^{99}}}}"',
+    '"9**9**9**9"',
+    '"' + "(" * 5_000 + '"',
+)
+NAMES = (
+    "prompt",
+    "question",
+    "answer",
+    "completions",
+    "prompts",
+    "self",
+    "",
+    " ",
+    "a b",
+    "\x1b[31m",
+    "\u202e",
+    "\ud800",
+    "__class__",
+    "n" * 5_000,
+    "completion_ids",
+    "options",
+    "columns",
+    "0",
+    "class",
+)
 
 
 def mutate_dataset(rng: random.Random, base: Base, case: Case) -> None:
     """One step of training on it, or an evaluation."""
     make_traps(case.cwd)
-    kind = rng.choice(("cell", "cell", "cell", "name", "shape", "text", "text", "csv", "parquet", "directory", "entry",
-                       "template"))
+    kind = rng.choice(
+        ("cell", "cell", "cell", "name", "shape", "text", "text", "csv", "parquet", "directory", "entry", "template")
+    )
     data: dict[str, Any] = {"columns": {"prompt": "question"}, "task": {}, "source": "rows.jsonl"}
     what, source = WRITERS[kind](rng, case.cwd)
     data["source"] = source
@@ -66,9 +128,20 @@ def mutate_dataset(rng: random.Random, base: Base, case: Case) -> None:
     options = {"length": {"target": 4}, "regex": {"pattern": r"\d"}}.get(reward, {})
     case.mutation = f"{kind}: {what}"
     if rng.random() < 0.2 and kind != "template":
-        case.argv = ["eval", str(base.model), "--data", f"minerva={source}", "--samples", "1", "--temperature", "0",
-                     "--max-response-length", "4",
-                     "--max-prompts", "2"]  # fmt: skip
+        case.argv = [
+            "eval",
+            str(base.model),
+            "--data",
+            f"minerva={source}",
+            "--samples",
+            "1",
+            "--temperature",
+            "0",
+            "--max-response-length",
+            "4",
+            "--max-prompts",
+            "2",
+        ]
         return
     config = base.config(data=data, reward={"functions": [{"name": reward, "options": options}], "timeout_s": 5.0})
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(config, allow_unicode=False))
@@ -124,8 +197,10 @@ def _text(rng: random.Random, path: Path) -> tuple[str, str]:
 
 def _csv(rng: random.Random, path: Path) -> tuple[str, str]:
     cell = rng.choice((*TEXTS, "9" * 5_000, "x" * 200_000, '"', '"a', "a,b", "1e400", "inf", "\r", "07", "1_0"))
-    lines = ["question,problem,answer,solution",
-             *(f"{r['question']},{r['question']},{r['answer']},{r['answer']}" for r in ROWS)]
+    lines = [
+        "question,problem,answer,solution",
+        *(f"{r['question']},{r['question']},{r['answer']},{r['answer']}" for r in ROWS),
+    ]
     row = int(rng.random() * len(lines))
     what = f"line {row} ends in {shown(cell)}"
     lines[row] += cell
@@ -144,18 +219,37 @@ def _parquet(rng: random.Random, path: Path) -> tuple[str, str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    odd = rng.choice(("plain", "null", "bytes", "struct", "list", "decimal", "date", "duration", "dictionary",
-                      "binary", "twice", "nested", "empty"))
+    odd = rng.choice(
+        (
+            "plain",
+            "null",
+            "bytes",
+            "struct",
+            "list",
+            "decimal",
+            "date",
+            "duration",
+            "dictionary",
+            "binary",
+            "twice",
+            "nested",
+            "empty",
+        )
+    )
     count = len(ROWS)
     values = {
-        "null": pa.nulls(count), "bytes": pa.array([b"\xff\xfe"] * count),
-        "struct": pa.array([{"ground_truth": "4"}] * count), "list": pa.array([CHAT] * count),
+        "null": pa.nulls(count),
+        "bytes": pa.array([b"\xff\xfe"] * count),
+        "struct": pa.array([{"ground_truth": "4"}] * count),
+        "list": pa.array([CHAT] * count),
         "decimal": pa.array([decimal.Decimal("1.5")] * count),
         "date": pa.array([datetime.datetime(2024, 1, 1)] * count),
         "duration": pa.array([datetime.timedelta(1)] * count),
-        "dictionary": pa.array(["a"] * count).dictionary_encode(), "binary": pa.array([b"abc"] * count),
-        "nested": pa.array([[[[1]]]] * count), "plain": pa.array([row["answer"] for row in ROWS]),
-    }  # fmt: skip
+        "dictionary": pa.array(["a"] * count).dictionary_encode(),
+        "binary": pa.array([b"abc"] * count),
+        "nested": pa.array([[[[1]]]] * count),
+        "plain": pa.array([row["answer"] for row in ROWS]),
+    }
     questions = pa.array([row["question"] for row in ROWS])
     value = values.get(odd, values["plain"])
     columns = [questions, questions, value, value] if rng.random() < 0.6 else [value, value, questions, questions]
@@ -178,9 +272,22 @@ def _directory(rng: random.Random, path: Path) -> tuple[str, str]:
     folder = path / "rows"
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(_rows({})))
-    odd = rng.choice(("two formats", "hidden", "link to itself", "link out", "FIFO", "device", "test only", "metadata",
-                      "empty file", "odd name",
-                      "other columns", "folder"))  # fmt: skip
+    odd = rng.choice(
+        (
+            "two formats",
+            "hidden",
+            "link to itself",
+            "link out",
+            "FIFO",
+            "device",
+            "test only",
+            "metadata",
+            "empty file",
+            "odd name",
+            "other columns",
+            "folder",
+        )
+    )
     other = folder / "train-2.jsonl"
     if odd == "two formats":
         (folder / "train.csv").write_text("question,answer\n1,2\n")
@@ -220,6 +327,13 @@ def _plain(rng: random.Random, path: Path) -> tuple[str, str]:
 
 
 WRITERS: dict[str, Callable[[random.Random, Path], tuple[str, str]]] = {
-    "cell": _cell, "name": _name, "shape": _shape, "text": _text, "csv": _csv, "parquet": _parquet,
-    "directory": _directory, "entry": _entry, "template": _plain,
-}  # fmt: skip
+    "cell": _cell,
+    "name": _name,
+    "shape": _shape,
+    "text": _text,
+    "csv": _csv,
+    "parquet": _parquet,
+    "directory": _directory,
+    "entry": _entry,
+    "template": _plain,
+}

@@ -14,9 +14,24 @@ from fuzzing.values import bomb, json_value, nested, shown, yaml_value
 
 def damage_bytes(rng: random.Random, data: bytes) -> tuple[str, bytes]:
     """(what was done, the damaged bytes)."""
-    kind = rng.choice(("flip", "flips", "truncate", "drop", "double", "insert", "utf-8", "surrogate", "nul", "empty",
-                       "noise",
-                       "bom", "crlf", "utf-16"))  # fmt: skip
+    kind = rng.choice(
+        (
+            "flip",
+            "flips",
+            "truncate",
+            "drop",
+            "double",
+            "insert",
+            "utf-8",
+            "surrogate",
+            "nul",
+            "empty",
+            "noise",
+            "bom",
+            "crlf",
+            "utf-16",
+        )
+    )
     place = int(rng.random() * len(data))
     if kind == "flip":
         return f"bit flipped at {place}", _flipped(data, place, rng.randrange(8))
@@ -33,8 +48,9 @@ def damage_bytes(rng: random.Random, data: bytes) -> tuple[str, bytes]:
     if kind == "insert":
         return f"noise at {place}", data[:place] + rng.randbytes(rng.choice((1, 16))) + data[place:]
     if kind == "utf-8":
-        return f"invalid UTF-8 at {place}", data[:place] + rng.choice((b"\xff", b"\xc3", b"\xed\xa0\x80",
-            b"\xf8")) + data[place:]
+        return f"invalid UTF-8 at {place}", data[:place] + rng.choice(
+            (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8")
+        ) + data[place:]
     if kind == "surrogate":
         return f"escaped surrogate at {place}", data[:place] + b'"\\ud800"' + data[place:]
     if kind == "nul":
@@ -52,9 +68,24 @@ def damage_yaml(rng: random.Random, text: str) -> tuple[str, bytes]:
     """(what was done, the damaged document)."""
     lines = text.split("\n")
     row = int(rng.random() * len(lines))
-    kind = rng.choice(("bytes", "value", "value", "top", "repeat", "drop line", "indent", "tab", "documents", "bomb",
-                       "nested",
-                       "anchor", "tag", "character"))  # fmt: skip
+    kind = rng.choice(
+        (
+            "bytes",
+            "value",
+            "value",
+            "top",
+            "repeat",
+            "drop line",
+            "indent",
+            "tab",
+            "documents",
+            "bomb",
+            "nested",
+            "anchor",
+            "tag",
+            "character",
+        )
+    )
     if kind == "bytes":
         return damage_bytes(rng, text.encode())
     if kind == "value":
@@ -69,8 +100,9 @@ def damage_yaml(rng: random.Random, text: str) -> tuple[str, bytes]:
     if kind == "drop line":
         return _in_text(f"line {row} dropped", [*lines[:row], *lines[row + 1 :]])
     if kind == "indent":
-        return _in_text(f"line {row} indented", [*lines[:row], " " * rng.choice((1, 3, 40)) + lines[row],
-                                                 *lines[row + 1 :]])
+        return _in_text(
+            f"line {row} indented", [*lines[:row], " " * rng.choice((1, 3, 40)) + lines[row], *lines[row + 1 :]]
+        )
     if kind == "tab":
         return _in_text(f"tab in line {row}", [*lines[:row], "\t" + lines[row].lstrip(), *lines[row + 1 :]])
     if kind == "documents":
@@ -88,8 +120,9 @@ def damage_yaml(rng: random.Random, text: str) -> tuple[str, bytes]:
         return _in_text(f"line {row} tagged {tag}", [*lines[:row], f"{key}: {tag} {value}", *lines[row + 1 :]])
     char = rng.choice("\0\x07\x1b\x85\u2028\u202e\ufeff\ufffe\ud800{}[]&*!|>%@`\"'#,?")
     column = int(rng.random() * (len(lines[row]) + 1))
-    return _in_text(f"{char!a} in line {row}", [*lines[:row], lines[row][:column] + char + lines[row][column:],
-                                                *lines[row + 1 :]])
+    return _in_text(
+        f"{char!a} in line {row}", [*lines[:row], lines[row][:column] + char + lines[row][column:], *lines[row + 1 :]]
+    )
 
 
 def damage_json(rng: random.Random, text: str) -> tuple[str, bytes]:
@@ -112,14 +145,17 @@ def damage_json(rng: random.Random, text: str) -> tuple[str, bytes]:
     if not spans:
         return f"nothing but {what} {shown(value)}", value.encode()
     begin, end = spans[int(rng.random() * len(spans))]
-    return (f"value {shown(text[max(0, begin - 30) : end], 50)} becomes {what} {shown(value)}",
-            (text[:begin] + value + text[end:]).encode())  # fmt: skip
+    return (
+        f"value {shown(text[max(0, begin - 30) : end], 50)} becomes {what} {shown(value)}",
+        (text[:begin] + value + text[end:]).encode(),
+    )
 
 
 def damage_entry(rng: random.Random, path: Path) -> str:
     """Replace a file or folder by something else of that name. Returns what."""
-    kind = rng.choice(("removed", "folder", "dangling link", "FIFO", "zero device", "link to itself", "empty",
-                       "another"))
+    kind = rng.choice(
+        ("removed", "folder", "dangling link", "FIFO", "zero device", "link to itself", "empty", "another")
+    )
     neighbours = sorted(p for p in path.parent.iterdir() if p != path and p.is_file() and not p.is_symlink())
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

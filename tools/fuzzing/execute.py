@@ -69,10 +69,14 @@ def execute(case: Case, command: Callable[[Sequence[str]], object]) -> Outcome:
     _, status, usage = os.wait4(pid, 0)
     stack = case.directory / "stack"
     return Outcome(
-        os.waitstatus_to_exitcode(status), timed_out, time.monotonic() - begin,
-        max(0, usage.ru_maxrss * 1024 - before), _head(case.directory / "out"), _head(case.directory / "err"),
+        os.waitstatus_to_exitcode(status),
+        timed_out,
+        time.monotonic() - begin,
+        max(0, usage.ru_maxrss * 1024 - before),
+        _head(case.directory / "out"),
+        _head(case.directory / "err"),
         stack.read_text(errors="replace") if stack.exists() else "",
-    )  # fmt: skip
+    )
 
 
 def _child(case: Case, command: Callable[[Sequence[str]], object]) -> Never:

@@ -23,44 +23,126 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # JSON of a value, by the key of config.json or generation_config.json that gets it.
 ODD: dict[str, tuple[str, ...]] = {
-    "auto_map": ("5", "[]", '"x"', '{"AutoConfig": 5}', '{"AutoConfig": ["a", null]}',
-                 '{"AutoModelForCausalLM": "../../x.py--y.Z"}', "{}"),
+    "auto_map": (
+        "5",
+        "[]",
+        '"x"',
+        '{"AutoConfig": 5}',
+        '{"AutoConfig": ["a", null]}',
+        '{"AutoModelForCausalLM": "../../x.py--y.Z"}',
+        "{}",
+    ),
     "architectures": ("5", '"x"', "[5]", "[null]", '["NoSuchModel"]', "[]", '["LlamaForSequenceClassification"]', "{}"),
     "model_type": ("5", "null", '"nosuch"', '"bert"', '"\\u001b[31m"', '"../llama"', "[]", '""', '"gpt2"', '"mamba"'),
-    "quantization_config": ("5", "[]", "{}", '"x"', '{"quant_method": "gptq"}',
-                            '{"quant_method": "compressed-tensors"}',
-                            '{"quant_method": "compressed-tensors", "config_groups": []}', '{"quant_method": 5}',
-                            "null", "true"),
-    "rope_parameters": ("5", "[]", '{"rope_type": "nosuch"}', '{"rope_type": "yarn"}', '{"rope_theta": "x"}',
-                        '{"rope_theta": 0}', '{"rope_theta": 1e400}', "null"),
+    "quantization_config": (
+        "5",
+        "[]",
+        "{}",
+        '"x"',
+        '{"quant_method": "gptq"}',
+        '{"quant_method": "compressed-tensors"}',
+        '{"quant_method": "compressed-tensors", "config_groups": []}',
+        '{"quant_method": 5}',
+        "null",
+        "true",
+    ),
+    "rope_parameters": (
+        "5",
+        "[]",
+        '{"rope_type": "nosuch"}',
+        '{"rope_type": "yarn"}',
+        '{"rope_theta": "x"}',
+        '{"rope_theta": 0}',
+        '{"rope_theta": 1e400}',
+        "null",
+    ),
     "rope_scaling": ("5", '{"type": "linear"}', '{"rope_type": "yarn", "factor": -1}', '{"rope_type": 5}', "[]"),
     "dtype": ('"float99"', "5", '"int8"', "null", '"float64"', '"torch.float32"', "[]", '"__class__"'),
-    "hidden_act": ('"nosuch"', "5", "null", "[]"), "attention_dropout": ("2", '"x"', "-1"),
+    "hidden_act": ('"nosuch"', "5", "null", "[]"),
+    "attention_dropout": ("2", '"x"', "-1"),
     "rms_norm_eps": ("0", "-1", '"x"', "1e400", "NaN"),
-    "eos_token_id": ("-1", "999999", '"x"', "[[1]]", "null", "[]", "[1, null]", '{"a": 1}', "1.5", "true",
-                     "1" + "0" * 30),
-    "pad_token_id": ("-1", "999999", '"x"', "null", "[1]"), "tie_word_embeddings": ("false", '"x"', "null", "5"),
-    "layer_types": ("5", "[]", '["nosuch", "nosuch"]', '"x"'), "attn_implementation": ('"nosuch"', "5"),
-    "transformers_version": ("5", "null"), "id2label": ("5", "[]", '{"x": 1}'),
-    "head_dim": ("0", "-1", "7", "null", "1000000"), "num_labels": ("-1", "1000000000"),
-    "temperature": ('"x"', "-1", "NaN"), "do_sample": ("5",), "stop_strings": ("5", "[5]", '"x"'),
+    "eos_token_id": (
+        "-1",
+        "999999",
+        '"x"',
+        "[[1]]",
+        "null",
+        "[]",
+        "[1, null]",
+        '{"a": 1}',
+        "1.5",
+        "true",
+        "1" + "0" * 30,
+    ),
+    "pad_token_id": ("-1", "999999", '"x"', "null", "[1]"),
+    "tie_word_embeddings": ("false", '"x"', "null", "5"),
+    "layer_types": ("5", "[]", '["nosuch", "nosuch"]', '"x"'),
+    "attn_implementation": ('"nosuch"', "5"),
+    "transformers_version": ("5", "null"),
+    "id2label": ("5", "[]", '{"x": 1}'),
+    "head_dim": ("0", "-1", "7", "null", "1000000"),
+    "num_labels": ("-1", "1000000000"),
+    "temperature": ('"x"', "-1", "NaN"),
+    "do_sample": ("5",),
+    "stop_strings": ("5", "[5]", '"x"'),
     "max_length": ("-1", '"x"', "0"),
-}  # fmt: skip
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "vocab_size", "max_position_embeddings")
-SIZE_VALUES = ("0", "-1", "1", "3", "63", "65", "128", "1000000000", "1" + "0" * 30, "9" * 400, "1e308", "2.5", '"64"',
-               "null", "true", "[64]", "NaN", "{}")
+}
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+SIZE_VALUES = (
+    "0",
+    "-1",
+    "1",
+    "3",
+    "63",
+    "65",
+    "128",
+    "1000000000",
+    "1" + "0" * 30,
+    "9" * 400,
+    "1e308",
+    "2.5",
+    '"64"',
+    "null",
+    "true",
+    "[64]",
+    "NaN",
+    "{}",
+)
 # Sizes that the tensors of the tiny model contradict.
-CONTRADICTIONS = {"num_hidden_layers": ("1", "3"), "intermediate_size": ("64", "256"), "vocab_size": ("200", "300"),
-                  "hidden_size": ("32", "128"),
-                  "num_key_value_heads": ("4", "1")}  # fmt: skip
+CONTRADICTIONS = {
+    "num_hidden_layers": ("1", "3"),
+    "intermediate_size": ("64", "256"),
+    "vocab_size": ("200", "300"),
+    "hidden_size": ("32", "128"),
+    "num_key_value_heads": ("4", "1"),
+}
 TEMPLATES = (
-    "{% for", "{{ x.y.z }}", "{{ messages[99].content }}", "{{ raise_exception('no \\u001b[31m') }}", "{{ 1 / 0 }}",
-    "{{ 'a' * 99999999999 }}", "{% for i in range(99999999999) %}{% endfor %}", "{{ messages.__class__.__mro__ }}",
-    "{{ ''.format.__globals__ }}", "", "\\ud800", "{{ '\\ud800' }}", "{% include 'x' %}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ messages[0]['content'] + 5 }}", "{{ strftime_now(5) }}",
+    "{% for",
+    "{{ x.y.z }}",
+    "{{ messages[99].content }}",
+    "{{ raise_exception('no \\u001b[31m') }}",
+    "{{ 1 / 0 }}",
+    "{{ 'a' * 99999999999 }}",
+    "{% for i in range(99999999999) %}{% endfor %}",
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''.format.__globals__ }}",
+    "",
+    "\\ud800",
+    "{{ '\\ud800' }}",
+    "{% include 'x' %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ messages[0]['content'] + 5 }}",
+    "{{ strftime_now(5) }}",
     "plain",
-)  # fmt: skip
+)
 
 
 def mutate_model(rng: random.Random, base: Base, case: Case) -> None:
@@ -69,11 +151,19 @@ def mutate_model(rng: random.Random, base: Base, case: Case) -> None:
     lay_out(base, case, "model", "data")
     model = case.cwd / "model"
     kinds: dict[str, tuple[int, Callable[[random.Random, Base, Path], tuple[str, bool]]]] = {
-        "tensors": (8, _tensors), "values": (3, _values), "file": (6, _file), "shards": (8, _shards),
-        "config": (12, _config), "contradiction": (3, _contradiction), "generation": (4, _generation),
-        "tokenizer": (8, _tokenizer), "entry": (4, _entry), "pickle": (1, _pickle), "gguf": (3, _gguf),
+        "tensors": (8, _tensors),
+        "values": (3, _values),
+        "file": (6, _file),
+        "shards": (8, _shards),
+        "config": (12, _config),
+        "contradiction": (3, _contradiction),
+        "generation": (4, _generation),
+        "tokenizer": (8, _tokenizer),
+        "entry": (4, _entry),
+        "pickle": (1, _pickle),
+        "gguf": (3, _gguf),
         "export": (6, _export),
-    }  # fmt: skip
+    }
     kind = rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
     what, refuse = kinds[kind][1](rng, base, model)
     command = rng.choice(COMMANDS)
@@ -93,12 +183,36 @@ def _argv(command: str, base: Base, cwd: Path, gguf: str | None) -> list[str]:
     return {
         "generate": ["generate", "model", "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
         "quantize": ["quantize", "model", "out", "--scheme", "w4a16", "--group-size", "32"],
-        "compare": ["compare", "--offline", "model", "--schemes", "bf16,w4a16", "--group-size", "32", "--max-tokens",
-                    "64", "--out", "out"],
-        "eval": ["eval", "model", "--data", "minerva=rows.jsonl", "--samples", "1", "--temperature", "0",
-                 "--max-response-length", "4", "--max-prompts", "2"],
-        "check": ["check", "c.yaml"], "train": ["train", "c.yaml"],
-    }[command]  # fmt: skip
+        "compare": [
+            "compare",
+            "--offline",
+            "model",
+            "--schemes",
+            "bf16,w4a16",
+            "--group-size",
+            "32",
+            "--max-tokens",
+            "64",
+            "--out",
+            "out",
+        ],
+        "eval": [
+            "eval",
+            "model",
+            "--data",
+            "minerva=rows.jsonl",
+            "--samples",
+            "1",
+            "--temperature",
+            "0",
+            "--max-response-length",
+            "4",
+            "--max-prompts",
+            "2",
+        ],
+        "check": ["check", "c.yaml"],
+        "train": ["train", "c.yaml"],
+    }[command]
 
 
 def _tensors(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
@@ -127,8 +241,20 @@ def _shards(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
     half = len(names) // 2
     parts = {"model-00001-of-00002.safetensors": names[:half], "model-00002-of-00002.safetensors": names[half:]}
     weight_map = {name: file for file, members in parts.items() for name in members}
-    kind = rng.choice(("tensors", "one file", "text", "escape", "wrong shard", "forgotten", "unlisted", "map",
-                       "absent shard", "damaged"))
+    kind = rng.choice(
+        (
+            "tensors",
+            "one file",
+            "text",
+            "escape",
+            "wrong shard",
+            "forgotten",
+            "unlisted",
+            "map",
+            "absent shard",
+            "damaged",
+        )
+    )
     what, refuse = kind, False
     if kind == "tensors":
         what, refuse = lose_tensors(rng, tensors, TIED), True
@@ -150,8 +276,14 @@ def _shards(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
     if kind == "one file":
         write_tensors(model / WEIGHTS, {name: tensors[name] for name in names[:half]})
     elif kind == "escape":
-        name = rng.choice(("../outside.safetensors", str((model.parent / "outside.safetensors").resolve()),
-                           "sub/../../outside.safetensors", *NAMES_OF_FILES))
+        name = rng.choice(
+            (
+                "../outside.safetensors",
+                str((model.parent / "outside.safetensors").resolve()),
+                "sub/../../outside.safetensors",
+                *NAMES_OF_FILES,
+            )
+        )
         shutil.copyfile(model / "model-00002-of-00002.safetensors", model.parent / "outside.safetensors")
         index["weight_map"] = {n: (name if f.startswith("model-00002") else f) for n, f in weight_map.items()}
         what, refuse = f"shard named {shown(name)}", True
@@ -214,8 +346,15 @@ def _contradiction(rng: random.Random, base: Base, model: Path) -> tuple[str, bo
 
 
 def _tokenizer(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
-    name = rng.choice(("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json",
-                       "added_tokens.json"))
+    name = rng.choice(
+        (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "special_tokens_map.json",
+            "added_tokens.json",
+        )
+    )
     path = model / name
     if name == "chat_template.jinja" or rng.random() < 0.2:
         template = rng.choice((*TEMPLATES, *TEXTS))

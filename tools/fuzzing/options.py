@@ -16,25 +16,82 @@ from fuzzing.values import FLOATS_OF_OPTIONS, INTEGERS, PATHS, TEXTS, make_traps
 
 # Command lines that work, in a directory with all parts of the base; that of `compare` without a model trains nothing.
 WORKING: dict[str, tuple[list[str], ...]] = {
-    "check": (["check", "tiny.yaml"],), "schema": (["schema"],), "runs": (["runs", "runs"],),
+    "check": (["check", "tiny.yaml"],),
+    "schema": (["schema"],),
+    "runs": (["runs", "runs"],),
     "report": (["report", str(RUN)],),
-    "generate": (["generate", "model", "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
-                 ["generate", str(RUN), "--prompt", "2 + 2 =", "--max-new-tokens", "4"]),
-    "eval": (["eval", "model", "--data", "minerva=rows.jsonl", "--samples", "2", "--max-response-length", "6",
-              "--max-prompts", "2"], ["eval", str(RUN), "--samples", "2", "--max-prompts", "2"], EVALUATE),
+    "generate": (
+        ["generate", "model", "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
+        ["generate", str(RUN), "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
+    ),
+    "eval": (
+        [
+            "eval",
+            "model",
+            "--data",
+            "minerva=rows.jsonl",
+            "--samples",
+            "2",
+            "--max-response-length",
+            "6",
+            "--max-prompts",
+            "2",
+        ],
+        ["eval", str(RUN), "--samples", "2", "--max-prompts", "2"],
+        EVALUATE,
+    ),
     "export": (["export", str(RUN), "out"],),
     "quantize": (["quantize", "model", "out", "--scheme", "w4a16", "--group-size", "32"],),
-    "compare": (["compare", "--offline", "model", "--schemes", "bf16,w4a16", "--group-size", "32", "--max-tokens", "64",
-                 "--out", "out"], ["compare", "nomodel.yaml", "--seeds", "0,1", "--out", "out"],
-                ["compare", str(RUN), str(RUN), "--out", "out"]),
-    "diagnose": (["diagnose", str(RUN), "--no-gradients"],), "train": (["train", "tiny.yaml"],),
-}  # fmt: skip
-WEIGHTS = {"check": 3, "schema": 1, "runs": 4, "report": 4, "generate": 8, "eval": 8, "export": 6, "quantize": 8,
-           "compare": 10,
-           "diagnose": 4, "train": 1}  # fmt: skip
+    "compare": (
+        [
+            "compare",
+            "--offline",
+            "model",
+            "--schemes",
+            "bf16,w4a16",
+            "--group-size",
+            "32",
+            "--max-tokens",
+            "64",
+            "--out",
+            "out",
+        ],
+        ["compare", "nomodel.yaml", "--seeds", "0,1", "--out", "out"],
+        ["compare", str(RUN), str(RUN), "--out", "out"],
+    ),
+    "diagnose": (["diagnose", str(RUN), "--no-gradients"],),
+    "train": (["train", "tiny.yaml"],),
+}
+WEIGHTS = {
+    "check": 3,
+    "schema": 1,
+    "runs": 4,
+    "report": 4,
+    "generate": 8,
+    "eval": 8,
+    "export": 6,
+    "quantize": 8,
+    "compare": 10,
+    "diagnose": 4,
+    "train": 1,
+}
 SLOW = {("export", "verify")}  # starts vLLM where it is installed, which takes a minute
-LISTS = ("bf16", "bf16,bf16", ",", "w4a16,", " bf16 , fp8", "0,1,2", "0," * 5_000 + "0", "9" * 400, "0,-1", "1-3",
-         "a,b", "1e3", "0x1", "²,1")
+LISTS = (
+    "bf16",
+    "bf16,bf16",
+    ",",
+    "w4a16,",
+    " bf16 , fp8",
+    "0,1,2",
+    "0," * 5_000 + "0",
+    "9" * 400,
+    "0,-1",
+    "1-3",
+    "a,b",
+    "1e3",
+    "0x1",
+    "²,1",
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +118,7 @@ def options() -> dict[str, tuple[Option, ...]]:
             Option(p.name, (*p.opts, *p.secondary_opts), p.is_flag, str(hints.get(p.name)))
             for p in command.params
             if p.param_type_name == "option" and p.name in hints and (name, p.name) not in SLOW
-        )  # fmt: skip
+        )
     return found
 
 
@@ -82,8 +139,9 @@ def mutate_options(rng: random.Random, base: Base, case: Case) -> None:
 
 def _mutated(rng: random.Random, command: str, argv: list[str]) -> tuple[str, list[str]]:
     choices = options()[command]
-    kind = rng.choice(("option", "option", "option", "option", "option", "positional", "unknown", "missing", "extra",
-                       "bare"))
+    kind = rng.choice(
+        ("option", "option", "option", "option", "option", "positional", "unknown", "missing", "extra", "bare")
+    )
     if kind == "option" and choices:
         option = choices[int(rng.random() * len(choices))]
         name = option.spellings[int(rng.random() * len(option.spellings))]
@@ -105,8 +163,20 @@ def _mutated(rng: random.Random, command: str, argv: list[str]) -> tuple[str, li
         value = _text(rng)
         return f"{shown(value)} added", [*argv, value]
     if kind == "unknown":
-        name = rng.choice(("--nosuch", "-x", "--", "--step=1", "--json", "--version", "--help", "--see\x1b[31md",
-                           "--\u202e", "--seed"))
+        name = rng.choice(
+            (
+                "--nosuch",
+                "-x",
+                "--",
+                "--step=1",
+                "--json",
+                "--version",
+                "--help",
+                "--see\x1b[31md",
+                "--\u202e",
+                "--seed",
+            )
+        )
         return f"{shown(name)} added", [*argv, name]
     if len(argv) > 1 and not argv[1].startswith("-"):
         value = _target(rng)
@@ -126,13 +196,15 @@ def _value(rng: random.Random, option: Option) -> str:
         return rng.choice((*PATHS, "model", str(RUN), "export", "rows.jsonl", f"{RUN}/config.yaml"))
     if option.name == "data":
         source = rng.choice((*PATHS, "rows.jsonl", "model"))
-        return rng.choice(("gsm8k", "nosuch", "", "=", rng.choice(TEXTS))) + rng.choice(("", "=", f"={source}",
-            f"={source}"))
+        return rng.choice(("gsm8k", "nosuch", "", "=", rng.choice(TEXTS))) + rng.choice(
+            ("", "=", f"={source}", f"={source}")
+        )
     if option.name in ("schemes", "learners", "seeds", "only", "k"):
         return rng.choice((*LISTS, *INTEGERS[:8]))
     if option.name == "max_shard_size":
-        return rng.choice((*INTEGERS, "0GB", "-5GB", "1e3MB", "nanGB", "infGB", "5 GB", "9" * 400 + "GB", "1B", "1KB",
-                           "²GB", "5XB"))
+        return rng.choice(
+            (*INTEGERS, "0GB", "-5GB", "1e3MB", "nanGB", "infGB", "5 GB", "9" * 400 + "GB", "1B", "1KB", "²GB", "5XB")
+        )
     return _text(rng)
 
 
@@ -141,6 +213,17 @@ def _text(rng: random.Random) -> str:
 
 
 def _target(rng: random.Random) -> str:
-    return rng.choice((*PATHS, *TEXTS, "model", str(RUN), f"{RUN}/checkpoints/000002", f"{RUN}/checkpoints/latest",
-                       f"{RUN}/checkpoints",
-                       "export", "rows.jsonl", "tiny.yaml"))  # fmt: skip
+    return rng.choice(
+        (
+            *PATHS,
+            *TEXTS,
+            "model",
+            str(RUN),
+            f"{RUN}/checkpoints/000002",
+            f"{RUN}/checkpoints/latest",
+            f"{RUN}/checkpoints",
+            "export",
+            "rows.jsonl",
+            "tiny.yaml",
+        )
+    )

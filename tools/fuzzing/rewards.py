@@ -36,20 +36,32 @@ def mutate_reward(rng: random.Random, base: Base, case: Case) -> None:
     source = f"{PRELUDE}{head}\n{function_source}{tail}"
     data = source.encode("utf-8", "surrogatepass")
     if rng.random() < 0.06:
-        odd, data = rng.choice((("invalid UTF-8", data + b"\n# \xff"), ("UTF-16", source.encode("utf-16")),
-                                ("empty", b""), ("BOM", b"\xef\xbb\xbf" + data), ("noise", rng.randbytes(500))))
+        odd, data = rng.choice(
+            (
+                ("invalid UTF-8", data + b"\n# \xff"),
+                ("UTF-16", source.encode("utf-16")),
+                ("empty", b""),
+                ("BOM", b"\xef\xbb\xbf" + data),
+                ("noise", rng.randbytes(500)),
+            )
+        )
         what = f"{what}, file {odd}"
     else:
         odd = ""
     (case.cwd / "reward.py").write_bytes(data)
     function: dict[str, Any] = {"name": "./reward.py:f", "weight": rng.choice((1.0, 1.0, 0.0, -1.0, 0.5))}
     if rng.random() < 0.1:
-        function["options"] = rng.choice(({"completions": 1}, {"prompts": []}, {"self": 1}, {"a b": 1}, {OVERRIDE: 1},
-                                          {"x": [[[]]] * 100}))
+        function["options"] = rng.choice(
+            ({"completions": 1}, {"prompts": []}, {"self": 1}, {"a b": 1}, {OVERRIDE: 1}, {"x": [[[]]] * 100})
+        )
         what = f"{what}, options {function['options']!a:.40}"
     functions = [function, {"name": "length", "options": {"target": 4}}] if rng.random() < 0.3 else [function]
-    reward = {"functions": functions, "timeout_s": 1.0, "max_failed_frac": rng.choice((0.5, 1.0, 1.0)),
-              "workers": rng.choice((1, 1, 2))}
+    reward = {
+        "functions": functions,
+        "timeout_s": 1.0,
+        "max_failed_frac": rng.choice((0.5, 1.0, 1.0)),
+        "workers": rng.choice((1, 1, 2)),
+    }
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(base.config(reward=reward, train={"steps": STEPS})))
     case.argv = ["train", "c.yaml"]
     case.mutation = f"reward {what}"

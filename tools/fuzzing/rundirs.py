@@ -30,11 +30,20 @@ def mutate_run(rng: random.Random, base: Base, case: Case) -> None:
         case.mutation, case.argv = f"results: {_results(rng, case.cwd / RESULTS)}", EVALUATE
         return
     kinds: dict[str, tuple[int, Callable[[random.Random, Path], tuple[str, tuple[str, ...]]]]] = {
-        "config": (6, _config), "records": (16, _records), "history": (5, _history), "pages": (6, _pages),
-        "rollouts": (6, _rollouts), "manifest": (6, change_manifest), "forged": (8, forge_manifest),
-        "state": (6, change_state), "tensors": (8, change_tensors), "entry": (8, _entry), "names": (6, _names),
-        "lock": (1, _lock), "inputs": (6, _inputs),
-    }  # fmt: skip
+        "config": (6, _config),
+        "records": (16, _records),
+        "history": (5, _history),
+        "pages": (6, _pages),
+        "rollouts": (6, _rollouts),
+        "manifest": (6, change_manifest),
+        "forged": (8, forge_manifest),
+        "state": (6, change_state),
+        "tensors": (8, change_tensors),
+        "entry": (8, _entry),
+        "names": (6, _names),
+        "lock": (1, _lock),
+        "inputs": (6, _inputs),
+    }
     kind = rng.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
     what, refusing = kinds[kind][1](rng, run)
     command = rng.choices(list(READERS), list(READERS.values()))[0] if kind not in ("inputs", "lock") else "train"
@@ -44,14 +53,18 @@ def mutate_run(rng: random.Random, base: Base, case: Case) -> None:
     case.argv = {
         "runs": ["runs", rng.choice(("runs", str(RUN))), *(["--json"] if rng.random() < 0.3 else [])],
         "report": ["report", target],
-        "diagnose": ["diagnose", target, "--no-gradients", *(["--step",
-                                                              str(rng.choice((1, 2, 3,
-                                                                  99)))] if rng.random() < 0.3 else [])],
+        "diagnose": [
+            "diagnose",
+            target,
+            "--no-gradients",
+            *(["--step", str(rng.choice((1, 2, 3, 99)))] if rng.random() < 0.3 else []),
+        ],
         "generate": ["generate", target, "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
         "eval": ["eval", target, "--samples", "1", "--temperature", "0", "--max-prompts", "2"],
-        "export": ["export", target, "out"], "compare": ["compare", target, str(RUN), "--out", "out"],
+        "export": ["export", target, "out"],
+        "compare": ["compare", target, str(RUN), "--out", "out"],
         "train": ["train", f"{RUN}/config.yaml", "train.steps=4"],
-    }[command]  # fmt: skip
+    }[command]
     if command == "compare":
         shutil.copytree(base.run, case.cwd / "runs" / "whole", symlinks=True)
         case.argv[2] = "runs/whole"
@@ -70,8 +83,16 @@ def _config(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
 
 def _records(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
     """A line of a JSON-lines file, or environment.json, damaged or with a value of another type."""
-    name = rng.choice(("metrics.jsonl", "metrics.jsonl", "evaluations.jsonl", "evaluations.jsonl", "environment.json",
-                       "evaluations/000002.jsonl"))
+    name = rng.choice(
+        (
+            "metrics.jsonl",
+            "metrics.jsonl",
+            "evaluations.jsonl",
+            "evaluations.jsonl",
+            "environment.json",
+            "evaluations/000002.jsonl",
+        )
+    )
     path = run / name
     if rng.random() < 0.5 or name == "environment.json":
         what, data = damage_json(rng, path.read_text())
@@ -88,9 +109,20 @@ def _records(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
 
 def _history(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
     """Parts of the run's past gone."""
-    kind = rng.choice(("no checkpoints", "no metrics", "metrics cut in the middle", "metrics repeated",
-                       "metrics shuffled", "no first checkpoints",
-                       "no last checkpoint", "no rollouts", "ends early", "last line cut"))  # fmt: skip
+    kind = rng.choice(
+        (
+            "no checkpoints",
+            "no metrics",
+            "metrics cut in the middle",
+            "metrics repeated",
+            "metrics shuffled",
+            "no first checkpoints",
+            "no last checkpoint",
+            "no rollouts",
+            "ends early",
+            "last line cut",
+        )
+    )
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     refusing: tuple[str, ...] = ()
@@ -123,8 +155,9 @@ def _history(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
 
 def _pages(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
     """diagnostics/ and rollouts/*.jsonl as text."""
-    name = rng.choice(("diagnostics/000003.json", "diagnostics/000001.json", "rollouts/000003.jsonl",
-                       "rollouts/000001.jsonl"))
+    name = rng.choice(
+        ("diagnostics/000003.json", "diagnostics/000001.json", "rollouts/000003.jsonl", "rollouts/000001.jsonl")
+    )
     path = run / name
     if name.endswith(".json") and rng.random() < 0.6:
         record = json.loads(path.read_text())
@@ -168,8 +201,9 @@ def _entry(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
 def _names(rng: random.Random, run: Path) -> tuple[str, tuple[str, ...]]:
     """Entries with names that nobody expects, beside or in place of the good ones."""
     folder = rng.choice(("checkpoints", "checkpoints", "rollouts", "diagnostics", "evaluations"))
-    name = rng.choice([n for n in NAMES_OF_FILES if n and "\0" not in n and "/" not in n and n not in (".",
-        "..") and len(n) < 250])
+    name = rng.choice(
+        [n for n in NAMES_OF_FILES if n and "\0" not in n and "/" not in n and n not in (".", "..") and len(n) < 250]
+    )
     name = name.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
     good = sorted(path for path in (run / folder).iterdir() if not path.is_symlink())[-1]
     how = rng.choice(("renamed", "copied", "empty folder", "linked", "latest"))

@@ -24,9 +24,14 @@ from fuzzing.verdict import Verdict, judge
 Mutator = Callable[[random.Random, Base, Case], None]
 
 MUTATORS: dict[str, Mutator] = {
-    "config": mutate_config, "override": mutate_override, "option": mutate_options, "data": mutate_dataset,
-    "run": mutate_run, "model": mutate_model, "reward": mutate_reward,
-}  # fmt: skip
+    "config": mutate_config,
+    "override": mutate_override,
+    "option": mutate_options,
+    "data": mutate_dataset,
+    "run": mutate_run,
+    "model": mutate_model,
+    "reward": mutate_reward,
+}
 # Of 100 cases. Those that only read a file take a hundredth of those that run a model.
 WEIGHTS = {"config": 40, "override": 15, "option": 12, "data": 9, "run": 12, "model": 9, "reward": 3}
 
@@ -58,8 +63,9 @@ def build(seed: str, name: str, base: Base, directory: Path) -> Case:
     return case
 
 
-def run_case(seed: str, name: str, base: Base, root: Path, command: Callable[[Sequence[str]], object],
-             keep: bool = False) -> Result:
+def run_case(
+    seed: str, name: str, base: Base, root: Path, command: Callable[[Sequence[str]], object], keep: bool = False
+) -> Result:
     """Build, run and judge one case. keep: leave its directory."""
     directory = root / f"{seed}-{name}"
     remove(directory)

@@ -21,13 +21,15 @@ def describe(seed: str, result: Result, lines: int = 8) -> str:
     text = (outcome.out + b"\n" + outcome.err).decode(errors="replace")
     last = [shown(line, 200) for line in text.splitlines() if line.strip()][-lines:]
     last += [shown(line, 200) for line in outcome.stack.splitlines()[:lines]]  # the innermost frames come first
-    return "\n".join([
-        f"{verdict.status.upper()} {verdict.fault}  --seed {seed} --only {case.name}  {verdict.label}",
-        f"  mutation: {shown(case.mutation, 300)}",
-        f"  qarl {shown(shlex.join(case.argv), 400)}",
-        f"  exit code {outcome.code}, {outcome.seconds:.1f} s, {outcome.memory / 2**20:.0f} MiB",
-        *(f"  | {line}" for line in last),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"{verdict.status.upper()} {verdict.fault}  --seed {seed} --only {case.name}  {verdict.label}",
+            f"  mutation: {shown(case.mutation, 300)}",
+            f"  qarl {shown(shlex.join(case.argv), 400)}",
+            f"  exit code {outcome.code}, {outcome.seconds:.1f} s, {outcome.memory / 2**20:.0f} MiB",
+            *(f"  | {line}" for line in last),
+        ]
+    )
 
 
 class Tally:
@@ -55,9 +57,15 @@ class Tally:
             if verdict.fault:
                 counts[verdict.fault] += 1
         if verdict.status == "bad":
-            first = {"fault": verdict.fault, "class": shown(verdict.label, 200), "cases": 0, "first": case.name,
-                     "mutation": shown(case.mutation, 300), "argv": shown(shlex.join(case.argv), 300),
-                     "detail": shown(verdict.detail, 300)}  # fmt: skip
+            first = {
+                "fault": verdict.fault,
+                "class": shown(verdict.label, 200),
+                "cases": 0,
+                "first": case.name,
+                "mutation": shown(case.mutation, 300),
+                "argv": shown(shlex.join(case.argv), 300),
+                "detail": shown(verdict.detail, 300),
+            }
             entry = self._classes.setdefault((verdict.fault, verdict.label), first)
             entry["cases"] += 1
 
@@ -82,8 +90,12 @@ class Tally:
         versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
         total = sum(self._kinds.values(), Counter())
         return {
-            "command": command, "versions": versions, "seed": self.seed, "seconds": seconds, "total": dict(total),
+            "command": command,
+            "versions": versions,
+            "seed": self.seed,
+            "seconds": seconds,
+            "total": dict(total),
             "kinds": {name: dict(counts) for name, counts in sorted(self._kinds.items())},
             "commands": {name: dict(counts) for name, counts in sorted(self._commands.items())},
             "classes": self.classes(),
-        }  # fmt: skip
+        }

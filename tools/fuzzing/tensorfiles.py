@@ -58,9 +58,22 @@ def lose_tensors(rng: random.Random, tensors: dict[str, Stored], tied: tuple[str
     """
     needed = [name for name in tensors if name not in tied]
     name = needed[int(rng.random() * len(needed))]
-    kind = rng.choice(("missing", "layer missing", "kind missing", "all missing", "renamed", "all renamed", "extra",
-                       "transposed", "flat",
-                       "row short", "row more", "scalar"))  # fmt: skip
+    kind = rng.choice(
+        (
+            "missing",
+            "layer missing",
+            "kind missing",
+            "all missing",
+            "renamed",
+            "all renamed",
+            "extra",
+            "transposed",
+            "flat",
+            "row short",
+            "row more",
+            "scalar",
+        )
+    )
     tensor = tensors[name]
     if kind == "missing":
         del tensors[name]
@@ -73,15 +86,24 @@ def lose_tensors(rng: random.Random, tensors: dict[str, Stored], tied: tuple[str
     elif kind == "all missing":
         tensors.clear()
     elif kind == "renamed":
-        tensors[rng.choice((name + "_old", name.upper(), name.replace("model.", "module.", 1),
-                            name.replace(".weight", ".weights")))] = tensors.pop(name)
+        tensors[
+            rng.choice(
+                (name + "_old", name.upper(), name.replace("model.", "module.", 1), name.replace(".weight", ".weights"))
+            )
+        ] = tensors.pop(name)
     elif kind == "all renamed":
         change = rng.choice((lambda n: f"transformer.{n}", lambda n: n.replace("layers", "h"), lambda n: f"{n}.data"))
         for old in list(tensors):
             tensors[change(old)] = tensors.pop(old)
     elif kind == "extra":
-        name = rng.choice(("model.layers.0.mlp.extra.weight", "model.layers.7.mlp.up_proj.weight", "extra",
-                           "model.layers.0.self_attn.q_proj.bias"))
+        name = rng.choice(
+            (
+                "model.layers.0.mlp.extra.weight",
+                "model.layers.7.mlp.up_proj.weight",
+                "extra",
+                "model.layers.0.self_attn.q_proj.bias",
+            )
+        )
         tensors[name] = Stored(tensor.dtype, list(tensor.shape), tensor.data)
     else:
         wide = [n for n in needed if len(tensors[n].shape) == 2 and tensors[n].shape[0] != tensors[n].shape[1]]
@@ -89,11 +111,12 @@ def lose_tensors(rng: random.Random, tensors: dict[str, Stored], tied: tuple[str
         rows, columns = tensors[name].shape
         step = columns * _BYTES[tensors[name].dtype]
         shape, data = {
-            "transposed": ([columns, rows], tensors[name].data), "flat": ([rows * columns], tensors[name].data),
+            "transposed": ([columns, rows], tensors[name].data),
+            "flat": ([rows * columns], tensors[name].data),
             "row short": ([rows - 1, columns], tensors[name].data[:-step]),
             "row more": ([rows + 1, columns], tensors[name].data + tensors[name].data[:step]),
             "scalar": ([], tensors[name].data[: _BYTES[tensors[name].dtype]]),
-        }[kind]  # fmt: skip
+        }[kind]
         tensors[name] = Stored(tensors[name].dtype, shape, data)
     return f"tensor {kind}: {name}"
 
@@ -129,8 +152,9 @@ def damage_file(rng: random.Random, path: Path) -> str:
     raw = path.read_bytes()
     (length,) = struct.unpack_from("<Q", raw)
     header, body = json.loads(raw[8 : 8 + length]), raw[8 + length :]
-    kind = rng.choice(("bytes", "bytes", "length", "header", "header", "offsets", "shape", "dtype", "name", "metadata",
-                       "list"))
+    kind = rng.choice(
+        ("bytes", "bytes", "length", "header", "header", "offsets", "shape", "dtype", "name", "metadata", "list")
+    )
     names = [name for name in header if name != "__metadata__"]
     name = names[int(rng.random() * len(names))]
     if kind == "bytes":
@@ -146,18 +170,21 @@ def damage_file(rng: random.Random, path: Path) -> str:
         path.write_bytes(struct.pack("<Q", len(text)) + text + body)
         return f"safetensors header: {what}"
     if kind == "offsets":
-        header[name]["data_offsets"] = rng.choice(([0, 0], [0, 2**62], [-4, 0], [2**63, 2**64], [8, 4], [], ["a", "b"],
-                                                   None, [0.5, 1.5], [0, len(body)]))
+        header[name]["data_offsets"] = rng.choice(
+            ([0, 0], [0, 2**62], [-4, 0], [2**63, 2**64], [8, 4], [], ["a", "b"], None, [0.5, 1.5], [0, len(body)])
+        )
     elif kind == "shape":
-        header[name]["shape"] = rng.choice(([2**31, 2**31], [2**62, 4], [-1, 4], [0], [1] * 100, [0.5], "x", None,
-                                            [[1]], [2**64]))
+        header[name]["shape"] = rng.choice(
+            ([2**31, 2**31], [2**62, 4], [-1, 4], [0], [1] * 100, [0.5], "x", None, [[1]], [2**64])
+        )
     elif kind == "dtype":
         header[name]["dtype"] = rng.choice(("F32x", "", "I4", None, 5, ["F32"], "BF16", "C64"))
     elif kind == "name":
         header[rng.choice((*NAMES_OF_FILES, "__metadata__"))] = header.pop(name)
     elif kind == "metadata":
-        header["__metadata__"] = rng.choice((None, [], "x", {"format": "tf"}, {"format": 5}, {"format": ["pt"]},
-                                             {"a": "x" * 100_000}))
+        header["__metadata__"] = rng.choice(
+            (None, [], "x", {"format": "tf"}, {"format": 5}, {"format": ["pt"]}, {"a": "x" * 100_000})
+        )
     else:
         header = rng.choice(([], [header], "x", 5, None, {}))  # type: ignore[assignment]
     text = json.dumps(header).encode()

@@ -24,36 +24,80 @@ from fuzzing.verdict import Verdict, judge
 
 # Values for keys that multiply into time or memory, or whose range says too little.
 SMALL: dict[str, tuple[Any, ...]] = {
-    "rollout.n": (1, 2, 3, 4), "rollout.max_response_length": (1, 2, 7, 8, 33), "rollout.max_num_seqs": (1, 2, 7, 64),
-    "rollout.max_batched_tokens": (1, 16, 100, 4096), "rollout.kv_cache_tokens": (None, 16, 102, 110, 1000),
-    "train.prompts_per_step": (1, 2, 3, 4), "rollout.stop": ([], ["a"], ["\n", "ab"], ["x" * 50]),
-    "rollout.stop_token_ids": ([], [5], [0, 258], [100_000]), "train.minibatch_size": (None, 1, 2, 3, 4, 8),
-    "train.micro_batch_tokens": (1, 30, 100, 16384), "train.epochs": (1, 2, 3), "train.logprob_chunk": (1, 3, 128),
-    "train.threads": (None, 1, 2), "train.max_skipped_steps": (0, 1, 2, 100),
-    "data.max_prompt_length": (80, 96, 100), "data.max_rows": (None, 1, 2, 5),
+    "rollout.n": (1, 2, 3, 4),
+    "rollout.max_response_length": (1, 2, 7, 8, 33),
+    "rollout.max_num_seqs": (1, 2, 7, 64),
+    "rollout.max_batched_tokens": (1, 16, 100, 4096),
+    "rollout.kv_cache_tokens": (None, 16, 102, 110, 1000),
+    "train.prompts_per_step": (1, 2, 3, 4),
+    "rollout.stop": ([], ["a"], ["\n", "ab"], ["x" * 50]),
+    "rollout.stop_token_ids": ([], [5], [0, 258], [100_000]),
+    "train.minibatch_size": (None, 1, 2, 3, 4, 8),
+    "train.micro_batch_tokens": (1, 30, 100, 16384),
+    "train.epochs": (1, 2, 3),
+    "train.logprob_chunk": (1, 3, 128),
+    "train.threads": (None, 1, 2),
+    "train.max_skipped_steps": (0, 1, 2, 100),
+    "data.max_prompt_length": (80, 96, 100),
+    "data.max_rows": (None, 1, 2, 5),
     "data.system_prompt": (None, "", "Add.", "\ud83d\ude00" * 3),
     "data.prompt_template": (None, "{prompt}", "{prompt} =", "{answer}", "{prompt:>30}"),
-    "data.columns": ({}, {"question": "prompt"}, {"x": "answer"}), "data.split": ("train",),
-    "data.task": ({}, {"size": 1}, {"size": 3, "seed": 5}, {"operations": ["*"]}, {"min": 5, "max": 5},
-                  {"min": -3, "max": 3}),
+    "data.columns": ({}, {"question": "prompt"}, {"x": "answer"}),
+    "data.split": ("train",),
+    "data.task": (
+        {},
+        {"size": 1},
+        {"size": 3, "seed": 5},
+        {"operations": ["*"]},
+        {"min": 5, "max": 5},
+        {"min": -3, "max": 3},
+    ),
     "quant.ignore": (["lm_head"], [], ["re:.*mlp.*"], ["re:.*"], ["lm_head", "model.layers.0.self_attn.q_proj"]),
-    "quant.group_size": (32, 64, -1, 128, 16), "model.max_length": (None, 102, 110, 512), "model.revision": (None,),
-    "model.trust_remote_code": (False,), "reward.workers": (1, 2), "reward.timeout_s": (5.0, 60.0),
-    "evaluation.samples": (1, 2, 3), "evaluation.every": (None, 1, 2), "evaluation.pass_at": (None, [1], [1, 2], [2]),
-    "evaluation.max_response_length": (None, 1, 5, 20), "checkpoint.every": (1, 2, 50),
-    "checkpoint.resume": ("auto", "never"), "logging.console": ("plain", "none", "rich"),
-}  # fmt: skip
+    "quant.group_size": (32, 64, -1, 128, 16),
+    "model.max_length": (None, 102, 110, 512),
+    "model.revision": (None,),
+    "model.trust_remote_code": (False,),
+    "reward.workers": (1, 2),
+    "reward.timeout_s": (5.0, 60.0),
+    "evaluation.samples": (1, 2, 3),
+    "evaluation.every": (None, 1, 2),
+    "evaluation.pass_at": (None, [1], [1, 2], [2]),
+    "evaluation.max_response_length": (None, 1, 5, 20),
+    "checkpoint.every": (1, 2, 50),
+    "checkpoint.resume": ("auto", "never"),
+    "logging.console": ("plain", "none", "rich"),
+}
 # What this machine or its network decides, not the configuration; and what the case itself needs.
-LEFT_OUT = ("model.path", "model.gguf_file", "model.device", "model.trust_remote_code", "rollout.engine",
-            "rollout.vllm", "rollout.kernels", "quant.kernels", "logging.wandb", "logging.trackio", "train.run_dir",
-            "train.steps", "data.source", "data.subset",
-            "reward.functions", "evaluation.tasks")  # fmt: skip
-TASK = {"name": "sums", "data": {"source": "task:arithmetic", "task": {"size": 2}, "max_prompt_length": 64},
-        "reward": [{"name": "exact"}]}
+LEFT_OUT = (
+    "model.path",
+    "model.gguf_file",
+    "model.device",
+    "model.trust_remote_code",
+    "rollout.engine",
+    "rollout.vllm",
+    "rollout.kernels",
+    "quant.kernels",
+    "logging.wandb",
+    "logging.trackio",
+    "train.run_dir",
+    "train.steps",
+    "data.source",
+    "data.subset",
+    "reward.functions",
+    "evaluation.tasks",
+)
+TASK = {
+    "name": "sums",
+    "data": {"source": "task:arithmetic", "task": {"size": 2}, "max_prompt_length": 64},
+    "reward": [{"name": "exact"}],
+}
 REWARDS: tuple[dict[str, Any], ...] = (
-    {"name": "length", "options": {"target": 4}}, {"name": "exact"}, {"name": "math"},
-    {"name": "regex", "options": {"pattern": r"\d+"}}, {"name": "format", "options": {"pattern": "a.*"}},
-)  # fmt: skip
+    {"name": "length", "options": {"target": 4}},
+    {"name": "exact"},
+    {"name": "math"},
+    {"name": "regex", "options": {"pattern": r"\d+"}},
+    {"name": "format", "options": {"pattern": "a.*"}},
+)
 
 
 @cache
@@ -113,9 +157,11 @@ def _value(rng: random.Random, node: dict[str, Any]) -> Any:
     if kind == "array":
         if "prefixItems" in node:
             return [_value(rng, item) for item in node["prefixItems"]]
-        return [_value(rng, node["items"]) for _ in range(rng.choice((0, 1,
-                                                                      2)))] if "properties" not in node.get("items",
-                                                                          {}) else []
+        return (
+            [_value(rng, node["items"]) for _ in range(rng.choice((0, 1, 2)))]
+            if "properties" not in node.get("items", {})
+            else []
+        )
     return None if kind == "null" else {}
 
 
@@ -139,8 +185,9 @@ def trained(seed: str, base: Base, root: Path, command: Callable[[Sequence[str]]
         number += 1
 
 
-def run_valid(seed: str, name: str, base: Base, root: Path, command: Callable[[Sequence[str]], object],
-              keep: bool = False) -> Result:
+def run_valid(
+    seed: str, name: str, base: Base, root: Path, command: Callable[[Sequence[str]], object], keep: bool = False
+) -> Result:
     """One configuration. Refused by `train` after `check` took it is bad."""
     directory = root / f"{seed}-{name}"
     remove(directory)

@@ -18,8 +18,11 @@ MEMBER_FAILED = ("compare",)  # commands whose exit code 1 is documented: a memb
 
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
 _FRAME = re.compile(r'File "[^"]*?/((?:qarl|qarl_formats|qarl_kernels)/[^"]+\.py)", line \d+,? in (\w+|<\w+>)')
-_RAISED = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Iteration|Damaged|Refused|\w+))"
-                     r"(?::|$)", re.MULTILINE)  # fmt: skip
+_RAISED = re.compile(
+    r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Iteration|Damaged|Refused|\w+))"
+    r"(?::|$)",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -39,20 +42,28 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
         try:
             texts.append(data.decode("utf-8"))
         except UnicodeDecodeError as error:
-            if not data[error.start:].strip() or len(data) - error.start > 3:  # not merely cut at READ_LIMIT
+            if not data[error.start :].strip() or len(data) - error.start > 3:  # not merely cut at READ_LIMIT
                 return Verdict("bad", "output", f"{case.command}: {name} is not UTF-8", f"byte {error.start}")
             texts.append(data.decode("utf-8", "replace"))
     out, err = texts
     if outcome.timed_out:
-        return Verdict("bad", "hang", f"{case.command}: {frame(outcome.stack, first=True)}",
-                       f"still running after {case.limit_s:g} s")  # fmt: skip
+        return Verdict(
+            "bad",
+            "hang",
+            f"{case.command}: {frame(outcome.stack, first=True)}",
+            f"still running after {case.limit_s:g} s",
+        )
     for text in (err, out):
         if _TRACEBACK.search(text):
             raised = exception(text)
             return Verdict("bad", "traceback", f"{_kind_of(raised)} in {frame(text)}", raised)
     if outcome.code < 0:
-        return Verdict("bad", "signal", f"{case.command}: signal {-outcome.code} in {frame(outcome.stack, first=True)}",
-                       f"ended by signal {-outcome.code}")  # fmt: skip
+        return Verdict(
+            "bad",
+            "signal",
+            f"{case.command}: signal {-outcome.code} in {frame(outcome.stack, first=True)}",
+            f"ended by signal {-outcome.code}",
+        )
     if outcome.memory > case.memory_limit:
         held = f"{outcome.memory / GIB:.1f} GiB"
         return Verdict("bad", "memory", f"{case.command}: {_family(case)}", f"held {held} more than at its start")
@@ -73,8 +84,12 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
         return Verdict("bad", "output", f"{case.command}: {fault}", fault) if fault else Verdict("refused")
     if outcome.code == 1 and case.command in MEMBER_FAILED:
         return Verdict("refused")
-    return Verdict("bad", "exit code", f"{case.command}: exit code {outcome.code}: {_first_error(err)[:60]}",
-                   f"exit code {outcome.code}")  # fmt: skip
+    return Verdict(
+        "bad",
+        "exit code",
+        f"{case.command}: exit code {outcome.code}: {_first_error(err)[:60]}",
+        f"exit code {outcome.code}",
+    )
 
 
 def refusal_fault(err: str, reads_only: bool) -> str | None:

@@ -70,8 +70,11 @@ Operation = tuple[str, str, Callable[[], Prepared]]
 def _weights(n: int, k: int, group: int, device: torch.device) -> Iterator[Operation]:
     master = torch.randn(n, k, device=device).mul_(0.02)
     for name, scheme, symmetric in (
-        ("w4a16", "w4a16", True), ("w4a16 asymmetric", "w4a16", False), ("w8a8", "w8a8", True), ("fp8", "fp8", True),
-    ):  # fmt: skip
+        ("w4a16", "w4a16", True),
+        ("w4a16 asymmetric", "w4a16", False),
+        ("w8a8", "w8a8", True),
+        ("fp8", "fp8", True),
+    ):
         yield "qarl", f"quantize {name}", partial(_quantize, master, scheme, symmetric, group)
         yield "qarl", f"dequantize {name}", partial(_dequantize, master, scheme, symmetric, group)
     yield "qarl", "quantize fp8_block", partial(_quantize_block, master)

@@ -22,8 +22,15 @@ INT_MM_ROWS = 17  # torch._int_mm refuses fewer
 # What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
 # one case that fails is a line of the report, not the end of the run.
 ERRORS = (
-    RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, TritonError,
-)  # fmt: skip
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    KeyError,
+    TritonError,
+)
 
 
 class Absent(RuntimeError):
@@ -73,11 +80,27 @@ def _marlin(weight: Weight, activations: Activations, eight_bit: bool) -> Maker:
         x, a_scales = source[:m], None if s_x is None else s_x[:m]
         return Candidate(
             lambda: ops.marlin_gemm(
-                x, None, qweight, None, scales, a_scales, None, none, none, none, workspace, scalar_types.uint4b8,
-                size_m=m, size_n=n, size_k=k, is_k_full=True, use_atomic_add=False, use_fp32_reduce=True,
+                x,
+                None,
+                qweight,
+                None,
+                scales,
+                a_scales,
+                None,
+                none,
+                none,
+                none,
+                workspace,
+                scalar_types.uint4b8,
+                size_m=m,
+                size_n=n,
+                size_k=k,
+                is_k_full=True,
+                use_atomic_add=False,
+                use_fp32_reduce=True,
                 is_zp_float=False,
             )
-        )  # fmt: skip
+        )
 
     return make
 
@@ -93,10 +116,14 @@ def _machete(weight: Weight, activations: Activations) -> Maker:
     scales = weight.tensors["weight_scale"].t().contiguous()
     return lambda m: Candidate(
         lambda: ops.machete_mm(
-            a=activations.x[:m], b_q=qweight, b_type=scalar_types.uint4b8, b_group_zeros=None, b_group_scales=scales,
+            a=activations.x[:m],
+            b_q=qweight,
+            b_type=scalar_types.uint4b8,
+            b_group_zeros=None,
+            b_group_scales=scales,
             b_group_size=group,
         )
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -114,8 +141,9 @@ def _gemlite(weight: Weight, activations: Activations, autotune: str) -> Maker:
     gemlite = _gemlite_module(autotune)
     n, k, group = weight.n, weight.k, weight.group or weight.k
     bf16 = gemlite.DType.BF16
-    linear = gemlite.GemLiteLinear(4, group_size=group, in_features=k, out_features=n, input_dtype=bf16,
-                                   output_dtype=bf16)  # fmt: skip
+    linear = gemlite.GemLiteLinear(
+        4, group_size=group, in_features=k, out_features=n, input_dtype=bf16, output_dtype=bf16
+    )
     codes = (unpack_int4(weight.tensors["weight_packed"], k) + 8).to(torch.uint8)
     scale = weight.tensors["weight_scale"]
     linear.pack(codes, scale, torch.full_like(scale, 8.0), None)

@@ -56,9 +56,11 @@ class Products:
             picked = picked_rows(m, device)
             expected = activations.values(picked) @ weight.values.t()
             for kind, who, make in makers:
-                yield base | {"who": who, "kind": kind, "m": m} | self._time(
-                    make, m, expected, picked, weight, self._bytes(who, kind, weight, activations, m)
-                )  # fmt: skip
+                yield (
+                    base
+                    | {"who": who, "kind": kind, "m": m}
+                    | self._time(make, m, expected, picked, weight, self._bytes(who, kind, weight, activations, m))
+                )
             yield base | {"who": "cublas_bf16", "kind": "gemm", "m": m} | self._cublas(weight, activations, m)
 
     def _makers(

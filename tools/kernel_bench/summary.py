@@ -124,6 +124,9 @@ def table(report: dict[str, Any]) -> str:
     head = f"{report['device']}, " + ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items())
     blocks = [
         [head, f"copy: {report['copy_tbps']:.2f} TB/s, {report['seconds']:.0f} s"],
-        product_lines(rows), memory_lines(rows), learner_lines(rows), skipped_lines(rows),
-    ]  # fmt: skip
+        product_lines(rows),
+        memory_lines(rows),
+        learner_lines(rows),
+        skipped_lines(rows),
+    ]
     return "\n\n".join("\n".join(block) for block in blocks if block)

@@ -31,27 +31,49 @@ class Case:
 
 
 def engine_config(
-    case: Case, quant: QuantConfig, options: argparse.Namespace, *, prompt_tokens: int, new_tokens: int, max_seqs: int,
+    case: Case,
+    quant: QuantConfig,
+    options: argparse.Namespace,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    max_seqs: int,
     publish: str,
-) -> Config:  # fmt: skip
+) -> Config:
     """The configuration of a run that samples like this. publish: the mode in which vLLM starts."""
     on_gpu = case.device.type == "cuda"
     eager = options.eager or not on_gpu
     args = {} if eager else {"cudagraph_capture_sizes": sorted(options.capture_sizes)}
-    vllm = {"process": case.process, "memory_frac": options.memory_frac, "enforce_eager": eager, "publish": publish,
-            "max_restarts": 0, "args": args}  # fmt: skip
+    vllm = {
+        "process": case.process,
+        "memory_frac": options.memory_frac,
+        "enforce_eager": eager,
+        "publish": publish,
+        "max_restarts": 0,
+        "args": args,
+    }
     rollout = {
-        "engine": "vllm", "kernels": case.kernels, "max_response_length": new_tokens, "max_num_seqs": max_seqs,
-        "max_batched_tokens": max(8192 if on_gpu else 512, max_seqs), "ignore_eos": True, "vllm": vllm,
-    }  # fmt: skip
+        "engine": "vllm",
+        "kernels": case.kernels,
+        "max_response_length": new_tokens,
+        "max_num_seqs": max_seqs,
+        "max_batched_tokens": max(8192 if on_gpu else 512, max_seqs),
+        "ignore_eos": True,
+        "vllm": vllm,
+    }
     train = {"steps": 1, "run_dir": str(case.place), "seed": options.seed} | (
         {} if options.threads is None else {"threads": options.threads}
     )
-    return Config.model_validate({
-        "model": {"path": options.model, "device": case.device.type}, "quant": quant.model_dump(), "rollout": rollout,
-        "data": {"source": "task:arithmetic", "max_prompt_length": prompt_tokens},
-        "reward": {"functions": [{"name": "exact"}]}, "train": train,
-    })  # fmt: skip
+    return Config.model_validate(
+        {
+            "model": {"path": options.model, "device": case.device.type},
+            "quant": quant.model_dump(),
+            "rollout": rollout,
+            "data": {"source": "task:arithmetic", "max_prompt_length": prompt_tokens},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": train,
+        }
+    )
 
 
 def with_vllm(config: Config, **values: Any) -> Config:

@@ -67,9 +67,15 @@ class Session:
         self.random = torch.Generator().manual_seed(options.seed)
         self.canary = self._tokens(2, min(CANARY, self.context - 1))
         # It starts in mode delta, which costs a copy of what vLLM's layout hides; modes can be changed afterwards.
-        config = engine_config(case, self.quant, options, prompt_tokens=options.prompt_tokens,
-                               new_tokens=options.new_tokens, max_seqs=max(options.batch),
-                               publish="delta" if "delta" in options.modes else "changed")  # fmt: skip
+        config = engine_config(
+            case,
+            self.quant,
+            options,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            max_seqs=max(options.batch),
+            publish="delta" if "delta" in options.modes else "changed",
+        )
         self.notes: list[str] = []
         self.engine = VLLMEngine(config, self.policies[0], byte_tokenizer(), self.canary, case.place, self.notes.append)
 
@@ -90,9 +96,15 @@ class Session:
         """Export, start of vLLM, first load and canary."""
         snapshot = self.policies[0].current
         seconds = seconds_of(lambda: self.engine.publish(snapshot), self.device)
-        return self._record("start", [seconds], tensors=len(snapshot.tensors), notes=self.notes,
-                            gib=sum(t.nbytes for t in snapshot.tensors.values()) / 2**30,
-                            proved_frac=self.engine.metrics["publish/proved_frac"], **self._canary())  # fmt: skip
+        return self._record(
+            "start",
+            [seconds],
+            tensors=len(snapshot.tensors),
+            notes=self.notes,
+            gib=sum(t.nbytes for t in snapshot.tensors.values()) / 2**30,
+            proved_frac=self.engine.metrics["publish/proved_frac"],
+            **self._canary(),
+        )
 
     def publish(self, what: str, mode: str, order: tuple[int, ...]) -> Record:
         """A publish of each of `options.reps` new versions, of the policies in `order` in turn, after one warm-up."""
@@ -102,8 +114,15 @@ class Session:
             seconds.append(self._publish(order[turn % len(order)]))
             parts.append({part: self.engine.metrics[f"time/publish_{part}_s"] for part in PARTS})
         medians = {f"{part}_s": statistics.median(p[part] for p in parts[1:]) for part in PARTS}
-        return self._record(what, seconds[1:], mode=mode, sent_frac=self.engine.metrics["publish/sent_frac"],
-                            sent_mib=self.engine.metrics["publish/sent_mib"], **medians, **self._canary())  # fmt: skip
+        return self._record(
+            what,
+            seconds[1:],
+            mode=mode,
+            sent_frac=self.engine.metrics["publish/sent_frac"],
+            sent_mib=self.engine.metrics["publish/sent_mib"],
+            **medians,
+            **self._canary(),
+        )
 
     def learner_parts(self) -> Iterator[Record]:
         """What a publish costs in the learner: fingerprints of all tensors, log-probs of the canary."""
@@ -127,8 +146,14 @@ class Session:
             tokens = sum(len(rollout.token_ids) for rollout in rollouts)
             assert tokens == batch * options.new_tokens, "nothing ends a response early"
         middle = statistics.median(seconds[1:])
-        return self._record("generate", seconds[1:], batch=batch, prompt_tokens=options.prompt_tokens,
-                            new_tokens=options.new_tokens, tokens_per_s=tokens / middle)  # fmt: skip
+        return self._record(
+            "generate",
+            seconds[1:],
+            batch=batch,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            tokens_per_s=tokens / middle,
+        )
 
     def sleep(self, level: int) -> Record:
         """Seconds to sleep and to be up to date again, and GiB of the GPU that are free meanwhile.
@@ -144,18 +169,27 @@ class Session:
             freed.append((torch.cuda.mem_get_info(self.device)[0] - before) / 2**30)
             awake.append(self._publish(0))
             wakes.append(self.engine.metrics["time/sampler_wake_s"])
-        return self._record(f"sleep_{level}", asleep[1:], freed_gib=statistics.median(freed[1:]),
-                            wake_s=statistics.median(wakes[1:]), wake_and_publish_s=statistics.median(awake[1:]),
-                            sent_frac=self.engine.metrics["publish/sent_frac"], first_seconds=asleep[0],
-                            **self._canary())  # fmt: skip
+        return self._record(
+            f"sleep_{level}",
+            asleep[1:],
+            freed_gib=statistics.median(freed[1:]),
+            wake_s=statistics.median(wakes[1:]),
+            wake_and_publish_s=statistics.median(awake[1:]),
+            sent_frac=self.engine.metrics["publish/sent_frac"],
+            first_seconds=asleep[0],
+            **self._canary(),
+        )
 
     def memory(self) -> Record:
         """GiB: the learner's side at its peak, and all of the GPU that is in use now."""
         if self.device.type != "cuda":
             return self._record("memory")
         free, total = torch.cuda.mem_get_info(self.device)
-        return self._record("memory", learner_peak_gib=torch.cuda.max_memory_allocated(self.device) / 2**30,
-                            device_used_gib=(total - free) / 2**30)  # fmt: skip
+        return self._record(
+            "memory",
+            learner_peak_gib=torch.cuda.max_memory_allocated(self.device) / 2**30,
+            device_used_gib=(total - free) / 2**30,
+        )
 
     def close(self) -> None:
         self.engine.close()

@@ -50,23 +50,30 @@ def data_of(options: argparse.Namespace) -> DataConfig:
         source = str(options.prompts.resolve())
         return DataConfig.model_validate(common | {"source": source, "columns": {"prompt": "question"}})
     template = "2 + 2 = 4\n5 - 1 = 4\n{prompt} ="
-    return DataConfig.model_validate(common | {"source": "task:arithmetic", "chat_template": False,
-                                               "prompt_template": template})  # fmt: skip
+    return DataConfig.model_validate(
+        common | {"source": "task:arithmetic", "chat_template": False, "prompt_template": template}
+    )
 
 
 class Mismatch:
     """One model, whose masters every scheme and regime starts from."""
 
     def __init__(
-        self, options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-        prompts: list[Prompt], context: int,
-    ) -> None:  # fmt: skip
+        self,
+        options: argparse.Namespace,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: list[Prompt],
+        context: int,
+    ) -> None:
         self.options, self.model, self.tokenizer = options, model, tokenizer
         self.prompts, self.context = prompts, context
         self.sampling = SamplingParams(
-            n=options.samples, seed=options.seed, max_response_length=options.response_tokens,
+            n=options.samples,
+            seed=options.seed,
+            max_response_length=options.response_tokens,
             stop_token_ids=stop_token_ids(model.generation_config, tokenizer),
-        )  # fmt: skip
+        )
 
     def records(self, case: Case, own_engine: bool = False) -> Iterator[Record]:
         """Responses of one started vLLM, or with `own_engine` of qarl's, under each regime of the learner."""
@@ -79,8 +86,15 @@ class Mismatch:
             if learner != "aligned":
                 policy = self._policy(case, learner)
             found = self.differences(policy, rollouts)
-            yield {"part": "mismatch", **case.labels(), "what": "mismatch", "sampler": sampler, "learner": learner,
-                   **found, **facts}  # fmt: skip
+            yield {
+                "part": "mismatch",
+                **case.labels(),
+                "what": "mismatch",
+                "sampler": sampler,
+                "learner": learner,
+                **found,
+                **facts,
+            }
 
     def _policy(self, case: Case, learner: str) -> Policy:
         quant = quant_of(case.scheme, self.options.group_size, learner)
@@ -89,9 +103,14 @@ class Mismatch:
 
     def _from_vllm(self, case: Case, policy: Policy) -> tuple[list[Rollout], Record]:
         config = engine_config(
-            case, policy.quant, self.options, prompt_tokens=self.context - self.options.response_tokens,
-            new_tokens=self.options.response_tokens, max_seqs=self._responses(), publish="changed",
-        )  # fmt: skip
+            case,
+            policy.quant,
+            self.options,
+            prompt_tokens=self.context - self.options.response_tokens,
+            new_tokens=self.options.response_tokens,
+            max_seqs=self._responses(),
+            publish="changed",
+        )
         canary = canary_of([prompt.token_ids for prompt in self.prompts], self.context)
         notes: list[str] = []
         engine = VLLMEngine(config, policy, self.tokenizer, canary, case.place, notes.append)
@@ -100,9 +119,12 @@ class Mismatch:
             engine.publish(policy.current)
             facts = {"start_s": time.perf_counter() - begin, "notes": notes} | {
                 name: engine.metrics[f"publish/{metric}"]
-                for name, metric in (("proved_frac", "proved_frac"), ("canary_mean", "canary_abs_mean"),
-                                     ("canary_max", "canary_abs_max"))
-            }  # fmt: skip
+                for name, metric in (
+                    ("proved_frac", "proved_frac"),
+                    ("canary_mean", "canary_abs_mean"),
+                    ("canary_max", "canary_abs_max"),
+                )
+            }
             return engine.generate(self.prompts, self.sampling, policy.version), facts
         finally:
             engine.close()
@@ -127,8 +149,9 @@ class Mismatch:
         learner = []
         for first in range(0, len(rollouts), RESPONSES):
             some = rollouts[first : first + RESPONSES]
-            logp, _ = policy.logprobs([prompts[r.prompt_id] for r in some], [r.token_ids for r in some], Truncation(),
-                                      128)  # fmt: skip
+            logp, _ = policy.logprobs(
+                [prompts[r.prompt_id] for r in some], [r.token_ids for r in some], Truncation(), 128
+            )
             learner.append(logp.cpu())
         sampler = torch.tensor([value for rollout in rollouts for value in rollout.logprobs])
         segments = Segments.from_lengths([len(rollout.token_ids) for rollout in rollouts])

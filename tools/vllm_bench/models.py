@@ -23,18 +23,41 @@ SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: Qwen3Config(
-        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=False, **SPECIAL,
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=False,
+        **SPECIAL,
     ),
     "smollm2": lambda: LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, **SPECIAL,
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        **SPECIAL,
     ),
     "tiny": lambda: LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, **SPECIAL,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        **SPECIAL,
     ),
-}  # fmt: skip
+}
 GROUPS = {"qwen3-8b": 128, "smollm2": 64, "tiny": 64}  # group size of int4 weights
 
 Masters = Callable[[str, tuple[int, ...]], Tensor]

@@ -7,8 +7,18 @@ from typing import Any
 
 Record = dict[str, Any]
 
-ENGINE = ("start", "publish_full", "digests", "canary", "publish_unchanged", "publish_step_delta",
-          "publish_step_changed", "generate", "sleep_1", "sleep_2")  # fmt: skip
+ENGINE = (
+    "start",
+    "publish_full",
+    "digests",
+    "canary",
+    "publish_unchanged",
+    "publish_step_delta",
+    "publish_step_changed",
+    "generate",
+    "sleep_1",
+    "sleep_2",
+)
 
 
 def table(report: Record) -> str:
@@ -41,8 +51,10 @@ def _more(row: Record) -> str:
     if what == "generate":
         return f"batch {row['batch']}: {row['tokens_per_s']:.0f} tokens/s"
     if what.startswith("sleep"):
-        return (f"freed {row['freed_gib']:.2f} GiB, wake {row['wake_s']:.3f} s, "
-                f"wake and publish {row['wake_and_publish_s']:.3f} s")  # fmt: skip
+        return (
+            f"freed {row['freed_gib']:.2f} GiB, wake {row['wake_s']:.3f} s, "
+            f"wake and publish {row['wake_and_publish_s']:.3f} s"
+        )
     if what.startswith("publish"):
         parts = ", ".join(f"{part} {row[f'{part}_s']:.3f}" for part in ("receive", "load", "check", "score"))
         return f"sent {row['sent_frac']:.2%} ({row['sent_mib']:.1f} MiB), {parts}, canary {row['canary_mean']:.4f}"
@@ -58,12 +70,17 @@ def mismatch_lines(records: Sequence[Record]) -> list[str]:
     lines = [f"{'mismatch: sampler, learner':42}{heads} {'tokens':>7}"]
     for row in rows:
         name = f"{row['scheme']} {row['sampler']}, {row['learner']}"
-        lines.append(f"{name:42} {row['abs_mean']:9.2e} {row['abs_max']:9.2e} {row['k3']:9.2e} {row['ppl_ratio']:9.5f} "
-                     f"{row['tokens']:7}")  # fmt: skip
+        lines.append(
+            f"{name:42} {row['abs_mean']:9.2e} {row['abs_max']:9.2e} {row['k3']:9.2e} {row['ppl_ratio']:9.5f} "
+            f"{row['tokens']:7}"
+        )
     return lines
 
 
 def error_lines(records: Sequence[Record]) -> list[str]:
     """What did not run."""
-    return [f"failed: {r['part']} {r.get('shape', '')} {r['scheme']} {r['kernels']}: {r['error']}"
-            for r in records if "error" in r]  # fmt: skip
+    return [
+        f"failed: {r['part']} {r.get('shape', '')} {r['scheme']} {r['kernels']}: {r['error']}"
+        for r in records
+        if "error" in r
+    ]

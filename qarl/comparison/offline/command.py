@@ -59,12 +59,24 @@ def compare_offline(
     speed = (speed or SpeedTest()).within(context)
     windows = cut(source, load_tokenizer(base.model), window, max_tokens)
     settings: dict[str, Any] = {
-        "model": base.name, "step": base.step, "weights": weights_mark(base), "group_size": group_size,
-        "text": source.name, "text_sha256": source.sha256, "max_tokens": max_tokens, "window": window,
-        "windows": len(windows.ids), "predicted_tokens": len(windows.ids) * windows.predictions,
-        "batch": speed.batch, "prompt_tokens": speed.prompt_tokens, "new_tokens": speed.new_tokens,
-        "repeats": speed.repeats, "seed": seed, "device": _device_name(where), "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "model": base.name,
+        "step": base.step,
+        "weights": weights_mark(base),
+        "group_size": group_size,
+        "text": source.name,
+        "text_sha256": source.sha256,
+        "max_tokens": max_tokens,
+        "window": window,
+        "windows": len(windows.ids),
+        "predicted_tokens": len(windows.ids) * windows.predictions,
+        "batch": speed.batch,
+        "prompt_tokens": speed.prompt_tokens,
+        "new_tokens": speed.new_tokens,
+        "repeats": speed.repeats,
+        "seed": seed,
+        "device": _device_name(where),
+        "threads": torch.get_num_threads(),
+    }
     open_out(out, settings)
     record = Record(out, settings, f"Schemes of {base.name}", ["qarl", *sys.argv[1:]], describe_environment(seed))
     members = {name: record.member(name) for name in schemes}

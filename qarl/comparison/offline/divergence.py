@@ -56,13 +56,17 @@ class TokenNumbers:
         flat = self.kl.flatten()
         return {
             "kl": {
-                "mean": kl, "low": None if low is None else max(0.0, low), "high": high,
-                "median": flat.quantile(0.5).item(), "p99": flat.quantile(0.99).item(), "max": flat.max().item(),
+                "mean": kl,
+                "low": None if low is None else max(0.0, low),
+                "high": high,
+                "median": flat.quantile(0.5).item(),
+                "p99": flat.quantile(0.99).item(),
+                "max": flat.max().item(),
             },
             "top1_agreement": _named(agreement, lambda share: min(1.0, max(0.0, share))),
             "perplexity": _named(mean_interval(self.nll.mean(1).tolist()), _exp),
             "perplexity_ratio": _named(increase, _exp),
-        }  # fmt: skip
+        }
 
 
 @torch.no_grad()

@@ -77,8 +77,12 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
     plain = checkpoint_bytes(bench.masters, bench.targets[REFERENCE].quant, opened.policy.dtype)
     return {
         "group_size": opened.policy.scheme.group_size if opened.policy.scheme.packed else None,
-        **text.summary(), "checkpoint_bytes": size, "checkpoint_ratio": size / plain, **speed, "weight_error": layers,
-    }  # fmt: skip
+        **text.summary(),
+        "checkpoint_bytes": size,
+        "checkpoint_ratio": size / plain,
+        **speed,
+        "weight_error": layers,
+    }
 
 
 def _reference(bench: Bench) -> Tensor:

@@ -51,20 +51,28 @@ def comparison_charts(members: list[Member]) -> dict[str, Chart]:
     changed = [member for member in done if member["name"] != REFERENCE]
     charts: dict[str, Chart] = {}
     if changed:
-        charts["kl"] = BarChart("Divergence from bf16", "KL(bf16 || scheme), nats per token",
-                                [_bar(m, m["kl"]) for m in changed])  # fmt: skip
+        charts["kl"] = BarChart(
+            "Divergence from bf16", "KL(bf16 || scheme), nats per token", [_bar(m, m["kl"]) for m in changed]
+        )
         charts["perplexity"] = BarChart("Perplexity above that of bf16", "%", [_increase(m) for m in changed])
     if done:
         spread = "Median, lowest and highest of the repeats."
         charts["size"] = BarChart("Checkpoint", "MiB", [Bar(label(m), m["checkpoint_bytes"] / 2**20) for m in done])
-        charts["decode"] = BarChart("Generation", "new tokens/s", [_rate(m, "decode_tokens_per_s") for m in done],
-                                    note=spread)  # fmt: skip
-        charts["prefill"] = BarChart("Prompts", "prompt tokens/s", [_rate(m, "prefill_tokens_per_s") for m in done],
-                                     note=spread)  # fmt: skip
+        charts["decode"] = BarChart(
+            "Generation", "new tokens/s", [_rate(m, "decode_tokens_per_s") for m in done], note=spread
+        )
+        charts["prefill"] = BarChart(
+            "Prompts", "prompt tokens/s", [_rate(m, "prefill_tokens_per_s") for m in done], note=spread
+        )
     if changed:
-        charts["weights"] = LineChart("Weight error of all schemes", "layer", ERROR_AXIS,
-                                      [_by_layer(m) for m in changed], log_y=True,
-                                      note="Median over the Linear layers of a block.")  # fmt: skip
+        charts["weights"] = LineChart(
+            "Weight error of all schemes",
+            "layer",
+            ERROR_AXIS,
+            [_by_layer(m) for m in changed],
+            log_y=True,
+            note="Median over the Linear layers of a block.",
+        )
     for m in changed:
         charts[f"weights_{m['name']}"] = LineChart(f"Weight error, {label(m)}", "layer", ERROR_AXIS, _by_kind(m))
     return charts
@@ -77,10 +85,13 @@ def page_sections(result: dict[str, Any], charts: dict[str, Chart]) -> list[Sect
     glance += [Text(f"{m['name']} was not measured: {m['reason']}", "warning") for m in failed]
     glance.append(Text(_how(settings), "note"))
     if settings["text"] == BUNDLED:
-        glance.append(Text(
-            "The text is the one that comes with qarl: a few pages of English, school mathematics and Python. A text "
-            "of your own domain tells more: --text FILE.", "note",
-        ))  # fmt: skip
+        glance.append(
+            Text(
+                "The text is the one that comes with qarl: a few pages of English, school mathematics and Python. A "
+                "text of your own domain tells more: --text FILE.",
+                "note",
+            )
+        )
     sections = [Section("At a glance", glance)]
     for title, names in (("What the model loses", LOSSES), ("What is gained", GAINS)):
         sections.append(Section(title, [charts[name] for name in names if name in charts]))
@@ -152,9 +163,15 @@ def _worst_table(members: list[Member]) -> Table:
     for member in members:
         if member["state"] == "finished" and member["name"] != REFERENCE:
             worst = sorted(member["weight_error"], key=lambda layer: -(layer["relative"] or 0.0))[:WORST]
-            rows += [[label(member), x["module"], share(x["relative"]), number(x["sqnr_db"]), number(x["max_abs"])]
-                     for x in worst]  # fmt: skip
-    columns = [Column("scheme"), Column("layer"), Column("relative error", "right"),
-               Column("SQNR, dB", "right", "20 log10(||W|| / ||W - W_deq||)"),
-               Column("largest error", "right", "of one weight")]  # fmt: skip
+            rows += [
+                [label(member), x["module"], share(x["relative"]), number(x["sqnr_db"]), number(x["max_abs"])]
+                for x in worst
+            ]
+    columns = [
+        Column("scheme"),
+        Column("layer"),
+        Column("relative error", "right"),
+        Column("SQNR, dB", "right", "20 log10(||W|| / ||W - W_deq||)"),
+        Column("largest error", "right", "of one weight"),
+    ]
     return Table(columns, rows, caption=f"The {WORST} worst layers of each scheme")

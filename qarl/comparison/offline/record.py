@@ -110,9 +110,14 @@ class Record:
     def save(self, members: list[dict[str, Any]]) -> dict[str, Any]:
         """Write comparison.json and return what it holds."""
         result = {
-            "format_version": FORMAT_VERSION, "kind": KIND, "title": self.title, "command": self.command,
-            "environment": self.environment, "settings": self.settings, "members": members,
-        }  # fmt: skip
+            "format_version": FORMAT_VERSION,
+            "kind": KIND,
+            "title": self.title,
+            "command": self.command,
+            "environment": self.environment,
+            "settings": self.settings,
+            "members": members,
+        }
         with disk_errors(self.out, place="--out"):
             atomic_write_text(self.out / "comparison.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
         return result
@@ -133,8 +138,10 @@ def open_out(out: Path, settings: dict[str, Any]) -> None:
         if kind != KIND or not isinstance(held, dict):
             raise UserError(f"{out}: holds a comparison of {kind}; choose another --out")
         if changed := [key for key in settings if held.get(key) != settings[key]]:
-            raise UserError(f"{out}: holds another comparison ({changed[0]} was {held.get(changed[0])}, is "
-                            f"{settings[changed[0]]}); choose another --out, or remove it")  # fmt: skip
+            raise UserError(
+                f"{out}: holds another comparison ({changed[0]} was {held.get(changed[0])}, is "
+                f"{settings[changed[0]]}); choose another --out, or remove it"
+            )
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists and is no comparison; choose another --out")
     with disk_errors(out, place="--out"):

@@ -43,8 +43,12 @@ def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) 
         sampling = opened.sampling(1, new_tokens, Truncation(), seed + repeat, ignore_eos=True)
         steps: list[tuple[float, int]] = []
         began = _now(opened)
-        opened.engine.generate(prompts, sampling, opened.policy.version,
-                               lambda _, tokens, steps=steps: steps.append((_now(opened), tokens)))  # fmt: skip
+        opened.engine.generate(
+            prompts,
+            sampling,
+            opened.policy.version,
+            lambda _, tokens, steps=steps: steps.append((_now(opened), tokens)),
+        )
         (first, drawn), (last, total) = steps[0], steps[-1]
         assert drawn == test.batch, "the engine did not take all prompts in one step"
         if repeat > 0:

@@ -67,9 +67,13 @@ def _row(member: dict[str, Any], columns: list[Column], cells: Callable[[dict[st
 
 def _losses(m: dict[str, Any]) -> list[str]:
     return [
-        _interval(m["kl"]), number(m["kl"]["median"]), number(m["kl"]["p99"]), percent(m["top1_agreement"]["mean"]),
-        _interval(m["perplexity"]), _interval(m["perplexity_ratio"]),
-    ]  # fmt: skip
+        _interval(m["kl"]),
+        number(m["kl"]["median"]),
+        number(m["kl"]["p99"]),
+        percent(m["top1_agreement"]["mean"]),
+        _interval(m["perplexity"]),
+        _interval(m["perplexity_ratio"]),
+    ]
 
 
 def _interval(value: dict[str, float | None]) -> str:
@@ -80,9 +84,12 @@ def _interval(value: dict[str, float | None]) -> str:
 
 def _costs(m: dict[str, Any]) -> list[str]:
     return [
-        share(median_error(m)), bytes_(m["checkpoint_bytes"]), percent(m["checkpoint_ratio"]),
-        number(m["prefill_tokens_per_s"]["median"]), number(m["decode_tokens_per_s"]["median"]),
-    ]  # fmt: skip
+        share(median_error(m)),
+        bytes_(m["checkpoint_bytes"]),
+        percent(m["checkpoint_ratio"]),
+        number(m["prefill_tokens_per_s"]["median"]),
+        number(m["decode_tokens_per_s"]["median"]),
+    ]
 
 
 def member_line(m: dict[str, Any]) -> str:

@@ -67,8 +67,9 @@ def cut(source: Source, tokenizer: PreTrainedTokenizerBase, length: int, max_tok
     ids = tokenizer(source.text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     count = len(ids) // length
     if count == 0:
-        raise UserError(f"--text: {source.name}: has {len(ids)} tokens, less than one window of {length}; give a "
-                        "longer text")  # fmt: skip
+        raise UserError(
+            f"--text: {source.name}: has {len(ids)} tokens, less than one window of {length}; give a longer text"
+        )
     start = _start_ids(tokenizer)
     windows = [start + ids[i * length : (i + 1) * length] for i in range(count)]
     # Without a token before it, the first one has nothing to be predicted from.

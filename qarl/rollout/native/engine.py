@@ -68,13 +68,16 @@ class NativeEngine:
     ) -> list[Rollout]:
         require_version(self.version, version)
         if self.policy.current is not self._snapshot:  # embeddings and norms are the learner's own
-            raise PublishError(f"rollout: the policy was requantized (version {self.policy.version}) after the sampler "
-                               f"got version {version}; publish it first")  # fmt: skip
+            raise PublishError(
+                f"rollout: the policy was requantized (version {self.policy.version}) after the sampler "
+                f"got version {version}; publish it first"
+            )
         if not prompts:
             return []
         cache, pool = self._kv_cache(prompts, sampling)
-        scheduler = Scheduler(pool, self.config.max_num_seqs, self.config.max_batched_tokens,
-                              sampling.max_response_length, cache.copy)  # fmt: skip
+        scheduler = Scheduler(
+            pool, self.config.max_num_seqs, self.config.max_batched_tokens, sampling.max_response_length, cache.copy
+        )
         stopping = Stopping(self.tokenizer, sampling)
         responses: list[Response] = []
         occurrences: Counter[int] = Counter()
@@ -113,13 +116,21 @@ class NativeEngine:
         else:
             count = self.config.kv_cache_tokens // PAGE
         if count < per_sequence:
-            raise UserError(f"rollout.kv_cache_tokens: {self.config.kv_cache_tokens} cannot hold one sequence of "
-                            f"{longest} tokens; set at least {per_sequence * PAGE}")  # fmt: skip
+            raise UserError(
+                f"rollout.kv_cache_tokens: {self.config.kv_cache_tokens} cannot hold one sequence of "
+                f"{longest} tokens; set at least {per_sequence * PAGE}"
+            )
         if self._cache is None or self._cache.count != count:
             self._cache = None  # the old one goes before the new one comes
             model = self.policy.config
-            self._cache = KVCache(count, model.num_hidden_layers, model.num_key_value_heads, self.policy.head_dim,
-                                  self.policy.dtype, self.policy.device)  # fmt: skip
+            self._cache = KVCache(
+                count,
+                model.num_hidden_layers,
+                model.num_key_value_heads,
+                self.policy.head_dim,
+                self.policy.dtype,
+                self.policy.device,
+            )
         return self._cache, PagePool(count, self._cache.clear)
 
     def _step(self, scheduler: Scheduler, cache: KVCache, sampling: SamplingParams) -> list[Response]:

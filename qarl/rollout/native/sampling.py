@@ -13,8 +13,9 @@ def uniforms(seed: int, prompt_id: int, sample: int, count: int) -> np.ndarray:
     Number p decides token p, whatever `count` is. A Philox 4x64 stream keyed by the seed and counted by the rest: it
     needs no state, so a draw is the same whatever was drawn before it, beside it, or before an interruption.
     """
-    stream = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64),
-                              counter=np.array([0, 0, sample, prompt_id], dtype=np.uint64))  # fmt: skip
+    stream = np.random.Philox(
+        key=np.array([seed, 0], dtype=np.uint64), counter=np.array([0, 0, sample, prompt_id], dtype=np.uint64)
+    )
     return np.random.Generator(stream).random(count)
 
 

@@ -47,9 +47,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: PagePool, max_num_seqs: int, max_batched_tokens: int, max_response_length: int,
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        max_response_length: int,
         copy_page: Callable[[int, int, int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool, self.max_num_seqs, self.max_batched_tokens = pool, max_num_seqs, max_batched_tokens
         self.max_response_length, self.copy_page = max_response_length, copy_page
         self.waiting: deque[Prefill] = deque()

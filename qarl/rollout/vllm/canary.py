@@ -50,17 +50,21 @@ class Bound:
     def of(cls, first: Difference) -> Bound:
         """The bound that the first, full load sets. Raises PublishError when that load computes something else."""
         if first.mean > BROKEN:
-            raise PublishError(f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
-                               "does not run this model and scheme right; use rollout.kernels=qarl, or another "
-                               "scheme")  # fmt: skip
+            raise PublishError(
+                f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
+                "does not run this model and scheme right; use rollout.kernels=qarl, or another "
+                "scheme"
+            )
         return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))
 
     def check(self, version: int, found: Difference) -> None:
         """Raise PublishError when a publish is off by more."""
         if found.mean > self.mean:
-            raise PublishError(f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
-                               f"where the first load allows a mean of {self.mean:.4f}: it does not compute with the "
-                               "weights that it was sent")  # fmt: skip
+            raise PublishError(
+                f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
+                f"where the first load allows a mean of {self.mean:.4f}: it does not compute with the "
+                "weights that it was sent"
+            )
 
 
 def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:

@@ -61,9 +61,14 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase, canary: list[list[int]], place: Path,
+        self,
+        config: Config,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        canary: list[list[int]],
+        place: Path,
         say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.policy, self.tokenizer, self.place = config, policy, tokenizer, place
         self.canary, self.say = canary, say
         self.log = place / "sampler.log"
@@ -115,8 +120,18 @@ class VLLMEngine:
         for (prompt, sample), response in zip(order, responses, strict=True):
             require_finite(response.logprobs, prompt, version)
             text = stopping.final_text(response.token_ids, response.stopped_by)
-            rollouts.append(Rollout(prompt.id, sample, response.token_ids, response.logprobs, response.finish_reason,
-                                    version, sampling.seed, text))  # fmt: skip
+            rollouts.append(
+                Rollout(
+                    prompt.id,
+                    sample,
+                    response.token_ids,
+                    response.logprobs,
+                    response.finish_reason,
+                    version,
+                    sampling.seed,
+                    text,
+                )
+            )
         return rollouts
 
     def sleep(self) -> None:
@@ -223,8 +238,16 @@ class VLLMEngine:
         torch.cuda.empty_cache()
         try:
             model = self.policy.model
-            write_snapshot_checkpoint(folder, snapshot, model.config, model.generation_config, self.tokenizer,
-                                      self.policy.scheme, self.config.quant.ignore, self.policy.dtype)  # fmt: skip
+            write_snapshot_checkpoint(
+                folder,
+                snapshot,
+                model.config,
+                model.generation_config,
+                self.tokenizer,
+                self.policy.scheme,
+                self.config.quant.ignore,
+                self.policy.dtype,
+            )
             settings = sampler_settings(self.config, self.policy, folder)
             if vllm.process == "inline":
                 self._sampler = InlineSampler(settings, prints, self.log)
@@ -267,8 +290,10 @@ class VLLMEngine:
             hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
             raise SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}; see {self.log}") from fault
         if self.restarts == limit:
-            raise SamplerError(f"rollout.vllm: vLLM failed: {fault}; restarted {limit} times already "
-                               f"(rollout.vllm.max_restarts), see {self.log}") from fault  # fmt: skip
+            raise SamplerError(
+                f"rollout.vllm: vLLM failed: {fault}; restarted {limit} times already "
+                f"(rollout.vllm.max_restarts), see {self.log}"
+            ) from fault
         self.restarts += 1
         self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}, see {self.log}")
 

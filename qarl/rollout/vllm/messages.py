@@ -155,8 +155,9 @@ def done(operation: str, result: Any) -> Message:
             for response in result:
                 tokens.extend(response.token_ids)
                 logprobs.extend(response.logprobs)
-            drawn = _Drawn([len(r.token_ids) for r in result], [r.finish_reason for r in result],
-                           [r.stopped_by for r in result])  # fmt: skip
+            drawn = _Drawn(
+                [len(r.token_ids) for r in result], [r.finish_reason for r in result], [r.stopped_by for r in result]
+            )
             return Message("done", asdict(drawn), tokens.tobytes() + logprobs.tobytes())
     return Message("done", result)
 
@@ -210,9 +211,10 @@ def _responses(requests: Sequence[Request], message: Message) -> list[Response]:
     tokens, logprobs = _arrays(message, (TOKEN, LOGPROB), sum(lengths))
     return [
         Response(*parts)
-        for parts in zip(_split(tokens, lengths), _split(logprobs, lengths), drawn.finish_reasons,
-                         drawn.stopped_by, strict=True)
-    ]  # fmt: skip
+        for parts in zip(
+            _split(tokens, lengths), _split(logprobs, lengths), drawn.finish_reasons, drawn.stopped_by, strict=True
+        )
+    ]
 
 
 def _scores_of(sequences: Sequence[Sequence[int]], scores: Scores) -> Scores:

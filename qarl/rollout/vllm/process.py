@@ -44,9 +44,13 @@ class SamplerProcess:
     """
 
     def __init__(
-        self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], plan: ReceiverPlan, log: Path,
+        self,
+        settings: SamplerSettings,
+        expected: Mapping[str, Fingerprint],
+        plan: ReceiverPlan,
+        log: Path,
         timeout_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.timeout_s, self.log = timeout_s, log
         self.facts: dict[str, Any] = {}
         self._channel, child = channel_pair()
@@ -59,9 +63,13 @@ class SamplerProcess:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "qarl.rollout.vllm.worker", str(child.fileno())],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(child.fileno(), *plan.fds),
-                start_new_session=True, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(child.fileno(), *plan.fds),
+                start_new_session=True,
+                env=environment,
+            )
         child.close()
         self._start = start_order(settings, expected, plan)
         self._order: tuple[str, Any] = ("start", None)
