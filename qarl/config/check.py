@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qarl_formats.scheme import check_shape, is_ignored
 
-from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
+from qarl.config.architecture import Architecture, LinearShape, UnknownFamily, read_config_json, read_gguf
 from qarl.config.base import Fault
 from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
 from qarl.config.config import Config
@@ -139,7 +139,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
                 ("quant", "ignore", index), entry, f"names no Linear layer of the model; such as {linears[0].name}"
             )
     if config.rollout.engine == "vllm":
-        yield from _fused_faults(config, [linear.name for linear in linears])
+        yield from _fused_faults(config, linears)
     for index, token in enumerate(config.rollout.stop_token_ids):
         if token >= architecture.vocab_size:
             text = f"the model's vocabulary has {architecture.vocab_size:,} tokens, from 0"
@@ -171,23 +171,34 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     yield from _evaluation_faults(config, context)
 
 
-def _fused_faults(config: Config, linears: list[str]) -> Iterator[Fault]:
-    """vLLM multiplies q, k and v at once, and gate and up: such layers are quantized together, or none of them is."""
+def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]:
+    """vLLM multiplies q, k and v at once, and gate and up: such layers are quantized together, or none of them is, and
+    no block of rows with one scale may reach from one into the next."""
     ignore = config.quant.ignore
     if config.quant.scheme == "bf16":
         return
-    groups: dict[str, list[str]] = {}
-    for name in linears:
-        block, _, projection = name.rpartition(".")
+    groups: dict[str, list[LinearShape]] = {}
+    for linear in linears:
+        parent, _, projection = linear.name.rpartition(".")
         if projection in FUSED:
-            groups.setdefault(f"{block}.{FUSED[projection]}", []).append(name)
-    for names in groups.values():
+            groups.setdefault(f"{parent}.{FUSED[projection]}", []).append(linear)
+    block = scheme_of(config.quant).row_block
+    for group in groups.values():
+        names = [linear.name for linear in group]
         ignored = [name for name in names if is_ignored(name, ignore)]
         if 0 < len(ignored) < len(names):
             other = next(name for name in names if name not in ignored)
             text = f"rollout.engine vllm fuses {ignored[0]}, which it names, with {other}; name both or neither"
             yield Fault(("quant", "ignore"), ignore, text)
             return  # the layers repeat
+        cut = next((linear for linear in group[:-1] if linear.out_features % block), None)
+        if cut is not None and not ignored:
+            text = (
+                f"rollout.engine vllm fuses {cut.name} with {names[-1]}, and its {cut.out_features} rows are not whole "
+                f"blocks of {block}; use another scheme, or engine native"
+            )
+            yield Fault(("quant", "scheme"), config.quant.scheme, text)
+            return
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:
