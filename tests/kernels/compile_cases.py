@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from qarl_kernels import dequantize, digest, fp8_block, gemm, noise, quantize, tile, tuning, w4a8, w4a16
+from qarl_kernels import (
+    dequantize,
+    digest,
+    fp8_block,
+    gemm,
+    noise,
+    nvfp4_weights,
+    nvfp4a16,
+    quantize,
+    tile,
+    tuning,
+    w4a8,
+    w4a16,
+)
 from qarl_kernels.launch import capability_of
 from torch import Tensor
 
@@ -161,3 +174,30 @@ def int8() -> Iterator[str]:
 def fp8() -> Iterator[str]:
     yield from products("fp8")
     yield from products("fp8_block")
+
+
+def fp4_weights() -> Iterator[str]:
+    """Quantize and dequantize NVFP4, with and without the global scale."""
+    divisor = empty(1, dtype=FP32)
+    for n, k in ((4096, 12_288), (1001, 1008)):
+        packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
+        for dtype in (BF16, torch.float16):
+            nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
+            nvfp4_weights.scaled_nvfp4(packed, scale, dtype)
+        yield f"nvfp4 {n}x{k}"
+
+
+def fp4() -> Iterator[str]:
+    """Every default tile of nvfp4a16, on a whole shape and a ragged one, in bf16 and fp16."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    tiles = {nvfp4a16.default_tile(m, before_hopper=not hopper): None for m in (8, 16, 64, 256, 1024)}
+    for n, k in ((4096, 4096), (72, 112)):
+        for tile_ in tiles:
+            if tile_.way == "dequantized":
+                continue
+            tiled = empty(-(-n // 16), -(-k // 128), 16, 16, dtype=torch.int32)
+            scales = empty(2 * -(-k // 128), -(-n // 16) * 16, dtype=torch.int32)
+            for dtype in (BF16, torch.float16):
+                x, bias = empty(4096, k, dtype=dtype), empty(n, dtype=dtype)
+                nvfp4a16.fused(x, tiled, scales, empty(1, dtype=FP32), n, bias, dtype, tile_)
+                yield f"nvfp4a16 {n}x{k} {dtype} {tile_}" + " wgmma" * (hopper and _is_wgmma(tile_))
