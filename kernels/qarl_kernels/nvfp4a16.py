@@ -7,6 +7,8 @@ nibble j of its words, holds 16 neighbouring features, which is a group with one
 - `wide`: wgmma with the weight as the register operand.
 - `dequantized`: codes * scale to a matrix once, then `gemm`'s kernel.
 
+The tiles have not been tuned: they are the defaults of w4a16, whose kernels have the same shape.
+
 A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core; the
 sum in float32 is multiplied by fl(1 / global scale), bias is added, and the result rounded once. K is never split.
 """
@@ -22,12 +24,10 @@ from qarl_kernels import gemm, tuning
 from qarl_kernels.blocks import COMPILED, dot, int4_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
-from qarl_kernels.launch import capability_of, launch
+from qarl_kernels.launch import launch
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4
 from qarl_kernels.tuning import Tile
-
-FAMILY = "nvfp4a16"
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def nvfp4a16(
     n = packed.shape[0]
     if packed.shape[1] * 2 != k:
         raise ValueError(f"x has {k} features and the weight {packed.shape[1] * 2}; they must agree")
-    tile = tile_for(n, k, m, x)
+    tile = tuning.lookup("nvfp4a16", n, k, m, x)
     if tile.way == "dequantized":
         return dequantized(x, packed, scale, global_scale, bias, out_dtype or x.dtype)
     return fused(x, tiled, scales, global_scale, n, bias, out_dtype or x.dtype, tile)
@@ -301,14 +301,3 @@ def fused(
         BIAS=bias is not None,
     )
     return out
-
-
-def tile_for(n: int, k: int, m: int, x: Tensor) -> Tile:
-    """The tile for m rows of x against a weight (n, k)."""
-    del n, k
-    return default_tile(m, before_hopper=capability_of(x) < (9, 0))
-
-
-def default_tile(m: int, before_hopper: bool = False) -> Tile:
-    """Untuned: those of `qarl_kernels.w4a16`, whose kernels have the same shape and decode in fewer instructions."""
-    return tuning.default_tile("w4a16", m, before_hopper)

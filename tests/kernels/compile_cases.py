@@ -120,7 +120,9 @@ def _is_wgmma(tile_: tuning.Tile) -> bool:
 
 def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
     m, int8, e4m3 = 4096, torch.int8, torch.float8_e4m3fn
-    if family in ("w4a16", "w4a8"):
+    if family == "nvfp4a16":
+        nvfp4a16.fused(empty(m, k), *tiled_fp4(n, k), empty(1, dtype=FP32), n, None, BF16, tile_)
+    elif family in ("w4a16", "w4a8"):
         blocks = -(-k // 128)
         tiled = empty(-(-n // 16), blocks, 16, 16, dtype=torch.int32)
         meta = empty(blocks, -(-n // 16) * 16, dtype=torch.int32 if family == "w4a16" else FP32)
@@ -136,6 +138,11 @@ def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
         dtype = {"dense": BF16, "w8a8": int8, "fp8": e4m3}[family]
         scales = (None, None) if family == "dense" else (empty(m, 1, dtype=FP32), empty(n, 1))
         gemm.run(empty(m, k, dtype=dtype), empty(n, k, dtype=dtype), *scales, None, empty(m, n), tile_)
+
+
+def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
+    blocks, rows = -(-k // 128), -(-n // 16)
+    return empty(rows, blocks, 16, 16, dtype=torch.int32), empty(2 * blocks, 16 * rows, dtype=torch.int32)
 
 
 def groups_and_dtypes() -> Iterator[str]:
@@ -188,16 +195,8 @@ def fp4_weights() -> Iterator[str]:
 
 
 def fp4() -> Iterator[str]:
-    """Every default tile of nvfp4a16, on a whole shape and a ragged one, in bf16 and fp16."""
-    hopper = capability_of(empty(1)) >= (9, 0)
-    tiles = {nvfp4a16.default_tile(m, before_hopper=not hopper): None for m in (8, 16, 64, 256, 1024)}
-    for n, k in ((4096, 4096), (72, 112)):
-        for tile_ in tiles:
-            if tile_.way == "dequantized":
-                continue
-            tiled = empty(-(-n // 16), -(-k // 128), 16, 16, dtype=torch.int32)
-            scales = empty(2 * -(-k // 128), -(-n // 16) * 16, dtype=torch.int32)
-            for dtype in (BF16, torch.float16):
-                x, bias = empty(4096, k, dtype=dtype), empty(n, dtype=dtype)
-                nvfp4a16.fused(x, tiled, scales, empty(1, dtype=FP32), n, bias, dtype, tile_)
-                yield f"nvfp4a16 {n}x{k} {dtype} {tile_}" + " wgmma" * (hopper and _is_wgmma(tile_))
+    yield from products("nvfp4a16")
+    for tile_ in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
+        x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
+        nvfp4a16.fused(x, *tiled_fp4(4096, 4096), empty(1, dtype=FP32), 4096, bias, torch.float16, tile_)
+        yield f"nvfp4a16 float16 {tile_.way}"
