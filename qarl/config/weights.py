@@ -159,7 +159,7 @@ def _quantized(
     except ValueError as error:
         place = f"{directory / 'config.json'}: quantization_config"
         raise UserError(f"{place}: {error}; give another checkpoint") from error
-    unpacked = scheme.packed and scheme.symmetric and any(f"{name}.weight" in found for name in linears)
+    unpacked = scheme.unpackable and any(f"{name}.weight" in found for name in linears)
     wanted: dict[str, Wanted] = {}
     for name, wish in _plain(architecture).items():
         module = name.removesuffix(".weight")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.prepared import PreparedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
@@ -166,11 +166,12 @@ class Policy:
     def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the sampler's forward stands on, by published name, read from the operands themselves."""
         for name, operand in self.sampler_view.operands.items():
-            if isinstance(operand.source, QuantizedWeight):
-                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in operand.held().items())
-            else:
-                assert operand.source is not None
-                yield f"{name}.weight", operand.source
+            assert isinstance(operand, PreparedWeight), f"{name}: the sampler multiplies what is published"
+            try:
+                held = operand.held()
+            except ValueError as error:
+                raise PublishError(f"publish of version {self.version}: {name}: {error}") from error
+            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in held.items())
         yield from self.sampler_view.values.items()
 
     def keep_reference(self) -> None:

@@ -54,11 +54,7 @@ def published(
     """
     if scheme is not None:
         try:
-            if kernels:
-                from qarl.publish.kernels import quantize_with_kernels  # imports Triton, which the CPU does not need
-
-                return quantize_with_kernels(master.detach(), scheme, name)
-            return quantize_weight(master.detach(), scheme, name)
+            return quantize_weight(master.detach(), scheme, name, kernels)
         except ValueError as error:
             raise UserError(f"quantize version {version}: {error}") from error
     value = master.detach().to(dtype, copy=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from qarl_formats.compressed import quantization_config
+from qarl_formats.prepared import prepare
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import make_scheme
 from qarl_kernels.logprob import Truncation
@@ -19,7 +20,6 @@ from qarl_kernels.logprob import Truncation
 from qarl.export.vllm_probe import ENVIRONMENT
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.operand import operand_of
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import drawing_of
@@ -199,7 +199,7 @@ def scheme_agrees(engine, name: str) -> bool:
     for m in (1, 7, 64):
         x = torch.randn(m, 576, generator=generator).to(DTYPE)
         y = layer(x)[0]
-        wanted = [operand_of(weight, DTYPE)(x, bias) for weight, bias in zip(weights, biases, strict=True)]
+        wanted = [prepare(weight, DTYPE)(x, bias) for weight, bias in zip(weights, biases, strict=True)]
         if not torch.equal(y, torch.cat(wanted, -1)):
             return False
     return True

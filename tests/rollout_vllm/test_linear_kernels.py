@@ -9,11 +9,10 @@ import importlib.util
 
 import pytest
 import torch
+from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
-
-from qarl.policy.operand import operand_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 K = 192
@@ -89,7 +88,7 @@ def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
 def _learners(weights: list[QuantizedWeight], x: Tensor, bias: Tensor | None, kernels: bool = False) -> Tensor:
     widths = [w.shape[0] for w in weights]
     biases = [None] * len(widths) if bias is None else bias.split(widths)
-    operands = [operand_of(weight, x.dtype, kernels) for weight in weights]
+    operands = [prepare(weight, x.dtype, kernels) for weight in weights]
     return torch.cat([operand(x, b) for operand, b in zip(operands, biases, strict=True)], -1)
 
 
