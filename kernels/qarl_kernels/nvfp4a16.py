@@ -26,7 +26,7 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.launch import launch
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
-from qarl_kernels.tile import COLUMNS, ROWS, tile_int4
+from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tuning import Tile
 
 
@@ -221,9 +221,14 @@ def tile_nvfp4(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return tile_int4(packed.view(torch.int32), 16 * groups), scales
 
 
+def untile_nvfp4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
+    """`weight_packed`, uint8 [N, K / 2], of a weight that `tile_nvfp4` has put in order."""
+    return untile_int4(tiled, out_features, in_features).view(torch.uint8)
+
+
 def nvfp4a16(
     x: Tensor,
-    packed: Tensor,
+    packed: Tensor | None,
     scale: Tensor,
     global_scale: Tensor,
     tiled: Tensor,
@@ -234,15 +239,16 @@ def nvfp4a16(
     """y = (x @ (codes * scale)^T) / global_scale + bias.
 
     x: (M, K) bf16 or fp16, any row stride. packed: (N, K / 2) uint8, scale: (N, K / 16) float8_e4m3fn, global_scale:
-    (1,) float32, as compressed-tensors stores them. tiled, scales: the same weight as `tile_nvfp4` orders it.
-    bias: (N,). Returns (M, N) of out_dtype (x's).
+    (1,) float32, as compressed-tensors stores them. tiled, scales: the same weight as `tile_nvfp4` orders it; packed
+    may be None, and is then made from tiled where the product needs it. bias: (N,). Returns (M, N) of out_dtype (x's).
     """
     m, k = x.shape
-    n = packed.shape[0]
-    if packed.shape[1] * 2 != k:
-        raise ValueError(f"x has {k} features and the weight {packed.shape[1] * 2}; they must agree")
+    n, groups = scale.shape
+    if groups * 16 != k:
+        raise ValueError(f"x has {k} features and the weight {groups * 16}; they must agree")
     tile = tuning.lookup("nvfp4a16", n, k, m, x)
     if tile.way == "dequantized":
+        packed = untile_nvfp4(tiled, n, k) if packed is None else packed
         return dequantized(x, packed, scale, global_scale, bias, out_dtype or x.dtype)
     return fused(x, tiled, scales, global_scale, n, bias, out_dtype or x.dtype, tile)
 

@@ -19,16 +19,8 @@ from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.fused import fused_groups
 from qarl.text import visible
-
-# Projections that vLLM keeps in one weight, by the name of that.
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -176,12 +168,7 @@ def _fused_faults(config: Config, linears: list[str]) -> Iterator[Fault]:
     ignore = config.quant.ignore
     if config.quant.scheme == "bf16":
         return
-    groups: dict[str, list[str]] = {}
-    for name in linears:
-        block, _, projection = name.rpartition(".")
-        if projection in FUSED:
-            groups.setdefault(f"{block}.{FUSED[projection]}", []).append(name)
-    for names in groups.values():
+    for names in fused_groups(linears):
         ignored = [name for name in names if is_ignored(name, ignore)]
         if 0 < len(ignored) < len(names):
             other = next(name for name in names if name not in ignored)

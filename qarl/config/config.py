@@ -245,7 +245,7 @@ class Config(Section):
                     model.dtype,
                     f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
                 )
-        if scheme_of(quant).packed and quant.scale_dtype != model.dtype:
+        if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
             yield Fault(
                 ("quant", "scale_dtype"),
                 quant.scale_dtype,

@@ -127,6 +127,16 @@ def test_the_way_is_chosen_by_the_number_of_rows(device) -> None:
     assert ways == ["narrow", "narrow", "wide", "wide", "dequantized", "dequantized"]
 
 
+def test_packed_codes_come_back_from_the_tiles_where_they_were_left_out(device) -> None:
+    weight = Nvfp4.random(37, 80, device=device)
+    tiled = weight.tiled()
+    assert torch.equal(nvfp4a16.untile_nvfp4(tiled[0], 37, 80), weight.packed)
+    x = random(300, 80, seed=5, device=device, dtype=torch.bfloat16)
+    assert tuning.lookup("nvfp4a16", 37, 80, 300, x).way == "dequantized"
+    y = nvfp4a16.nvfp4a16(x, None, weight.scale, weight.global_scale, *tiled)
+    assert torch.equal(y, nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled))
+
+
 def test_the_tiled_scales_are_the_stored_bytes_in_columns(device) -> None:
     weight = Nvfp4.random(37, 336, device=device)
     _, scales = weight.tiled()
