@@ -15,8 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from qarl_formats.scheme import GRIDS, scheme_names
-from qarl_formats.scheme import scheme as find_scheme
+from qarl_formats.scheme import GRIDS, scheme_class, scheme_names
 
 from qarl.config import Config, check_inputs
 from qarl.config.config import QuantConfig
@@ -209,7 +208,7 @@ def check_overrides(overrides: list[str], taken: dict[str, str]) -> None:
 
 def _dropped(quant: dict[str, Any], scheme: str, learner: str) -> list[str]:
     """Overrides that take back what the configuration says for schemes of another kind than `scheme`."""
-    kind = find_scheme(scheme)
+    kind = scheme_class(scheme)
     changes = []
     if quant.get("group_size") is not None and not kind.group_sizes:
         changes.append("quant.group_size=null")

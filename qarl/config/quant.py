@@ -20,7 +20,7 @@ from qarl_formats.scheme import (
     grouped_names,
     is_ignored,
     make_scheme,
-    scheme,
+    scheme_class,
     scheme_names,
 )
 
@@ -95,7 +95,7 @@ class QuantConfig(Section):
     )
 
     def faults(self) -> Iterator[Fault]:
-        kind = scheme(self.scheme)
+        kind = scheme_class(self.scheme)
         if self.group_size is not None and not kind.group_sizes:
             valid = f"scheme {self.scheme} has no groups; leave null, or use {' or '.join(grouped_names())}"
             yield Fault(("group_size",), self.group_size, valid)
@@ -122,7 +122,7 @@ class QuantConfig(Section):
             yield Fault(("ignore",), self.ignore, "must contain lm_head: the output layer is never quantized")
 
     def resolved(self) -> dict[str, Any]:
-        if self.group_size is None and scheme(self.scheme).group_sizes:
+        if self.group_size is None and scheme_class(self.scheme).group_sizes:
             return {"group_size": DEFAULT_GROUP_SIZE}
         return {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec, make_scheme, scheme, scheme_names
+from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec, make_scheme, scheme_class, scheme_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,7 +177,7 @@ def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
         quantized = {"int": "int8", "float": "fp8"}.get(_text(activations, "type"))
     bits, weight_type, strategy = weights.get("num_bits"), _text(weights, "type"), _text(weights, "strategy")
     layout = (bits, weight_type, quantized)
-    kinds = [kind for kind in map(scheme, scheme_names()) if _layout(kind) == layout]
+    kinds = [kind for kind in map(scheme_class, scheme_names()) if _layout(kind) == layout]
     if not kinds:
         raise ValueError(
             f"{_shown(bits)}-bit {weight_type} weights with {quantized or 'unquantized'} activations have no scheme"

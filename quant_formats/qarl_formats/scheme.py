@@ -227,6 +227,10 @@ class Scheme(ABC):
     def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         """A weight as `multiply` reads it, by name. dtype: of the activations. Stored tensors stand as themselves."""
 
+    def kernel_bytes(self, out_features: int, in_features: int) -> int:
+        """Bytes of a GPU's operands of one weight beside its stored tensors."""
+        return 0
+
     @classmethod
     @abstractmethod
     def multiply(
@@ -268,7 +272,7 @@ def _schemes() -> dict[str, type[Scheme]]:
     return _SCHEMES
 
 
-def scheme(name: str) -> type[Scheme]:
+def scheme_class(name: str) -> type[Scheme]:
     """The scheme called `name`. Raises ValueError."""
     if name not in _schemes():
         raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(_SCHEMES)}")
@@ -304,7 +308,7 @@ def make_scheme(
     Raises:
         ValueError: one line that names the argument, its value and what is valid.
     """
-    kind = scheme(name)
+    kind = scheme_class(name)
     if scale_dtype not in SCALE_DTYPES:
         raise ValueError(f"scale_dtype {scale_dtype!r} is unknown; choose one of {', '.join(SCALE_DTYPES)}")
     if grid not in GRIDS:

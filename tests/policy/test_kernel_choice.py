@@ -7,7 +7,7 @@ import torch
 from policy_models import make_policy, standalone, view_of
 from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
-from qarl_formats.scheme import Scheme, make_scheme
+from qarl_formats.scheme import Scheme, make_scheme, scheme_names
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from qarl.publish.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
-SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+SCHEMES = list(scheme_names())
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter; TRITON_INTERPRET=1 is not set")
 
 
@@ -58,14 +58,15 @@ def test_reference_float32_and_the_cpu_run_plain_torch(capability, scheme: str, 
     assert not use_kernels(_quant(scheme, kernels=kernels), _scheme(scheme), dtype, device)
 
 
-def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability) -> None:
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
+def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability, scheme: str) -> None:
     capability(8, 6)
-    message = r"^quant.scheme: fp8 .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
+    message = rf"^quant.scheme: {scheme} .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
     with pytest.raises(UserError, match=message) as caught:
-        use_kernels(_quant("fp8"), _scheme("fp8"), torch.bfloat16, GPU)
+        use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
     assert "\n" not in str(caught.value)
     capability(8, 9)
-    assert use_kernels(_quant("fp8"), _scheme("fp8"), torch.bfloat16, GPU)
+    assert use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "w4a8"])
@@ -193,7 +194,7 @@ def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, change
 
 
 @interpreted
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8_block"])
 def test_ste_input_dequantized_is_the_same_with_kernels(scheme: str) -> None:
     grads = []
     for kernels in (False, True):

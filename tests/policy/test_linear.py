@@ -7,7 +7,7 @@ import torch
 from policy_models import standalone, view_of
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import dequantize_weight, quantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.scheme import make_scheme, scheme_class, scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 
@@ -15,11 +15,12 @@ from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import fake_quant_operand, full_precision_operand
 
 N, K, GROUP = 24, 64, 32
-SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+SCHEMES = list(scheme_names())
 DTYPES = [torch.float32, torch.bfloat16]
 QUANTIZED_INPUTS = [
     ("w8a8", quantize_activation_int8),
     ("fp8", quantize_activation_fp8),
+    ("fp8_block", quantize_activation_fp8),  # K is less than a block
     ("w4a8", quantize_activation_int8),
 ]
 
@@ -82,7 +83,7 @@ def test_full_precision_learner_runs_on_the_rounded_master(scheme: str, dtype: t
     torch.testing.assert_close(dx.double(), dy.double() @ weight, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if scheme_class(s).activation])
 def test_fake_quant_learner_multiplies_dequantized_operands(scheme: str) -> None:
     linear, values = _linear(scheme, torch.float32, "fake_quant")
     x = _x(torch.float32)

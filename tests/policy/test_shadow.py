@@ -112,7 +112,7 @@ def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learne
     verify(1, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
     with torch.no_grad():
         next(policy.sampler_view.operands[n].source for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
-    with pytest.raises(PublishError, match="version 1: .*weight_values of the product is not what its codes"):
+    with pytest.raises(PublishError, match=r"version 1: .*weight_values of the product is not what its codes"):
         fingerprints(policy.sampler_tensors())
 
 

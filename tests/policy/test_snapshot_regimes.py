@@ -29,6 +29,10 @@ LAYOUTS = {
         "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
         "weight_scale": (torch.bfloat16, lambda n, k: (n, 1)),
     },
+    "fp8_block": {
+        "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
+        "weight_scale": (torch.bfloat16, lambda n, k: (-(-n // 128), -(-k // 128))),
+    },
 }
 LAYOUTS["w4a8"] = LAYOUTS["w4a16"]
 ZERO_POINT = {"weight_zero_point": (torch.int32, lambda n, k: (n // 8, k // 32))}

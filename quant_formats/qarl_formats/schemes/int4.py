@@ -125,6 +125,12 @@ class PackedInt4(Scheme):
             values.sub_(unpack_zero_points(zero_point, n).unsqueeze(-1))
         return values.mul_(scale.float().unsqueeze(-1)).view(n, k).to(dtype)
 
+    def kernel_bytes(self, out_features: int, in_features: int) -> int:
+        # tiles of 16 x 128, and 4 bytes a group and row
+        rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
+        groups = 128 // min(self.group_size or 128, 128)
+        return rows * blocks * (64 + 4 * groups)
+
     def _packed_of(self, operands: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
         """The packed codes of a tiled weight."""
         from qarl_kernels.tile import untile_int4
