@@ -41,6 +41,7 @@ TRUNCATIONS = {
 }
 WIDTHS = (576, 192, 192)  # of q, k and v in SmolLM2
 DTYPE = torch.bfloat16
+SCHEMES = ("bf16", "w4a16", "w4a8", "w8a8", "fp8", "nvfp4a16")
 
 
 def main(checkpoint: str, answer: str) -> None:
@@ -91,7 +92,7 @@ def main(checkpoint: str, answer: str) -> None:
         "reloaded_equal": scores(engine, texts) == first,
         "not_as_published": [name for name, pair in linears.items() if not as_published(name, *pair, snapshot)],
         "truncated": {name: reported(engine, opened.policy, cut) for name, cut in TRUNCATIONS.items()},
-        "schemes": {name: scheme_agrees(engine, name) for name in ("bf16", "w4a16", "w4a8", "w8a8", "fp8")},
+        "schemes": {name: scheme_agrees(engine, name) for name in SCHEMES},
     }
     Path(answer).write_text(json.dumps(found))
 
@@ -185,10 +186,12 @@ def scheme_agrees(engine, name: str) -> bool:
     with set_current_vllm_config(engine.llm_engine.vllm_config), set_default_torch_dtype(DTYPE):
         layer = QKVParallelLinear(576, 64, 9, 3, bias=True, quant_config=config, prefix="model.layers.0.qkv_proj")
         generator = torch.Generator().manual_seed(1)
-        biases, weights = [], []
-        for shard, width in zip("qkv", WIDTHS, strict=True):
-            master = torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05
-            weights.append(quantize_weight(master, scheme, shard) if scheme.quantized else master.to(DTYPE))
+        masters = [torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05 for width in WIDTHS]
+        shared, biases, weights = scheme.shared(masters), [], []
+        for shard, width, master in zip("qkv", WIDTHS, masters, strict=True):
+            weights.append(
+                quantize_weight(master, scheme, shard, shared=shared) if scheme.quantized else master.to(DTYPE)
+            )
             biases.append(torch.randn(width, generator=generator).to(DTYPE))
             layer.bias.weight_loader(layer.bias, biases[-1], shard)
             tensors = weights[-1].tensors if scheme.quantized else {"weight": weights[-1]}

@@ -26,9 +26,9 @@ STORED = ("weight_packed", "weight_scale", "weight_global_scale")
 class NVFP4A16(Scheme):
     """y = (x @ (codes * scale)^T in fp32) / global scale, as vLLM's Marlin kernel has it: no weight is rounded.
 
-    Operands: the stored tensors, and of the CPU `weight_values` float32 (N, K), codes times scales, which it
-    multiplies; of a GPU `weight_tiled` and `weight_columns` (`qarl_kernels.nvfp4a16.tile_nvfp4`). A GPU's
-    `weight_packed` may be left out: it is then put back in order from the tiles.
+    Operands: the stored tensors, and in plain torch `weight_values` (N, K), codes times scales, which it multiplies,
+    float32 on the CPU; for the kernels `weight_tiled` and `weight_columns` (`qarl_kernels.nvfp4a16.tile_nvfp4`), beside
+    which `weight_packed` may be left out: it is then put back in order from the tiles.
     """
 
     name = "nvfp4a16"
@@ -62,6 +62,10 @@ class NVFP4A16(Scheme):
     def weight_arguments(self) -> dict[str, Any]:
         fixed = {"strategy": "tensor_group", "group_size": GROUP, "scale_dtype": "torch.float8_e4m3fn"}
         return super().weight_arguments() | fixed
+
+    def kernel_bytes(self, out_features: int, in_features: int) -> int:
+        rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
+        return rows * blocks * (64 + 8)
 
     @property
     def text(self) -> str:
@@ -115,7 +119,8 @@ class NVFP4A16(Scheme):
         if not kernels:
             from qarl_kernels.nvfp4 import scaled_codes
 
-            return stored | {"weight_values": scaled_codes(stored["weight_packed"], stored["weight_scale"])}
+            values = scaled_codes(stored["weight_packed"], stored["weight_scale"])
+            return stored | {"weight_values": values if values.device.type == "cpu" else values.to(dtype)}
         from qarl_kernels.nvfp4a16 import tile_nvfp4
 
         tiled, columns = tile_nvfp4(stored["weight_packed"], stored["weight_scale"])
