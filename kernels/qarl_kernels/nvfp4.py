@@ -20,7 +20,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def e2m1_values(packed: Tensor) -> Tensor:
     """uint8 [N, K / 2], two codes a byte, the first in its low nibble -> float32 [N, K]; code 8 is -0.0."""
-    table = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=packed.device)
+    table = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float32, device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1)
     return table[codes.flatten(1).int()]
 

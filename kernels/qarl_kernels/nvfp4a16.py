@@ -262,7 +262,7 @@ def dequantized(
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    ones = torch.ones(m, 1, device=x.device)
+    ones = torch.ones(m, 1, dtype=torch.float32, device=x.device)
     divided = global_scale.reciprocal().expand(n).contiguous()
     tile = tuning.lookup("dense", n, k, m, x, library=False)  # the library's products have no scales
     gemm.run(x, weight, ones, divided, bias, out, tile)

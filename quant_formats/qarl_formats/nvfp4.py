@@ -32,9 +32,8 @@ _E4M3_MAX = torch.finfo(_E4M3).max
 _ZERO_SCALE = 0.125  # what a scale of 0 becomes, e4m3's eps
 
 # A magnitude's code is the number of these that are less than it. Where a tie goes up, to an even mantissa (0.75, 1.75,
-# 3.5), the float below it stands here.
-_BELOW = torch.nextafter(torch.tensor([0.75, 1.75, 3.5]), torch.zeros(3)).tolist()
-_EDGES = (0.25, _BELOW[0], 1.25, _BELOW[1], 2.5, _BELOW[2], 5.0)
+# 3.5), the float32 below it stands here.
+_EDGES = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 
 @torch.no_grad()
@@ -87,7 +86,7 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor
 
 def pack_e2m1(values: Tensor) -> Tensor:
     """Round to e2m1 and pack: float32 [N, K], K even -> uint8 [N, K / 2], the first of two in the low nibble."""
-    edges = torch.tensor(_EDGES, device=values.device)
+    edges = torch.tensor(_EDGES, dtype=torch.float32, device=values.device)
     codes = torch.bucketize(values.abs().contiguous(), edges, out_int32=True).to(torch.uint8)
     codes |= (values < 0).to(torch.uint8) << 3
     pairs = codes.view(codes.shape[0], -1, 2)
