@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.config import Config
@@ -51,15 +52,9 @@ def saved_bytes(config: Config, architecture: Architecture) -> int:
 
 
 def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
-    """Codes, scales and zero points of one weight as stored (compressed-tensors layout).
-
-    int4: eight codes to an int32 along K, zero points packed along N; otherwise one byte a code.
-    """
-    n, k, groups = out_features, in_features, scheme.num_groups(in_features)
-    codes = n * -(-k // 8) * 4 if scheme.packed else n * k
-    scales = n * groups * DTYPE_BYTES[scheme.scale_dtype]
-    zero_points = 0 if scheme.symmetric or not scheme.quantized else -(-n // 8) * 4 * groups
-    return codes + scales + zero_points
+    """Codes, scales and zero points of one weight as stored (compressed-tensors layout)."""
+    stored = tensor_specs(scheme, out_features, in_features)
+    return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # which is on no GPU
 
 
 def operand_bytes(
@@ -76,11 +71,7 @@ def operand_bytes(
     if device == "cpu":
         return 4 * weights
     if kernels:
-        if not (quantized and scheme.packed):
-            return 0
-        rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
-        groups = 128 // min(scheme.group_size or 128, 128)
-        return rows * blocks * (64 + 4 * groups)
+        return scheme.kernel_bytes(out_features, in_features) if quantized else 0
     if quantized and scheme.activation is not None:
         return 4 * weights
     return width * weights if quantized else 0

@@ -20,7 +20,7 @@ from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, RATIO_OBJECTIVES, ObjectiveConfig, dvp_outside_of
 from qarl.config.optim import FLOAT16_LOSS_SCALE, OptimConfig
-from qarl.config.quant import WEIGHT_INT4, QuantConfig
+from qarl.config.quant import QuantConfig, scheme_of
 from qarl.config.reward import RewardConfig
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
@@ -239,13 +239,13 @@ class Config(Section):
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif quant.scheme in WEIGHT_INT4 and self.rollout.kernels == "native":
+            elif scheme_of(quant).packed and self.rollout.kernels == "native":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
                     f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
                 )
-        if quant.scheme in WEIGHT_INT4 and quant.scale_dtype != model.dtype:
+        if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
             yield Fault(
                 ("quant", "scale_dtype"),
                 quant.scale_dtype,
