@@ -39,7 +39,7 @@ def schema_keys() -> tuple[tuple[Key, str], ...]:
 def _keys(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tuple[Key, str]]:
     while "$ref" in node:
         node = root["$defs"][node["$ref"].rpartition("/")[2]]
-    for option in node.get("anyOf", ()):
+    for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
         yield from _keys(root, option, path)
     if "properties" in node:
         for name, child in node["properties"].items():
