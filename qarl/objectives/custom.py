@@ -165,5 +165,5 @@ def _infinite(value: Any, inputs: SurrogateInputs) -> str | None:
     response = int(inputs.segments.index[at])
     return (
         f"its value is {float(value[at])} at a token of advantage {float(inputs.advantages[response]):.4g} and "
-        f"log_ratio {float(inputs.log_ratio[at]):.4g}; ratios are safe with clamped_exp"
+        f"log_ratio {float(inputs.log_ratio.detach()[at]):.4g}; ratios are safe with clamped_exp"
     )
