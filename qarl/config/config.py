@@ -37,7 +37,10 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
     data: DataConfig = Field(description="Prompts.")
     reward: RewardConfig = Field(description="Reward functions.")
-    objective: AnyObjective = Field(default_factory=TBPO, description="What is maximised.")
+    objective: AnyObjective = Field(
+        default_factory=TBPO,
+        description="What is maximised, by its name; a text is the path of your own, file.py:name.",
+    )
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Importance correction of the sampler-learner mismatch."
     )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 from pydantic import BeforeValidator
 
 from qarl.config.base import Fault, Field, refusal
-from qarl.inputs.paths import PATH_BYTES
 from qarl.objectives.base import DEFAULT, ObjectiveConfig, RatioObjective
 from qarl.objectives.registry import BY_NAME, OBJECTIVES
 
@@ -58,9 +57,11 @@ def _chosen(data: Any) -> Any:
     return given
 
 
-_Section = Annotated[Union[OBJECTIVES], Field(discriminator="name")]  # noqa: UP007 (a tuple of any length)
-_Path = Annotated[str, Field(max_length=PATH_BYTES, description="The path of your own one.")]
-AnyObjective = Annotated[_Section, BeforeValidator(_chosen, json_schema_input_type=_Section | _Path)]
+AnyObjective = Annotated[
+    Union[OBJECTIVES],  # noqa: UP007 (a tuple of any length)
+    Field(discriminator="name"),
+    BeforeValidator(_chosen),
+]
 
 
 def objective_faults(config: Config) -> Iterator[Fault]:
