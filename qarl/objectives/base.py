@@ -75,8 +75,8 @@ class ObjectiveConfig(Section):
     dvp_outside: PruningLevel | None = Field(
         None,
         description="What a sampled token outside the learner's set takes with it, as ratio 0: the whole response, or "
-        "that token alone. null: response where the ratio is the response's (gspo, mis_gspo, tbpo, weights of level "
-        "sequence or geometric, and reinforce and rloo but with token weights), else token.",
+        "that token alone. null: response where the ratio of the objective or of the correction's weight is the "
+        "response's, as that of a policy gradient without token weights is; else token.",
     )
 
     own_ratio: ClassVar[RatioKind] = "one"

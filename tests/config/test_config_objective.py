@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
 from objective_sections import objective_config
 
-from qarl.config import CorrectionConfig, ObjectiveConfig, load_config
+from qarl.config import Config, CorrectionConfig, ObjectiveConfig, load_config
 from qarl.errors import UserError
 from qarl.objectives.correction.presets import PRESETS
 from qarl.objectives.registry import BY_NAME
@@ -235,3 +237,19 @@ def test_a_token_outside_takes_its_response_where_the_ratio_is_the_response_s(lo
     copy = tmp_path / "config.yaml"
     copy.write_text(config.to_yaml())
     assert load_config(copy) == config
+
+
+def test_the_sections_of_all_objectives_are_read_without_torch():
+    code = "import sys, qarl.objectives, qarl.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_schema_is_a_union_by_name_in_which_only_the_default_needs_none():
+    schema = Config.model_json_schema()
+    section = schema["properties"]["objective"]
+    assert section["discriminator"]["propertyName"] == "name" and set(section["discriminator"]["mapping"]) == set(
+        BY_NAME
+    )
+    for name, reference in section["discriminator"]["mapping"].items():
+        member = schema["$defs"][reference.rpartition("/")[2]]
+        assert ("name" in member.get("required", ())) == (name != "tbpo")
