@@ -77,13 +77,6 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, (part, _) in self._parts.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, (part, _) in self._parts.items():
-            part.load_state_dict(state[name])
-
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state as named tensors, `model.layers.0.mlp.up_proj.weight/exp_avg`, and JSON-able meta.
 

@@ -9,9 +9,9 @@ import torch
 from tiny_runs import Parts, live, parts
 
 from qarl.config.diagnostics import COSTLY
+from qarl.diagnostics.gradient_passes import gradient_gram
 from qarl.objectives import Band
-from qarl.training.batch import Batch, micro_batches
-from qarl.training.four_passes import gradient_gram
+from qarl.training.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,8 +30,7 @@ def packed(values) -> torch.Tensor:
 
 
 def shadow(run: Parts, batch: Batch) -> torch.Tensor:
-    everything = list(range(len(batch)))
-    return run.policy.shadow_logprobs(*batch.texts(everything), run.sampling.truncation, 128)
+    return run.policy.shadow_logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
 
 
 @pytest.mark.parametrize("scheme, group", [("bf16", None), ("w8a8", None), ("w4a16", 32), ("fp8", None), ("w4a8", 32)])
@@ -40,8 +39,7 @@ def test_the_shadow_of_the_snapshot_is_what_the_native_sampler_reported_bit_for_
     run = parts(llama, quant=quant, model={"learner_dtype": "float32"})
     batch = mostly_live(run)
     assert torch.equal(shadow(run, batch), packed(batch.logp_sampler))
-    everything = list(range(len(batch)))
-    learner, _ = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)
+    learner, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
     assert not torch.equal(learner.detach(), packed(batch.logp_sampler))
 
 
@@ -74,7 +72,7 @@ def test_precision_is_split_at_every_training_forward(llama):
     run.learn(batch, 0, probe)
     tokens = probe.tokens(batch)
     # The first minibatch ran at the snapshot, where the shadow is the sampler; the second one step later.
-    first = [i in probe._passes[0] for i in range(len(batch))]
+    first = [i in probe._seen[0].minibatch.indices for i in range(len(batch))]
     alpha = (tokens.logp_shadow - tokens.logp_sampler).split([len(r) for r in batch.responses])
     assert all(float(a.abs().max()) == 0.0 for a, early in zip(alpha, first, strict=True) if early)
     assert any(float(a.abs().max()) > 0.0 for a, early in zip(alpha, first, strict=True) if not early)
@@ -137,17 +135,17 @@ def test_a_step_that_moved_nothing_improved_nothing(llama):
 
 
 def gram_of(run: Parts, batch: Batch, tokens: int = 10_000, band: Band | None = None) -> torch.Tensor:
-    everything = list(range(len(batch)))
-    count = sum(len(r) for r in batch.responses)
-    parts_ = micro_batches(batch, everything, tokens)
-    return gradient_gram(run.policy, batch, parts_, count, run.sampling.truncation, 64, run.config.loss_scale, band)
+    whole = batch.whole()
+    return gradient_gram(
+        run.policy, whole.micro_batches(tokens), whole.tokens, run.sampling.truncation, 64, run.config.loss_scale, band
+    )
 
 
 def test_the_four_gradients_are_those_of_four_losses(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT, model={"learner_dtype": "float32", "dtype": "float32"}, optim={"lr": 1e-2})
     batch = mostly_live(run)
     run.learn(mostly_live(run, 5))  # so that alpha is not 0
-    everything, count = list(range(len(batch))), sum(len(r) for r in batch.responses)
+    count = sum(len(r) for r in batch.responses)
     advantages = torch.cat(
         [torch.full((len(r),), a) for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)]
     )
@@ -158,11 +156,11 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
             with torch.enable_grad():
                 if by_shadow:
                     with run.policy.shadow():
-                        logp, _ = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)
+                        logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
                 else:
-                    logp, _ = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)
+                    logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
                 q = shadow(run, batch)
-                now = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)[0].detach()
+                now = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)[0].detach()
                 ratio = ((now if full else q) - sampler).exp()
                 loss = -(advantages * ratio * logp).sum() / count
             gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, masters)]).double())
@@ -184,10 +182,10 @@ def test_the_clipped_gradients_are_those_of_the_losses_with_the_clip_indicator_r
     batch = mostly_live(run)
     if moved:
         run.learn(mostly_live(run, 5))
-    everything, lengths = list(range(len(batch))), [len(r) for r in batch.responses]
+    lengths = [len(r) for r in batch.responses]
     sampler, q = packed(batch.logp_sampler), shadow(run, batch)
     with torch.enable_grad():
-        logp, _ = run.policy.logprobs(*batch.texts(everything), run.sampling.truncation, 128)
+        logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
         losses = []
         for clips in (None, logp.detach() - sampler, q - sampler):
             total, start = 0.0, 0
