@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from qarl.rewards import RewardResult
 from qarl.training.observer import Observer, Phase
@@ -33,7 +34,7 @@ class InterruptGuard:
         self.say = say
         self.signum: int | None = None
         self._deferred = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}  # as `signal.signal` gave them
 
     def __enter__(self) -> InterruptGuard:
         for signum in (signal.SIGINT, signal.SIGTERM):

@@ -142,7 +142,7 @@ class Loop:
             if record.trace is None:
                 raise
             failure = error
-        clock.move(watch.seconds, "learner", "diagnostics")
+        clock.move(watch.seconds["learner"], "learner", "diagnostics")
         tokens = record.rollout_tokens, run.learner.totals.forward_tokens
         record.metrics |= clock.metrics(*tokens) | run.engine.metrics
         self.record(step + 1, record, recorder, failure)

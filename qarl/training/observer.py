@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
@@ -49,18 +50,21 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers as one, told in their order. seconds: what their hooks took, phases aside."""
+    """Several observers as one, told in their order. seconds: what their hooks took in each phase."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        self.seconds = 0.0
+        self._phase: Phase | None = None
+        self.seconds: defaultdict[Phase | None, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: Phase, responses: int | None = None) -> Iterator[None]:
         with ExitStack() as entered:
             for observer in self._observers:
                 entered.enter_context(observer.phase(name, responses))
+            self._phase = name
             yield
+            self._phase = None
 
     def progress(self, responses: int) -> None:
         self._tell(lambda observer: observer.progress(responses))
@@ -89,4 +93,4 @@ class Observers(Observer):
             for observer in self._observers:
                 what(observer)
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.seconds[self._phase] += time.perf_counter() - begin

@@ -69,7 +69,7 @@ def set_determinism(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
     # Filling every new tensor with NaN costs a pass over it; nothing here reads memory it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def build_run(config: Config, device: torch.device, console: RunConsole, rewards_log: Path) -> Run:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
-from qarl.diagnostics.error_tokens import error_examples
+from qarl.diagnostics.error_tokens import decoder, error_examples
 from qarl.diagnostics.probe import Probe
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.rewards import RewardResult
@@ -101,15 +101,8 @@ def trace_of(
         trace.rows = rollout_rows(prompts, rollouts, scores, batch)
         trace.tensors = rollout_tensors(batch, scores.total)
     if probe.record:
-
-        def decode(token_ids: list[int]) -> str:
-            text = tokenizer.decode(token_ids)
-            assert isinstance(text, str), "one sequence gives one text"
-            return text
-
         trace.tokens = probe.tokens(batch)
         trace.layers = crossed if "crossings" in probe.due else None
-        trace.examples = error_examples(
-            batch.responses, list(batch.logp_sampler), batch.advantages, decode, ERROR_EXAMPLES
-        )
+        logp_sampler, decode = list(batch.logp_sampler), decoder(tokenizer)
+        trace.examples = error_examples(batch.responses, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
     return trace
