@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
@@ -50,8 +52,9 @@ class Learner:
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """The learner's metrics of the step, after its last update."""
+        minibatches = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
         return {
-            **self.totals.metrics(),
+            **self.totals.metrics(minibatches),
             "policy/zero_advantage_frac": float((batch.advantages == 0).float().mean()),
             "policy/version": float(self.policy.version),
             "optim/lr": self._lr_factor * self.config.optim.lr,

@@ -134,6 +134,7 @@ class Loop:
         clock = Clock()
         probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop)
         record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
+        # The record comes last: it takes the probe's numbers, and once it is told the step counts as learned from.
         watch = Observers([clock, StepDisplay(self.console), SafePoints(self.guard), probe, record])
         failure: Exception | None = None
         try:

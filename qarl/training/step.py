@@ -91,7 +91,6 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
                 watch.progress(len(part))
         for minibatch in minibatches:
             watch.minibatch(minibatch)
-            learner.totals.minibatches += 1
             totals = minibatch_totals(minibatch, config.rollout.max_response_length)
             constants = learner.constants(minibatch, watch)
             micro_batches = learner.micro_batches(minibatch)

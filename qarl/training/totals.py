@@ -23,7 +23,6 @@ class LearnerTotals:
     entropy: float = 0.0
     entropy_tokens: int = 0
     retained: list[Tensor] = field(default_factory=list)
-    minibatches: int = 0
     loss: float = 0.0
     stats: Stats = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
@@ -39,12 +38,15 @@ class LearnerTotals:
         self.loss += float(loss.detach())
         self.stats = add_stats(self.stats, stats)
 
-    def metrics(self) -> dict[str, float]:
-        """policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient, skipped steps."""
-        measured = self.minibatches - self.skipped
+    def metrics(self, minibatches: int) -> dict[str, float]:
+        """policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient, skipped steps.
+
+        minibatches: of the step, those that needed no update included.
+        """
+        measured = minibatches - self.skipped
         return {
             **finish_stats(self.stats),
-            "policy/loss": self.loss / self.minibatches,
+            "policy/loss": self.loss / minibatches,
             "policy/entropy": self.entropy / self.entropy_tokens,
             **self._retained_mass(),
             "policy/grad_norm": sum(self.grad_norms) / measured if measured else math.nan,
