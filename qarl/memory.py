@@ -185,16 +185,17 @@ def learner_items(
     operands of a version that is not published yet. reference: of what a learner's forward stands on. An aligned
     learner is its own shadow, and its gradients are one, or two where the objective clips.
     """
-    every, aligned = config.diagnostics, config.quant.learner == "aligned"
-    shadowed = every.shadow_every or every.deployed_every or every.gradients_every or config.objective.ratio == "shadow"
+    every, aligned, objective = config.diagnostics, config.quant.learner == "aligned", config.objective
+    measured = every.shadow_every or every.deployed_every or every.gradients_every
+    shadowed = measured or objective.ratio_kind == "shadow"
     items = []
     if rest:
         items.append(Item(f"learner's own parameters ({config.learner_dtype})", rest, "always"))
-    if config.objective.kl_coef > 0:
+    if objective.kl_coef > 0:
         items.append(Item("reference policy", reference, "always"))
     if shadowed and not aligned:
         items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))
-    held = (0 if aligned else 3) + config.objective.clips * (1 if aligned else 2)
+    held = (0 if aligned else 3) + (objective.band is not None) * (1 if aligned else 2)
     if every.gradients_every and held and device == "cpu":  # a GPU's are held by the host
         items.append(Item("gradients of the decomposition (float32)", held * gradient_bytes(parameters), "update"))
     return items

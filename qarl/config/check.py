@@ -19,16 +19,8 @@ from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.fused import fused_groups
 from qarl.text import visible
-
-# Projections that vLLM keeps in one weight, by the name of that.
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -177,24 +169,19 @@ def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]
     ignore = config.quant.ignore
     if config.quant.scheme == "bf16":
         return
-    groups: dict[str, list[LinearShape]] = {}
-    for linear in linears:
-        parent, _, projection = linear.name.rpartition(".")
-        if projection in FUSED:
-            groups.setdefault(f"{parent}.{FUSED[projection]}", []).append(linear)
+    rows = {linear.name: linear.out_features for linear in linears}
     block = scheme_of(config.quant).row_block
-    for group in groups.values():
-        names = [linear.name for linear in group]
+    for names in fused_groups(rows):
         ignored = [name for name in names if is_ignored(name, ignore)]
         if 0 < len(ignored) < len(names):
             other = next(name for name in names if name not in ignored)
             text = f"rollout.engine vllm fuses {ignored[0]}, which it names, with {other}; name both or neither"
             yield Fault(("quant", "ignore"), ignore, text)
             return  # the layers repeat
-        cut = next((linear for linear in group[:-1] if linear.out_features % block), None)
+        cut = next((name for name in names[:-1] if rows[name] % block), None)
         if cut is not None and not ignored:
             text = (
-                f"rollout.engine vllm fuses {cut.name} with {names[-1]}, and its {cut.out_features} rows are not whole "
+                f"rollout.engine vllm fuses {cut} with {names[-1]}, and its {rows[cut]} rows are not whole "
                 f"blocks of {block}; use another scheme, or engine native"
             )
             yield Fault(("quant", "scheme"), config.quant.scheme, text)

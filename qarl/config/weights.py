@@ -30,6 +30,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _STORED = {
     "int8": "I8",
+    "uint8": "U8",
     "int32": "I32",
     "int64": "I64",
     "float8_e4m3fn": "F8_E4M3",
@@ -167,7 +168,7 @@ def _quantized(
             wanted[name] = wish
             continue
         for suffix, spec in tensor_specs(scheme, *linears[module], unpacked=unpacked).items():
-            dtypes = _SCALES if suffix == "weight_scale" else (_STORED[spec.dtype],)
+            dtypes = _SCALES if suffix == "weight_scale" and scheme.scale_dtypes else (_STORED[spec.dtype],)
             wanted[f"{module}.{suffix}"] = Wanted(spec.shape, dtypes)
     return wanted
 

@@ -89,7 +89,7 @@ def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
             **group,
             "symmetric": scheme.symmetric,
             "ignore": ignore,
-            "scale_dtype": _scale_dtype(path),
+            **({"scale_dtype": _scale_dtype(path)} if scheme.scale_dtypes else {}),
         }
     )
 

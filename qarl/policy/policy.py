@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
+from qarl.fused import shared_scales
 from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
@@ -127,9 +128,11 @@ class Policy:
 
         Sampler and reference stay where they are. Raises UserError naming the tensor when a master is not finite.
         """
+        masters = dict(self.named_parameters())
+        shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
         forms = (
-            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels))
-            for name, master in self.named_parameters()
+            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)))
+            for name, master in masters.items()
         )
         self.version, self.current = version, build_snapshot(version, forms)
         self._install_learner()

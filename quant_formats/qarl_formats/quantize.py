@@ -37,7 +37,9 @@ class QuantizedWeight:
 
 
 @torch.no_grad()
-def quantize_weight(weight: Tensor, scheme: Scheme, name: str, kernels: bool = False) -> QuantizedWeight:
+def quantize_weight(
+    weight: Tensor, scheme: Scheme, name: str, kernels: bool = False, shared: Tensor | None = None
+) -> QuantizedWeight:
     """Quantize one master weight.
 
     Args:
@@ -45,6 +47,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme, name: str, kernels: bool = F
         scheme: a quantized scheme (not bf16).
         name: what errors call the tensor.
         kernels: with Triton, in one pass over a weight on a GPU with contiguous rows; the tensors are the same.
+        shared: what `scheme.shared` gave for it and the weights that are multiplied with it; None: it stands alone.
 
     Raises:
         ValueError: the scheme does not fit the shape, or a value is NaN or infinite.
@@ -53,7 +56,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme, name: str, kernels: bool = F
     assert weight.dtype == torch.float32 and weight.ndim == 2, f"{name}: need a float32 matrix, got {weight.dtype}"
     out_features, in_features = weight.shape
     check_shape(scheme, name, out_features, in_features)
-    tensors, bad = scheme.quantize(weight.contiguous(), kernels)
+    tensors, bad = scheme.quantize(weight.contiguous(), kernels, shared)
     if bad.item():
         count = weight.isfinite().logical_not_().sum().item()
         raise ValueError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -87,11 +87,15 @@ class Scheme(ABC):
     group_sizes: ClassVar[tuple[int, ...]] = ()
     """Group sizes to choose from, beside CHANNEL; none: there is nothing to choose."""
     zero_points: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
+    """Stored dtypes of `weight_scale` to choose from; none: the scheme fixes it, and `scale_dtype` means nothing."""
     grids: ClassVar[tuple[str, ...]] = GRIDS[:1]
 
     # --- where it runs
     capability: ClassVar[tuple[int, int]] = (0, 0)
     """Compute capability that its Triton kernels need, beyond what they all do."""
+    vllm_cpu: ClassVar[bool] = True
+    """Whether vLLM's build for CPUs has a product of its own for it."""
     row_block: ClassVar[int] = 1
     """Output features that share a scale. Layers that vLLM fuses have whole blocks of them."""
     tolerance: ClassVar[float]
@@ -174,12 +178,22 @@ class Scheme(ABC):
 
     # --- arithmetic
 
+    def shared(self, weights: Iterable[Tensor]) -> Tensor | None:
+        """What weights that an engine multiplies as one are quantized with in common, from their float32 masters.
+
+        None where there is nothing of the kind; `weights` may make its tensors as they are asked for.
+        """
+        return None
+
     @abstractmethod
-    def quantize(self, weight: Tensor, kernels: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(
+        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Quantize a float32 master [N, K] that fits (`qarl_formats.quantize.quantize_weight` is what callers use).
 
         Returns the stored tensors by suffix, in the order of `tensor_specs`, and how many values are NaN or infinite
-        (a scalar on the device; unless it is 0 the tensors mean nothing).
+        (a scalar on the device; unless it is 0 the tensors mean nothing). shared: what `shared` gave for this weight
+        and those that it is multiplied with; None: it stands alone.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 from products import random
 from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import dequantize_weight, quantize_weight, unpack_codes
-from qarl_formats.scheme import make_scheme, scheme_names
+from qarl_formats.scheme import make_scheme, scheme_class, scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
@@ -29,7 +29,7 @@ class Case:
     """A prepared weight (N, K), and the values of weight and activations that its product stands for."""
 
     weight: PreparedWeight
-    exact: Tensor  # (N, K) float64: code * scale, and of W4A16 rounded to the compute dtype
+    exact: Tensor  # (N, K) float64: code * scale, and where activations are not quantized what the product makes of it
 
     def expected(self, x: Tensor) -> Tensor:
         """y in float64 without roundings but those of codes."""
@@ -39,14 +39,16 @@ class Case:
 def _case(name: str, dtype: torch.dtype, kernels: bool, device: torch.device, shape: str = "small") -> Case:
     scheme_name, _, kind = name.partition(" ")
     group = GROUP if make_scheme(scheme_name).group_sizes else None
-    scheme = make_scheme(scheme_name, group, symmetric=kind != "asymmetric", scale_dtype=_scale_dtype(dtype))
+    scale_dtype = {"scale_dtype": _scale_dtype(dtype)} if scheme_class(scheme_name).scale_dtypes else {}
+    scheme = make_scheme(scheme_name, group, symmetric=kind != "asymmetric", **scale_dtype)
     master = random(*SHAPES[shape], seed=2, device=device)
     if not scheme.quantized:
         weight = master.to(dtype)
         return Case(prepare(weight, dtype, kernels), weight.double().cpu())
     weight = quantize_weight(master, scheme, "w", kernels)
     if scheme.activation is None:
-        return Case(prepare(weight, dtype, kernels), dequantize_weight(weight, dtype).double().cpu())
+        rounded = torch.float32 if scheme_name == "nvfp4a16" else dtype  # whose product rounds no weight
+        return Case(prepare(weight, dtype, kernels), dequantize_weight(weight, rounded).double().cpu())
     n, k = weight.shape
     codes, scale = unpack_codes(weight).double().cpu(), weight.tensors["weight_scale"].double().cpu()
     rows, columns = (128, 128) if scheme_name == "fp8_block" else (1, k // scale.shape[1])

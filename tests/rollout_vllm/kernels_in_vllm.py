@@ -185,10 +185,13 @@ def scheme_agrees(engine, name: str) -> bool:
         heads, kv = (10, 4) if scheme.row_block > 1 else (9, 3)  # of 64; whole blocks of rows, or SmolLM2's
         layer = QKVParallelLinear(576, 64, heads, kv, bias=True, quant_config=config, prefix="model.layers.0.qkv_proj")
         generator = torch.Generator().manual_seed(1)
-        biases, weights = [], []
-        for shard, width in zip("qkv", (64 * heads, 64 * kv, 64 * kv), strict=True):
-            master = torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05
-            weights.append(quantize_weight(master, scheme, shard) if scheme.quantized else master.to(DTYPE))
+        widths = (64 * heads, 64 * kv, 64 * kv)
+        masters = [torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05 for width in widths]
+        shared, biases, weights = scheme.shared(masters), [], []
+        for shard, width, master in zip("qkv", widths, masters, strict=True):
+            weights.append(
+                quantize_weight(master, scheme, shard, shared=shared) if scheme.quantized else master.to(DTYPE)
+            )
             biases.append(torch.randn(width, generator=generator).to(DTYPE))
             layer.bias.weight_loader(layer.bias, biases[-1], shard)
             tensors = weights[-1].tensors if scheme.quantized else {"weight": weights[-1]}

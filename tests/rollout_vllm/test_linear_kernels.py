@@ -29,6 +29,7 @@ SCHEMES = [
     ("w8a8", None, True),
     ("fp8", None, True),
     ("fp8_block", None, True),
+    ("nvfp4a16", None, True),
 ]
 
 
@@ -55,7 +56,9 @@ def _weights(
 ) -> list[QuantizedWeight]:
     generator = torch.Generator().manual_seed(seed)
     scheme = make_scheme(name, group, symmetric)
-    return [quantize_weight(torch.randn(n, k, generator=generator) * 0.05, scheme, "w") for n in widths]
+    masters = [torch.randn(n, k, generator=generator) * 0.05 for n in widths]
+    shared = scheme.shared(masters)
+    return [quantize_weight(master, scheme, "w", shared=shared) for master in masters]
 
 
 def _fused(weights: list[QuantizedWeight]) -> dict[str, Tensor]:
@@ -81,8 +84,10 @@ def _fusable(name: str, widths: list[int]) -> list[int]:
 
 
 def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
-    from qarl.rollout.vllm import linear_kernels
+    from qarl.rollout.vllm import linear_kernels, nvfp4
 
+    if name == "nvfp4a16":
+        return nvfp4.NVFP4A16Kernel()
     kernel = next(k for k in vars(linear_kernels).values() if getattr(k, "name", None) == name)
     if issubclass(kernel, linear_kernels.MPLinearKernel):
         config = _config(k, group, symmetric)

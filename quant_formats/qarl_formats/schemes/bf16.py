@@ -29,7 +29,9 @@ class BF16(Scheme):
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
         raise AssertionError("scheme bf16 stores the plain weight")
 
-    def quantize(self, weight: Tensor, kernels: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(
+        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         raise AssertionError("scheme bf16 quantizes nothing")
 
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:

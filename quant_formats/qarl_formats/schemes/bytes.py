@@ -37,7 +37,9 @@ class ByteCodes(Scheme):
             "weight_scale": TensorSpec(scales, self.scale_dtype),
         }
 
-    def quantize(self, weight: Tensor, kernels: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(
+        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         import torch
 
         dtype = getattr(torch, self.scale_dtype)

@@ -60,7 +60,9 @@ class PackedInt4(Scheme):
 
         return rounding.INT4 if self.grid == GRIDS[0] else rounding.INT4_SYMMETRIC7
 
-    def quantize(self, weight: Tensor, kernels: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    def quantize(
+        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         import torch
 
         packed, scale, zero_point, bad = (self._by_kernel if kernels else self._by_torch)(weight)
