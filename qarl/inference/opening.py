@@ -33,9 +33,9 @@ from qarl.policy.load import (
 from qarl.policy.modules import check_family
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.publish.snapshot import Snapshot, build_snapshot
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 
 @dataclass

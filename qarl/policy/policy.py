@@ -22,8 +22,8 @@ from qarl.policy.modules import check_family, replace_modules
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
 from qarl.policy.views import ViewMaker
-from qarl.publish.snapshot import Snapshot, build_snapshot, published
-from qarl.publish.verify import PublishError
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.verify import PublishError
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
 

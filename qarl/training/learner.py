@@ -15,10 +15,10 @@ from qarl.config import Config
 from qarl.errors import UserError
 from qarl.objectives import Constants, Stats, TokenLogProbs, Totals, add_stats, build_objective, finish_stats
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot
 from qarl.training.batch import Batch, micro_batches, minibatches
 from qarl.training.optim import Optimizer, clip_grad_norm, lr_at
 from qarl.training.probe import Probe
+from qarl.weight_sync.snapshot import Snapshot
 
 Advance = Callable[[int], None]
 

@@ -164,8 +164,8 @@ def build_engine(
     """
     if config.rollout.engine == "native":
         return NativeEngine(policy, tokenizer, config.rollout)
-    from qarl.rollout.vllm.canary import canary_of
     from qarl.rollout.vllm.engine import VLLMEngine
+    from qarl.weight_sync.canary import canary_of
 
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     return VLLMEngine(config, policy, tokenizer, canary, run_dir, say)

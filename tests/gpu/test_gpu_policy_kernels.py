@@ -17,7 +17,7 @@ from qarl.policy.load import load_model
 from qarl.policy.operand import operand_of
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 pytestmark = [
     pytest.mark.gpu,

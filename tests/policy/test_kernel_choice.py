@@ -16,7 +16,7 @@ from qarl.policy.kernel_operand import KernelOperand
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import Operand, operand_of
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32

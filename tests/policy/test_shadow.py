@@ -21,7 +21,8 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.publish.verify import fingerprints, verify
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.verify import verify
 
 GROUP = 32
 PLAIN = Truncation()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qarl.errors import UserError
-from qarl.publish.verify import PublishError
 from qarl.rollout.engine import SamplingParams
 from qarl.training.batch import build_batch
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.verify import PublishError
 
 PROMPT = Prompt(4, [10, 20, 30], "", {})
 

@@ -63,10 +63,10 @@ def test_a_simulated_step_moves_every_master_by_the_learning_rate():
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
 def test_a_small_step_changes_few_published_words(scheme: str):
-    from qarl.publish.delta import plan_shipment
+    from qarl.weight_sync.plan import plan_update
 
     before, after = (policy.current for policy in policies(scheme, 1e-6))
-    sent = plan_shipment(after.tensors, after.fingerprints(), before.fingerprints(), before.tensors, {}, "delta")
+    sent = plan_update(after.tensors, after.fingerprints(), before.fingerprints(), before.tensors, {}, "delta")
     assert 0 < sent.nbytes < 0.2 * sent.full_nbytes
 
 

@@ -16,10 +16,10 @@ from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.publish.verify import PublishError
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.verify import PublishError
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
 PROMPTS = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]

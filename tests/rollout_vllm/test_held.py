@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 from qarl.rollout.vllm.held import HeldModel
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError
 
 ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
 DIRECT = {

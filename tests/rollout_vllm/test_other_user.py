@@ -22,12 +22,12 @@ from listening import listening
 from test_engine_process import ORDER, ignore
 
 from qarl.config import Config
-from qarl.publish.verify import fingerprints
 from qarl.rollout.vllm.messages import Publication
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.rollout.vllm.transport import make_carrier
 from qarl.storage.rundir import RunDirectory
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.transport import make_carrier
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from qarl.policy.policy import Policy
-from qarl.publish.verify import fingerprints
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import VLLMEngine
 from qarl.types import Prompt
+from qarl.weight_sync.fingerprints import fingerprints
 from vllm_bench.case import Case, Record, engine_config, seconds_of, wait, with_vllm
 from vllm_bench.models import (
     GROUPS,

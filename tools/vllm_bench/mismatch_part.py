@@ -22,9 +22,9 @@ from qarl.policy.load import load_model, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.vllm.canary import canary_of
 from qarl.rollout.vllm.engine import VLLMEngine
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.canary import canary_of
 from vllm_bench.case import Case, Record, engine_config
 from vllm_bench.models import DTYPE, quant_of
 

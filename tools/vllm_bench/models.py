@@ -15,7 +15,7 @@ from qarl.config.quant import scheme_of
 from qarl.policy.kernels import use_kernels
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.publish.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
 
 STD = 0.02  # of weights
 DTYPE = torch.bfloat16

@@ -19,8 +19,6 @@ from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.policy.attention import Span, sampler_context
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot
-from qarl.publish.verify import PublishError, fingerprints, verify
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.sampling import draw, uniforms
@@ -28,6 +26,9 @@ from qarl.rollout.native.scheduler import Chunk, Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.verify import PublishError, verify
 
 LOGIT_ROWS = 128  # rows of logits held at once
 

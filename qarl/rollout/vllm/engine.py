@@ -20,21 +20,22 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.export.snapshot_checkpoint import write_snapshot_checkpoint
 from qarl.policy.policy import Policy
-from qarl.publish.delta import Shipment, flatten, plan_shipment, unflatten
-from qarl.publish.snapshot import Snapshot
-from qarl.publish.verify import Fingerprint, PublishError
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.canary import Bound, Difference, difference
-from qarl.rollout.vllm.carriers import Carrier
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, sampler_settings
 from qarl.rollout.vllm.process import SamplerFault, SamplerProcess
 from qarl.rollout.vllm.settings import Publication, Request, request_seed
-from qarl.rollout.vllm.transport import make_carrier
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.canary import Bound, Difference, difference
+from qarl.weight_sync.carriers import Carrier
+from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.plan import UpdatePlan, flatten, plan_update, unflatten
+from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.transport import make_carrier
+from qarl.weight_sync.verify import PublishError
 
 MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
@@ -191,7 +192,7 @@ class VLLMEngine:
         assert self._sampler is not None and self._bound is not None
         prints = snapshot.fingerprints()
         held, self._held = self._held, None
-        shipment = plan_shipment(
+        shipment = plan_update(
             snapshot.tensors, prints, held and held.prints, held and held.tensors, self._sampler.facts["units"], mode
         )
         found = self._ship(shipment, snapshot.version, prints)
@@ -199,7 +200,7 @@ class VLLMEngine:
         self._measure(found, shipment)
         self._held = _Held(snapshot.version, prints, dict(snapshot.tensors) if mode == "delta" else None)
 
-    def _ship(self, shipment: Shipment, version: int, prints: Mapping[str, Fingerprint]) -> Difference:
+    def _ship(self, shipment: UpdatePlan, version: int, prints: Mapping[str, Fingerprint]) -> Difference:
         """Send, and score the canary on both sides: the policy's side while the sampler loads."""
         assert self._sampler is not None
         tensors = flatten(shipment)
@@ -219,7 +220,7 @@ class VLLMEngine:
             if carrier is not None:
                 carrier.release()
 
-    def _measure(self, found: Difference, shipment: Shipment | None) -> None:
+    def _measure(self, found: Difference, shipment: UpdatePlan | None) -> None:
         self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
         if shipment is not None:
             self.metrics["publish/sent_mib"] = shipment.nbytes / 2**20

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError
 
 # Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
 METADATA = (".weight_shape",)

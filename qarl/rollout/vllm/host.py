@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from qarl.errors import UserError
-from qarl.publish.delta import Patch
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader
 from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
+from qarl.weight_sync.delta import Patch
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -14,7 +14,7 @@ from qarl.errors import UserError
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
-from qarl.rollout.vllm.transport import learner_gpu
+from qarl.weight_sync.transport import learner_gpu
 
 KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
 

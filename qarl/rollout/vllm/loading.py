@@ -18,10 +18,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.publish.delta import Patch, apply_patch
-from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.held import METADATA, HeldModel
 from qarl.rollout.vllm.marlin import workspaces
+from qarl.weight_sync.delta import Patch, apply_patch
+from qarl.weight_sync.fingerprints import Fingerprint
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 

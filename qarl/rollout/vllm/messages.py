@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from qarl.inputs.schema import schema_fault
-from qarl.publish.verify import Fingerprint
-from qarl.rollout.vllm.parcels import Parcel
 from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request, Response, SamplerSettings
-from qarl.rollout.vllm.transport import ReceiverPlan
 from qarl.rollout.vllm.wire import Message, WireError
 from qarl.text import visible
 from qarl.types import FinishReason
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.parcels import Parcel
+from qarl.weight_sync.transport import ReceiverPlan
 
 TOKEN, LOGPROB = "i", "d"  # codes of `array`: int32, float64
 BYTES_PER_TOKEN = array(TOKEN).itemsize + array(LOGPROB).itemsize

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qarl.types import FinishReason
 
 if TYPE_CHECKING:
-    from qarl.publish.verify import Fingerprint
+    from qarl.weight_sync.fingerprints import Fingerprint
 
 
 # In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly; whatever

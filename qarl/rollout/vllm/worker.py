@@ -18,13 +18,14 @@ from typing import Any
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.publish.delta import Patch, unflatten
-from qarl.publish.verify import PublishError
 from qarl.rollout.vllm.host import Host, Progress
 from qarl.rollout.vllm.messages import done, failed, read_order, read_start
 from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request
-from qarl.rollout.vllm.transport import open_receiver
 from qarl.rollout.vllm.wire import Channel, Message
+from qarl.weight_sync.delta import Patch
+from qarl.weight_sync.plan import unflatten
+from qarl.weight_sync.transport import open_receiver
+from qarl.weight_sync.verify import PublishError
 
 PR_SET_PDEATHSIG = 1
 

@@ -14,7 +14,7 @@ from qarl_formats.scheme import Scheme
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.publish.verify import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ def published(
     if scheme is not None:
         try:
             if kernels:
-                from qarl.publish.kernels import quantize_with_kernels  # imports Triton, which the CPU does not need
+                from qarl.weight_sync.kernels import (
+                    quantize_with_kernels,  # imports Triton, which the CPU does not need
+                )
 
                 return quantize_with_kernels(master.detach(), scheme, name)
             return quantize_weight(master.detach(), scheme, name)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qarl.publish.verify import PublishError
+from qarl.weight_sync.verify import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
 FACTOR = 4.0  # by which a later publish may exceed the first load; 2.6 was seen without a fault, where both were small

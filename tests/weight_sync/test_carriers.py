@@ -16,16 +16,17 @@ from far_side import Sampler, ragged, random_bytes
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from qarl.publish.delta import Patch, flatten, plan_shipment, unflatten
-from qarl.publish.verify import fingerprints
-from qarl.rollout.vllm import gpu_carriers
-from qarl.rollout.vllm.carriers import MemoryFileCarrier, MemoryFileReceiver
-from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
 from qarl.rollout.vllm.messages import order, read_order
-from qarl.rollout.vllm.parcels import ALIGNED, CudaHandle, Entry, Parcel, entry_of
 from qarl.rollout.vllm.settings import Publication
-from qarl.rollout.vllm.transport import ReceiverPlan
 from qarl.rollout.vllm.wire import Message
+from qarl.weight_sync import gpu_carriers
+from qarl.weight_sync.carriers import MemoryFileCarrier, MemoryFileReceiver
+from qarl.weight_sync.delta import Patch
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
+from qarl.weight_sync.parcels import ALIGNED, CudaHandle, Entry, Parcel, entry_of
+from qarl.weight_sync.plan import flatten, plan_update, unflatten
+from qarl.weight_sync.transport import ReceiverPlan
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_patches_arrive(sampler, carrier) -> None:
     old = ragged()
     new = old | {"last": old["last"].clone().index_fill_(0, torch.tensor([500]), 2.0)}
     prints = fingerprints(new.items()), fingerprints(old.items())
-    flat = flatten(plan_shipment(new, *prints, old, {}, "delta"))
+    flat = flatten(plan_update(new, *prints, old, {}, "delta"))
     assert list(flat) == ["last#indices", "last#values"]
     assert sampler.sent(carrier, flat) == fingerprints(flat.items())
 
@@ -189,7 +190,7 @@ def test_a_shipment_survives_the_way_through_a_carrier(carrier, receiver) -> Non
     new = {name: tensor.clone() for name, tensor in old.items()}
     new["last"][500] = 2.0
     new["int8"] += 1
-    shipment = plan_shipment(new, fingerprints(new.items()), fingerprints(old.items()), old, {}, "delta")
+    shipment = plan_update(new, fingerprints(new.items()), fingerprints(old.items()), old, {}, "delta")
     arrived = dict(unflatten(receiver.take(carrier.pack(flatten(shipment)))))
     patch = arrived["last"]
     assert isinstance(patch, Patch) and torch.equal(patch.values, shipment.patches["last"].values)

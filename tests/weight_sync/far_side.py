@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qarl.publish.verify import Fingerprint
-from qarl.rollout.vllm.carriers import Carrier
 from qarl.rollout.vllm.messages import order, start_order
-from qarl.rollout.vllm.parcels import Parcel
 from qarl.rollout.vllm.settings import Publication, SamplerSettings
-from qarl.rollout.vllm.transport import ReceiverPlan
 from qarl.rollout.vllm.wire import Message, channel_pair
+from qarl.weight_sync.carriers import Carrier
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.parcels import Parcel
+from qarl.weight_sync.transport import ReceiverPlan
 
 NO_SETTINGS = SamplerSettings(
     checkpoint=Path("none"),
@@ -38,9 +38,9 @@ NO_SETTINGS = SamplerSettings(
 CHILD = """
 import socket, sys
 from dataclasses import asdict
-from qarl.publish.verify import fingerprints
+from qarl.weight_sync.fingerprints import fingerprints
 from qarl.rollout.vllm.messages import read_order, read_start
-from qarl.rollout.vllm.transport import open_receiver
+from qarl.weight_sync.transport import open_receiver
 from qarl.rollout.vllm.wire import Channel, Message
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))

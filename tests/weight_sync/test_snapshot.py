@@ -12,11 +12,12 @@ from torch import Tensor
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot, describe
-from qarl.publish.verify import PublishError, fingerprints, verify
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.snapshot import Snapshot, describe
+from qarl.weight_sync.verify import PublishError, verify
 
 PROMPTS = [Prompt(0, [5, 6, 7], "", {})]
 SAMPLING = SamplingParams(2, 0, 5)

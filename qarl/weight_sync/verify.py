@@ -1,0 +1,38 @@
+"""The one comparison of what a holder of a version shows with what was published: proof that an update arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qarl.errors import UserError
+from qarl.weight_sync.fingerprints import Fingerprint
+
+
+class PublishError(UserError):
+    """The sampler does not hold what the learner published."""
+
+
+def verify(
+    version: int, expected: Mapping[str, Fingerprint], held: Mapping[str, Fingerprint], where: str = "the sampler"
+) -> None:
+    """Raise `PublishError` unless `held` is exactly what is expected: every name, shape, dtype and byte, in any order.
+
+    version: what the error names. where: who holds it, in words.
+    """
+    for name, found in held.items():
+        wanted = expected.get(name)
+        if wanted is None:
+            raise PublishError(f"publish of version {version}: {where} holds '{name}', which was not sent")
+        if found != wanted:
+            what = (
+                "bytes"
+                if found.shape == wanted.shape and found.dtype == wanted.dtype
+                else f"{found.dtype} {found.shape} for {wanted.dtype} {wanted.shape}"
+            )
+            raise PublishError(f"publish of version {version}: '{name}' differs in {where} ({what})")
+    missing = [name for name in expected if name not in held]
+    if missing:
+        raise PublishError(
+            f"publish of version {version} is partial: {len(missing)} of {len(expected)} tensors did "
+            f"not arrive in {where}, first '{missing[0]}'"
+        )
