@@ -90,7 +90,7 @@ def open_policy(
         snapshot = snapshot_of(target, masters, dtype, where)
     limit = target.run.model.max_length if target.run else None
     policy = Policy(skeleton(config), scheme_of(target.quant), target.quant, dtype, where, limit, snapshot)
-    engine = NativeEngine(policy, tokenizer, rollout or RolloutConfig())
+    engine = NativeEngine(policy.sampler, tokenizer, rollout or RolloutConfig())
     engine.publish(policy.current)
     return Opened(target, policy, tokenizer, engine, generation)
 

@@ -10,6 +10,8 @@ from qarl_formats.quantize import QuantizedWeight
 from qarl_kernels import dequantize, gemm, quantize, tile, w4a8, w4a16
 from torch import Tensor
 
+from qarl.policy.stored import scale_and_zero_point_of_columns, scale_of_columns
+
 
 @dataclass(frozen=True)
 class KernelOperand:
@@ -45,12 +47,23 @@ class KernelOperand:
             return gemm.w8a8(*quantize.activation_int8(x), tensors["weight"], scale, bias, x.dtype)
         return gemm.fp8(*quantize.activation_fp8(x), tensors["weight"], scale, bias, x.dtype)
 
-    def held(self) -> dict[str, Tensor]:
-        """The published tensors of a quantized weight, by suffix; codes as they stand in what the product reads."""
-        assert isinstance(self.source, QuantizedWeight)
-        if self.tiled is None:
-            return self.source.tensors
-        return self.source.tensors | {"weight_packed": tile.untile_int4(self.tiled, *self.source.shape)}
+    def held(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The published tensors as they stand in what the product reads, by suffix: codes out of their tiles, scales
+        and zero points out of their columns. dtype: the compute dtype, which needs no undoing here."""
+        if isinstance(self.source, Tensor):
+            return {"weight": self.source}
+        tensors = self.source.tensors
+        if self.tiled is None or self.meta is None:
+            return tensors
+        scale, one_group = tensors["weight_scale"], self.source.scheme.group_size is None
+        found = tensors | {"weight_packed": tile.untile_int4(self.tiled, *self.source.shape)}
+        if self.product == "w4a8":
+            return found | {"weight_scale": scale_of_columns(self.meta, scale.shape, one_group, scale.dtype)}
+        symmetric = "weight_zero_point" not in tensors
+        found["weight_scale"], zero_point = scale_and_zero_point_of_columns(
+            self.meta, scale.shape, one_group, symmetric, scale.dtype
+        )
+        return found if zero_point is None else found | {"weight_zero_point": zero_point}
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K): (code - zero point) * scale rounded to `dtype`; made anew in every call."""

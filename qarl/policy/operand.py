@@ -11,6 +11,8 @@ from qarl_kernels import reference
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 
+from qarl.policy.stored import narrowed, packed, stands_for
+
 if TYPE_CHECKING:
     from qarl.policy.kernel_operand import KernelOperand
 
@@ -43,10 +45,26 @@ class Operand:
             return nn.functional.linear(wide, self.weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
         return getattr(reference, self.product)(x, self.weight, self.scale, bias)
 
-    def held(self) -> dict[str, Tensor]:
-        """The published tensors of a quantized weight that this operand was made from, by compressed-tensors suffix."""
-        assert isinstance(self.source, QuantizedWeight)
-        return self.source.tensors
+    def held(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The published tensors that `weight` and `scale` give back, by compressed-tensors suffix.
+
+        Values that codes were dequantized into do not give codes back: there the codes are those of the source, where
+        they dequantize to exactly these values. What the storage does not give back is left out. dtype: the compute
+        dtype, which dequantized values were rounded to.
+        """
+        source = self.source
+        assert source is not None, "a full-precision learner's weight was not published"
+        if isinstance(source, Tensor):
+            found = {"weight": narrowed(self.weight, source.dtype)}
+        elif self.scale is None:
+            same = stands_for(source, self.weight, dtype)
+            found = source.tensors | ({} if same else {"weight_packed" if source.scheme.packed else "weight": None})
+        elif source.scheme.packed:
+            found = source.tensors | {"weight_packed": packed(self.weight), "weight_scale": self.scale}
+        else:
+            codes = narrowed(self.weight, source.tensors["weight"].dtype)
+            found = source.tensors | {"weight": codes, "weight_scale": self.scale}
+        return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K): code * scale rounded to `dtype`, held in the operand's own storage dtype."""

@@ -30,12 +30,8 @@ def write(policy: Policy, model: Path, directory: Path, **options: Any) -> int:
     return write_snapshot_checkpoint(
         directory,
         policy.current,
-        policy.config,
-        policy.model.generation_config,
+        policy.sampler.layout,
         load_tokenizer(ModelConfig(path=str(model))),
-        policy.scheme,
-        policy.quant.ignore,
-        policy.dtype,
         **options,
     )
 

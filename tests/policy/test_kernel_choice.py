@@ -105,12 +105,12 @@ def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -
 def test_verification_reads_back_what_the_product_reads(scheme: str) -> None:
     weight = _published(scheme)
     operand = operand_of(weight, torch.bfloat16, kernels=True)
-    held = operand.held()
+    held = operand.held(torch.bfloat16)
     assert held.keys() == weight.tensors.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in weight.tensors.items() if name != "weight")
     if operand.tiled is not None:
         operand.tiled[0, 0, 3, 2] ^= 1 << 5
-        assert not torch.equal(operand.held()["weight_packed"], weight.tensors["weight_packed"])
+        assert not torch.equal(operand.held(torch.bfloat16)["weight_packed"], weight.tensors["weight_packed"])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -132,7 +132,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         ignore=["lm_head", ignored],
     )
     for name in policy.linears:
-        own, sampler = policy.learner_view.operands[name], policy.sampler_view.operands[name]
+        own, sampler = policy.learner_view.operands[name], policy.sampler.view.operands[name]
         assert isinstance(sampler, KernelOperand)
         assert sampler.product == ("dense" if name == ignored else "w4a16")
         if learner == "aligned":

@@ -76,7 +76,7 @@ def test_a_policy_can_be_published_again_as_a_new_version():
     policy, _ = policies("w4a16", 1e-6)
     first = policy.current
     second = as_new_version(policy, 7)
-    policy.install_sampler(second)
+    policy.sampler.install(second)
     assert (second.version, policy.version) == (7, 7)
     assert second.fingerprints() is not first.fingerprints()
     assert second.fingerprints() == first.fingerprints()

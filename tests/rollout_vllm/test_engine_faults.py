@@ -19,6 +19,7 @@ from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.verify import PublishError
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
@@ -41,9 +42,9 @@ class Case:
         self.policy = Policy(
             load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
         )
-        self.engine = VLLMEngine(
-            config, self.policy, load_tokenizer(config.model), [[5, 70, 90], [6, 71]], self.folder, self.said.append
-        )
+        sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
+        weights = WeightSender(sampler.layout, tokenizer, sampler, [[5, 70, 90], [6, 71]], say)
+        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say)
         return self.engine
 
     def publish(self) -> None:

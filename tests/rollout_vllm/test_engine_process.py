@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from qarl.rollout.vllm import process
-from qarl.rollout.vllm.process import SamplerFault, SamplerProcess
+from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import make_carrier
 from qarl.weight_sync.verify import PublishError
 

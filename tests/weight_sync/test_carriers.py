@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from qarl.rollout.vllm.messages import order, read_order
-from qarl.rollout.vllm.settings import Publication
 from qarl.rollout.vllm.wire import Message
 from qarl.weight_sync import gpu_carriers
 from qarl.weight_sync.carriers import MemoryFileCarrier, MemoryFileReceiver
@@ -27,6 +26,7 @@ from qarl.weight_sync.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
 from qarl.weight_sync.parcels import ALIGNED, CudaHandle, Entry, Parcel, entry_of
 from qarl.weight_sync.plan import flatten, plan_update, unflatten
 from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_what_the_receiver_writes_reaches_nobody_else(carrier, receiver) -> None
 def test_a_parcel_is_small_whatever_the_tensors(carrier) -> None:
     names = [f"model.layers.{i}.self_attn.q_proj.weight_packed" for i in range(500)]
     parcel = carrier.pack(dict.fromkeys(names, torch.zeros(1000)))
-    assert len(json.dumps(order("publish", Publication(0, parcel, {}, [])).body)) < 200 * 500
+    assert len(json.dumps(order("publish", WeightUpdate(0, parcel, {}, [])).body)) < 200 * 500
 
 
 # --- what the carrier for GPUs does that needs none
@@ -121,8 +121,8 @@ def test_a_parcel_is_small_whatever_the_tensors(carrier) -> None:
 
 def arrived(parcel: Parcel) -> Parcel:
     """What the other side reads of the message that carries a parcel."""
-    sent = order("publish", Publication(0, parcel, {}, []))
-    return read_order(Message(sent.kind, json.loads(json.dumps(sent.body)), sent.data)).cargo
+    sent = order("publish", WeightUpdate(0, parcel, {}, []))
+    return read_order(Message(sent.kind, json.loads(json.dumps(sent.body)), sent.data)).content
 
 
 def test_every_kind_of_place_arrives_as_it_was_sent() -> None:

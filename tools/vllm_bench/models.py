@@ -115,7 +115,8 @@ def policy_of(
 
 def as_new_version(policy: Policy, version: int) -> Snapshot:
     """The policy's tensors as another version, whose fingerprints nobody knows yet."""
-    policy.version, policy.current = version, Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.current = Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
     return policy.current
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qarl.errors import UserError
 from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
@@ -21,8 +21,8 @@ from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader
 from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
-from qarl.weight_sync.delta import Patch
-from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.receiver import Arriving, arrived
 from qarl.weight_sync.verify import PublishError
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ class Host:
     # --- publishing --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def publish(
-        self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
-    ) -> dict[str, float]:
+    def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
         """Load what arrives, whole units in layer order, and check what is held afterwards.
 
         arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
@@ -88,10 +86,7 @@ class Host:
         Raises PublishError: other bytes arrived than were sent, or other ones are held.
         """
         begin = time.perf_counter()
-        tensors = self._loader.arrived(arriving, expected)
-        for name, found in fingerprints(tensors.items()).items():
-            if found != expected[name]:
-                raise PublishError(f"publish of version {version}: '{name}' arrived with other bytes than were sent")
+        tensors = arrived(version, arriving, expected, lambda name: self._loader.base(name, expected))
         received = self._now()
         if tensors:
             self._loader.load(tensors, expected)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from qarl.types import FinishReason
-
-if TYPE_CHECKING:
-    from qarl.weight_sync.fingerprints import Fingerprint
-
 
 # In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly; whatever
 # still opens a socket does so where no other machine reaches it.
@@ -85,19 +81,6 @@ class Response:
     logprobs: list[float]
     finish_reason: FinishReason
     stopped_by: int | str | None
-
-
-@dataclass(frozen=True)
-class Publication:
-    """One publish. cargo: a parcel of a carrier; in one process what it holds. expected: of the whole snapshot.
-
-    canary: sequences to score afterwards.
-    """
-
-    version: int
-    cargo: Any
-    expected: Mapping[str, Fingerprint]
-    canary: Sequence[list[int]]
 
 
 @dataclass(frozen=True)
