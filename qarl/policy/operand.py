@@ -11,7 +11,7 @@ from qarl_kernels import reference
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 
-from qarl.policy.stored import narrowed, packed, stands_for
+from qarl.policy.stored import same_bits
 
 if TYPE_CHECKING:
     from qarl.policy.kernel_operand import KernelOperand
@@ -46,25 +46,19 @@ class Operand:
         return getattr(reference, self.product)(x, self.weight, self.scale, bias)
 
     def held(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The published tensors that `weight` and `scale` give back, by compressed-tensors suffix.
+        """The published tensors that this operand multiplies with, by compressed-tensors suffix.
 
-        Values that codes were dequantized into do not give codes back: there the codes are those of the source, where
-        they dequantize to exactly these values. What the storage does not give back is left out. dtype: the compute
-        dtype, which dequantized values were rounded to.
+        The codes (or values) of the source are among them only where `weight` is, bit for bit, what they are prepared
+        to. dtype: the compute dtype.
         """
         source = self.source
         assert source is not None, "a full-precision learner's weight was not published"
-        if isinstance(source, Tensor):
-            found = {"weight": narrowed(self.weight, source.dtype)}
-        elif self.scale is None:
-            same = stands_for(source, self.weight, dtype)
-            found = source.tensors | ({} if same else {"weight_packed" if source.scheme.packed else "weight": None})
-        elif source.scheme.packed:
-            found = source.tensors | {"weight_packed": packed(self.weight), "weight_scale": self.scale}
-        else:
-            codes = narrowed(self.weight, source.tensors["weight"].dtype)
-            found = source.tensors | {"weight": codes, "weight_scale": self.scale}
-        return {suffix: tensor for suffix, tensor in found.items() if tensor is not None}
+        found = {"weight": source} if isinstance(source, Tensor) else dict(source.tensors)
+        if self.scale is not None:
+            found["weight_scale"] = self.scale
+        if not same_bits(self.weight, source, lambda rows: _prepared(rows, dtype)):
+            del found["weight_packed" if "weight_packed" in found else "weight"]
+        return found
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K): code * scale rounded to `dtype`, held in the operand's own storage dtype."""
@@ -93,25 +87,32 @@ def operand_of(weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bo
         from qarl.policy.kernel_operand import kernel_operand  # imports Triton, which the CPU does not need
 
         return kernel_operand(weight, dtype)
-    if isinstance(weight, Tensor):
-        return Operand("dense", _storage(weight), source=weight)
+    values = _prepared(weight, dtype)
+    if isinstance(weight, Tensor) or weight.scheme.activation is None:
+        return Operand("dense", values, source=weight)
     scheme = weight.scheme
-    if scheme.activation is None:
-        return Operand("dense", _storage(dequantize_weight(weight, dtype)), source=weight)
-    codes, scale = unpack_codes(weight).float(), weight.tensors["weight_scale"]
-    return Operand(scheme.name, codes, scale, scheme.activation, weight)  # type: ignore[arg-type]
+    return Operand(scheme.name, values, weight.tensors["weight_scale"], scheme.activation, weight)  # type: ignore[arg-type]
+
+
+def _prepared(weight: QuantizedWeight | Tensor, dtype: torch.dtype) -> Tensor:
+    """What an aligned product reads of published tensors (N, K): dequantized values, or codes where those multiply."""
+    if isinstance(weight, Tensor):
+        return storage(weight)
+    if weight.scheme.activation is None:
+        return storage(dequantize_weight(weight, dtype))
+    return unpack_codes(weight).float()
 
 
 def fake_quant_operand(weight: QuantizedWeight, dtype: torch.dtype) -> Operand:
     """QAT: weights and activations quantized and dequantized, the product an ordinary full-precision GEMM."""
-    return Operand("plain", _storage(dequantize_weight(weight, dtype)), None, weight.scheme.activation, weight)
+    return Operand("plain", storage(dequantize_weight(weight, dtype)), None, weight.scheme.activation, weight)
 
 
 def full_precision_operand(master: Tensor, dtype: torch.dtype) -> Operand:
     """The learner of quantized-rollout training: the master rounded to the compute dtype, an ordinary GEMM."""
-    return Operand("plain", _storage(master.detach().to(dtype, copy=True)))
+    return Operand("plain", storage(master.detach().to(dtype, copy=True)))
 
 
-def _storage(weight: Tensor) -> Tensor:
+def storage(weight: Tensor) -> Tensor:
     """CPUs multiply in float32 (see `qarl_kernels.reference`); GPUs in the compute dtype."""
     return weight.float() if weight.device.type == "cpu" else weight

@@ -10,7 +10,8 @@ from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
 from torch import Tensor, nn
 
 from qarl.policy.attention import AttentionContext, learner_context
-from qarl.policy.stored import narrowed
+from qarl.policy.operand import storage
+from qarl.policy.stored import same_bits
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
@@ -74,22 +75,14 @@ class Sampler:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every published tensor that the forward multiplies with, by name, derived from the form that it reads.
 
-        What that form does not give back, bit for bit, is left out; see `Operand.held`.
+        What that form does not stand for, bit for bit, is left out; see `Operand.held`.
         """
         for name, operand in self.view.operands.items():
             for suffix, tensor in operand.held(self.layout.dtype).items():
                 yield f"{name}.{suffix}", tensor
         for name, value in self.view.values.items():
-            if name != self._head or self._same_head(value):
+            if name != self._head or same_bits(self.view.head, value, storage):
                 yield name, value
-
-    def _same_head(self, value: Tensor) -> bool:
-        """Whether the output layer multiplies with `value`, which a tied embedding reads."""
-        head = self.view.head
-        if head is value:
-            return True
-        narrow = narrowed(head, value.dtype)
-        return narrow is not None and torch.equal(narrow.view(torch.uint8), value.view(torch.uint8))
 
     # --- forwards ----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Back from what a product reads to what was published: values narrowed without loss, scales out of their columns.
+"""Back from what a product reads to what was published: values made anew and compared, scales out of their columns.
 
 A product reads weights in a form prepared for it: widened, dequantized, tiled. What a sampler is proved to hold must
 come from that form, since that is what multiplies.
@@ -6,50 +6,30 @@ come from that form, since that is what multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from qarl_formats.packing import pack_int4
-from qarl_formats.quantize import QuantizedWeight, dequantize_weight
+from qarl_formats.quantize import QuantizedWeight
 from torch import Tensor
 
 BLOCK = 1 << 17  # elements compared at once, which a core's cache holds in float32
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The tensor that `wide` widens, of `dtype`; None where a value of `wide` is none of `dtype`.
+def same_bits(prepared: Tensor, source: QuantizedWeight | Tensor, prepare: Callable[..., Tensor]) -> bool:
+    """Whether `prepared` is, bit for bit, what `prepare` makes of `source`; a few rows at a time.
 
-    wide: (N, ...), contiguous. Where it is of `dtype` already, `wide` itself.
+    prepared: (N, ...). source: what was published. prepare: from some rows of the source to the same rows of the form.
     """
-    if wide.dtype == dtype:
-        return wide
-    narrow = wide.to(dtype)
-    same = all(_same_bits(narrow[rows].to(wide.dtype), wide[rows]) for rows in _blocks(wide))
-    return narrow if same else None
+    if prepared is source:
+        return True
+    return all(_equal(prepare(_rows_of(source, rows)), prepared[rows]) for rows in _blocks(prepared))
 
 
-def packed(wide: Tensor) -> Tensor | None:
-    """The packed words of int4 codes held one to an element; None where a value is no int4 code. wide: (N, K)."""
-    codes = narrowed(wide, torch.int8)
-    if codes is None or (codes.numel() and (codes.amin() < -8 or codes.amax() > 7)):
-        return None
-    return pack_int4(codes)
-
-
-def stands_for(weight: QuantizedWeight, values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `values` are, bit for bit, what the codes of `weight` dequantize to.
-
-    values: (N, K), the dequantized weight rounded to `dtype` and held in that or in float32.
-    """
-    return all(
-        _same_bits(dequantize_weight(_rows_of(weight, rows), dtype).to(values.dtype), values[rows])
-        for rows in _blocks(values)
-    )
-
-
-def _rows_of(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+def _rows_of(weight: QuantizedWeight | Tensor, rows: slice) -> QuantizedWeight | Tensor:
     """Some rows of a weight. rows: from a multiple of 8, where a word of zero points starts."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
     words = slice(rows.start // 8, -(-rows.stop // 8))
     cut = {"weight_zero_point": words, "weight_shape": slice(None)}
     tensors = {suffix: tensor[cut.get(suffix, rows)] for suffix, tensor in weight.tensors.items()}
@@ -63,9 +43,9 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + height, len(tensor)))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    words = _WORDS[a.dtype.itemsize]
-    return torch.equal(a.view(words), b.view(words))
+def _equal(a: Tensor, b: Tensor) -> bool:
+    words = _WORDS[b.dtype.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(words), b.view(words))
 
 
 def scale_of_columns(meta: Tensor, shape: torch.Size, one_group: bool, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qarl.config import QuantConfig
 from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand, operand_of
+from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand, operand_of, storage
 from qarl.policy.view import View
 from qarl.weight_sync.snapshot import Snapshot, published
 
@@ -77,8 +77,7 @@ class ViewMaker:
         return [name for name in self.parameters if name not in weights]
 
     def _head(self, values: Mapping[str, Tensor]) -> Tensor:
-        source = values[self.head]
-        return source.float() if source.device.type == "cpu" else source
+        return storage(values[self.head])
 
 
 def _form(snapshot: Snapshot, module: str) -> QuantizedWeight | Tensor:

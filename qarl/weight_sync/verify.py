@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 
 
 class PublishError(UserError):
@@ -36,3 +38,18 @@ def verify(
             f"publish of version {version} is partial: {len(missing)} of {len(expected)} tensors did "
             f"not arrive in {where}, first '{missing[0]}'"
         )
+
+
+def verify_in_process(
+    version: int, published: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], where: str = "the sampler"
+) -> None:
+    """`verify`, where the holder is in this process: what it holds may be the published tensors themselves.
+
+    published: the snapshot's tensors. held: (name, tensor), each once. Digests are taken of the others alone.
+    """
+    shown = dict(held)
+    own = {name for name, tensor in shown.items() if tensor is published.get(name)}
+    others = fingerprints((name, tensor) for name, tensor in shown.items() if name not in own)
+    wanted = fingerprints((name, published[name]) for name in others if name in published)
+    same = {name: Fingerprint(tuple(t.shape), str(t.dtype), "the same tensor") for name, t in published.items()}
+    verify(version, same | wanted, {name: same[name] for name in own} | others, where)

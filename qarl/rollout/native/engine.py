@@ -26,9 +26,8 @@ from qarl.rollout.native.scheduler import Chunk, Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
 from qarl.types import Prompt, Rollout
-from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.verify import PublishError, verify
+from qarl.weight_sync.verify import PublishError, verify_in_process
 
 LOGIT_ROWS = 128  # rows of logits held at once
 
@@ -49,9 +48,8 @@ class NativeEngine:
 
     def publish(self, snapshot: Snapshot) -> None:
         self.version = None  # until proven, nothing is held
-        expected = snapshot.fingerprints()
         self.sampler.install(snapshot)
-        verify(snapshot.version, expected, fingerprints(self.sampler.held()))
+        verify_in_process(snapshot.version, snapshot.tensors, self.sampler.held())
         self.version = snapshot.version
 
     def sleep(self) -> None:
