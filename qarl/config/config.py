@@ -239,11 +239,11 @@ class Config(Section):
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif quant.scheme in WEIGHT_INT4 and self.rollout.kernels == "native":
+            elif quant.scheme in WEIGHT_INT4 and self.rollout.linear_kernels == "vllm":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
-                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
+                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.linear_kernels: qarl",
                 )
         if quant.scheme in WEIGHT_INT4 and quant.scale_dtype != model.dtype:
             yield Fault(

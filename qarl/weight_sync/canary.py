@@ -52,7 +52,7 @@ class Bound:
         if first.mean > BROKEN:
             raise PublishError(
                 f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
-                "does not run this model and scheme right; use rollout.kernels=qarl, or another "
+                "does not run this model and scheme right; use rollout.linear_kernels=qarl, or another "
                 "scheme"
             )
         return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))

@@ -53,3 +53,19 @@ def verify_in_process(
     wanted = fingerprints((name, published[name]) for name in others if name in published)
     same = {name: Fingerprint(tuple(t.shape), str(t.dtype), "the same tensor") for name, t in published.items()}
     verify(version, same | wanted, {name: same[name] for name in own} | others, where)
+
+
+Shown = Mapping[str, list[Fingerprint]]
+
+
+def verify_changes(version: int, sent: tuple[Shown, Shown], held: tuple[Shown, Shown], where: str) -> None:
+    """Raise `PublishError` unless each layer that hides its published tensors changed exactly when they did.
+
+    sent: fingerprints of what belongs into each layer, by its name, in the last version and in this one. held: those of
+    the layer's own tensors then and now. where: what the error calls a layer.
+    """
+    for name, before in sent[0].items():
+        moved = sent[1][name] != before
+        if moved != (held[1][name] != held[0][name]):
+            what = "did not change with its weights" if moved else "changed by itself"
+            raise PublishError(f"publish of version {version}: {where} '{name}' {what}")

@@ -83,7 +83,7 @@ def test_a_policy_can_be_published_again_as_a_new_version():
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-@pytest.mark.parametrize("kernels", ["native", "qarl"])
+@pytest.mark.parametrize("kernels", ["vllm", "qarl"])
 def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: str, tmp_path: Path):
     from vllm_bench.case import Case, engine_config, with_vllm
     from vllm_bench.models import quant_of
@@ -106,8 +106,8 @@ def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: st
 
 def test_inline_is_refused_for_two_starts():
     with pytest.raises(SystemExit):
-        options("--process", "inline", "--schemes", "bf16", "--kernels", "native", "qarl")
-    options("--process", "inline", "--parts", "engine", "--schemes", "bf16", "--kernels", "native")
+        options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm", "qarl")
+    options("--process", "inline", "--parts", "engine", "--schemes", "bf16", "--kernels", "vllm")
 
 
 def test_the_learner_agrees_with_qarls_own_engine_to_the_bit(tiny_model, tmp_path: Path):

@@ -54,7 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             enforce_eager=True,
             sleep=False,
             staging=False,
-            kernels="native",
+            linear_kernels="vllm",
             cuda=None,
             args={"troubles": str(tmp_path / "troubles")},
         )

@@ -88,7 +88,7 @@ def scene() -> Iterator[Scene]:
             enforce_eager=True,
             sleep=False,
             staging=False,
-            kernels="native",
+            linear_kernels="vllm",
             cuda=None,
             args={"troubles": str(folder / "troubles")},
         )

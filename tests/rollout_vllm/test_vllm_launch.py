@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head siz
 @pytest.fixture(scope="module")
 def tiny(tiny_model):
     """`parts` with a vLLM configuration: `policy.max_length` is 512."""
-    return parts(tiny_model(), rollout={"engine": "vllm", "kernels": "qarl", "max_num_seqs": 8})
+    return parts(tiny_model(), rollout={"engine": "vllm", "linear_kernels": "qarl", "max_num_seqs": 8})
 
 
 def changed(tiny, **rollout):
@@ -33,7 +33,7 @@ def test_settings_follow_the_configuration(tiny) -> None:
     vllm = tiny.config.rollout.vllm.model_copy(update={"publish": "delta", "args": {"block_size": 64}})
     found = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here"))
     assert (found.checkpoint, found.dtype, found.scheme, found.context) == (Path("here"), "bfloat16", "w4a16", 512)
-    assert (found.max_num_seqs, found.max_batched_tokens, found.kernels) == (8, 512, "qarl")
+    assert (found.max_num_seqs, found.max_batched_tokens, found.linear_kernels) == (8, 512, "qarl")
     assert found.staging and found.args == {"block_size": 64}  # patches need what they change
 
 

@@ -32,7 +32,7 @@ NO_SETTINGS = SamplerSettings(
     enforce_eager=True,
     sleep=False,
     staging=False,
-    kernels="native",
+    linear_kernels="vllm",
     cuda=None,
 )
 

@@ -79,7 +79,7 @@ class Mismatch:
     def records(self, case: Case, own_engine: bool = False) -> Iterator[Record]:
         """Responses of one started vLLM, or with `own_engine` of qarl's, under each regime of the learner."""
         policy = self._policy(case, "aligned")
-        sampler = "qarl engine" if own_engine else f"vllm {case.kernels}"
+        sampler = "qarl engine" if own_engine else "vllm" if case.kernels == "vllm" else f"vllm {case.kernels}"
         rollouts, facts = self._from_native(policy) if own_engine else self._from_vllm(case, policy)
         for learner in ("aligned", "fake_quant", "full_precision"):
             if learner == "fake_quant" and case.scheme == "bf16":

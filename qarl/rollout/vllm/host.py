@@ -45,12 +45,12 @@ class Host:
         self._llm = _start(settings)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
-        if settings.kernels == "qarl" or settings.cuda is None:
+        if settings.linear_kernels == "qarl" or settings.cuda is None:
             # Without it vLLM's packed copy of a tied output layer would outlive its reloads on the CPU.
             from qarl.rollout.vllm.head import use_float32_head
 
             self._head = use_float32_head(self._model)
-        if settings.kernels == "qarl":
+        if settings.linear_kernels == "qarl":
             _require_served(self._model)
         self.held = HeldModel(self._model, expected)
         self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging)
@@ -68,7 +68,7 @@ class Host:
         import vllm
 
         quantization = json.loads((self.settings.checkpoint / "config.json").read_text()).get("quantization_config")
-        _, note = known_limits(quantization, vllm.__version__) if self.settings.kernels == "native" else ("", "")
+        _, note = known_limits(quantization, vllm.__version__) if self.settings.linear_kernels == "vllm" else ("", "")
         return {
             "proved_frac": self.held.proved_frac,
             "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},
@@ -96,6 +96,8 @@ class Host:
                 self._head.refresh()
         loaded = self._now()
         self.held.check(version, expected)
+        if self._head is not None and not self._head.fresh():
+            raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
         return {"receive": received - begin, "load": loaded - received, "check": self._now() - loaded}
 
     def _now(self) -> float:
@@ -192,7 +194,7 @@ class Host:
 def _prepare_environment(settings: SamplerSettings) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["QARL_VLLM_KERNELS"] = settings.kernels
+    os.environ["QARL_VLLM_KERNELS"] = settings.linear_kernels
     keep_compiled_code_private()
     if settings.threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
@@ -235,7 +237,7 @@ def _arguments(settings: SamplerSettings) -> dict[str, Any]:
         arguments |= {"gpu_memory_utilization": settings.memory_frac, "enable_sleep_mode": settings.sleep}
     if settings.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    if settings.kernels == "qarl" and settings.scheme == "bf16":
+    if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
         arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
     return arguments
 
@@ -244,7 +246,9 @@ def _require_served(model: nn.Module) -> None:
     from qarl.rollout.vllm.linear_kernels import unserved
 
     if names := unserved(model):
-        raise UserError(f"rollout.kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.kernels=native")
+        raise UserError(
+            f"rollout.linear_kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.linear_kernels=vllm"
+        )
 
 
 def _itself(worker: Any) -> Any:

@@ -36,7 +36,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep_level > 0,
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
-        kernels=rollout.kernels,
+        linear_kernels=rollout.linear_kernels,
         cuda=(learner_gpu(layout.device) if vllm.device is None else vllm.device) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),

@@ -31,7 +31,7 @@ class SamplerSettings:
 
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
-    staging: the published tensors of repacked layers are kept. kernels: whose linear kernels. cuda: index of the GPU,
+    staging: the published tensors of repacked layers are kept. linear_kernels: whose. cuda: index of the GPU,
     None on the CPU. threads: on the CPU. args: further engine arguments.
     """
 
@@ -46,7 +46,7 @@ class SamplerSettings:
     enforce_eager: bool
     sleep: bool
     staging: bool
-    kernels: Literal["native", "qarl"]
+    linear_kernels: Literal["vllm", "qarl"]
     cuda: int | None
     threads: int | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
