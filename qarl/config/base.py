@@ -103,16 +103,13 @@ class Section(BaseModel):
     @classmethod
     def _refuse_old_names(cls, data: Any) -> Any:
         faults = []
-        for old, (new, values) in cls.renamed.items():
-            for key in {old, new} & data.keys() if isinstance(data, dict) else ():
-                value = data[key]
-                known = values.get(value) if isinstance(value, str) else None
-                if key == old:
-                    faults.append(
-                        Fault((key,), value, f"is called {new} now" + (f"; write {new}: {known}" if known else ""))
-                    )
-                elif known not in (None, value):
-                    faults.append(Fault((key,), value, f"is called {known} now"))
+        for old, (new, values) in cls.renamed.items() if isinstance(data, dict) else ():
+            if old in data:
+                known = values.get(str(data[old]))
+                fix = f"; write {new}: {known}" if known else ""
+                faults.append(Fault((old,), data[old], f"is called {new} now{fix}"))
+            elif (known := values.get(str(data.get(new)), data.get(new))) != data.get(new):
+                faults.append(Fault((new,), data[new], f"is called {known} now"))
         if faults:
             raise refusal(faults)
         return data
