@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
+from qarl.fused import shared_scales
 from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
@@ -138,9 +139,11 @@ class Policy:
 
         Sampler and reference stay where they are. Raises UserError naming the tensor when a master is not finite.
         """
+        masters = dict(self.named_parameters())
+        shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
         forms = (
-            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels))
-            for name, master in self.named_parameters()
+            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)))
+            for name, master in masters.items()
         )
         self._take(build_snapshot(version, forms))
         return self.current

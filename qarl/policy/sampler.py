@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from qarl_formats.prepared import PreparedWeight
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
 from torch import Tensor, nn
 
 from qarl.policy.attention import AttentionContext, learner_context
-from qarl.policy.operand import storage
-from qarl.policy.stored import same_bits
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
+HEAD_ROWS = 256  # of the output layer, compared at once
 
 
 def final_states(model: nn.Module, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -73,16 +73,30 @@ class Sampler:
         self.view, self._installed = view(), snapshot
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Every published tensor that the forward multiplies with, by name, derived from the form that it reads.
+        """Every published tensor that the forward multiplies with, by name, read back from the form that it reads.
 
-        What that form does not stand for, bit for bit, is left out; see `Operand.held`.
+        Raises PublishError where that form is not, bit for bit, what the tensor is prepared to.
         """
-        for name, operand in self.view.operands.items():
-            for suffix, tensor in operand.held(self.layout.dtype).items():
-                yield f"{name}.{suffix}", tensor
+        for name, weight in self.view.operands.items():
+            assert isinstance(weight, PreparedWeight), f"{name}: the sampler multiplies what is published"
+            try:
+                tensors = weight.held()
+            except ValueError as error:
+                raise self._refusal(f"{name}: {error}") from error
+            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
         for name, value in self.view.values.items():
-            if name != self._head or same_bits(self.view.head, value, storage):
-                yield name, value
+            if name == self._head and not self._multiplies(value):
+                raise self._refusal(f"{name}: the output layer multiplies with other values")
+            yield name, value
+
+    def _refusal(self, what: str) -> PublishError:
+        assert self._installed is not None, "no version was installed"
+        return PublishError(f"publish of version {self._installed.version}: {what}")
+
+    def _multiplies(self, value: Tensor) -> bool:
+        """Whether the output layer's weight is `value`, which on the CPU it holds in float32."""
+        blocks = zip(self.view.head.split(HEAD_ROWS), value.split(HEAD_ROWS), strict=True)
+        return self.view.head is value or all(torch.equal(head, rows.to(head.dtype)) for head, rows in blocks)
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
