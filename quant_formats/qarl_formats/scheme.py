@@ -94,6 +94,8 @@ class Scheme(ABC):
     # --- where it runs
     capability: ClassVar[tuple[int, int]] = (0, 0)
     """Compute capability that its Triton kernels need, beyond what they all do."""
+    vllm_cpu: ClassVar[bool] = True
+    """Whether vLLM's build for CPUs has a product of its own for it."""
     row_block: ClassVar[int] = 1
     """Output features that share a scale. Layers that vLLM fuses have whole blocks of them."""
     tolerance: ClassVar[float]

@@ -36,6 +36,7 @@ class NVFP4A16(Scheme):
     weight_bits = 4
     weight_type = "float"
     scale_dtypes = ()
+    vllm_cpu = False
     tolerance = 0.1
     file_format = "nvfp4-pack-quantized"
     strategies = ("tensor_group",)
