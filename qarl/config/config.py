@@ -193,11 +193,11 @@ class Config(Section):
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif scheme_of(quant).packed and self.rollout.kernels == "native":
+            elif scheme_of(quant).packed and self.rollout.linear_kernels == "vllm":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
-                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
+                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.linear_kernels: qarl",
                 )
         if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
             yield Fault(
