@@ -131,7 +131,7 @@ class NVFP4A16(Scheme):
     def multiply(
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
     ) -> Tensor:
-        divisor = operands["weight_global_scale"]
+        divisor = operands["weight_global_scale"][:1]  # an engine's fused layer has one for each of its parts
         if not kernels:
             from qarl_kernels import nvfp4
 
@@ -141,6 +141,15 @@ class NVFP4A16(Scheme):
         packed, scale = operands.get("weight_packed"), operands["weight_scale"]
         tiled, columns = operands["weight_tiled"], operands["weight_columns"]
         return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, columns, bias)
+
+    @classmethod
+    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
+        rows = {name: tensor for name, tensor in operands.items() if name != "weight_global_scale"}
+        divisors = operands["weight_global_scale"].split(1)
+        return [
+            part | {"weight_global_scale": divisor}
+            for part, divisor in zip(super().parts(rows, widths), divisors, strict=True)
+        ]
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
