@@ -92,7 +92,7 @@ def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: 
     assert operand.kernels and operand.scheme.name == scheme and operand.source is weight
     published = [weight] if scheme == "bf16" else list(weight.tensors.values())
     own = {name: t for name, t in operand.operands.items() if not any(t is tensor for tensor in published)}
-    assert own.keys() == ({"weight_tiled", "weight_meta"} if scheme.startswith("w4") else set())
+    assert own.keys() == ({"weight_tiled", "weight_meta"} if operand.scheme.packed else set())
 
 
 @interpreted

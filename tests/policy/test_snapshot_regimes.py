@@ -33,6 +33,11 @@ LAYOUTS = {
         "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
         "weight_scale": (torch.bfloat16, lambda n, k: (-(-n // 128), -(-k // 128))),
     },
+    "nvfp4a16": {
+        "weight_packed": (torch.uint8, lambda n, k: (n, k // 2)),
+        "weight_scale": (torch.float8_e4m3fn, lambda n, k: (n, k // 16)),
+        "weight_global_scale": (torch.float32, lambda n, k: (1,)),
+    },
 }
 LAYOUTS["w4a8"] = LAYOUTS["w4a16"]
 ZERO_POINT = {"weight_zero_point": (torch.int32, lambda n, k: (n // 8, k // 32))}
