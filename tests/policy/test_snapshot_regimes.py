@@ -92,10 +92,10 @@ def test_the_sampler_stands_on_exactly_what_was_published(tiny_model, family: st
 def test_refresh_makes_new_tensors_and_leaves_the_old_snapshot(tiny_model, scheme: str, dtype: torch.dtype) -> None:
     policy = make_policy(tiny_model("llama"), scheme, dtype, _group(scheme))
     old = policy.current
-    manifest = old.manifest()
+    manifest, generator = old.manifest(), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _, master in policy.named_parameters():
-            master.mul_(-0.5)
+        for _, master in policy.named_parameters():  # not all alike: scales relative to a tensor's own would stay
+            master.mul_(-0.5 - 0.5 * torch.rand(master.shape, generator=generator))
     assert old.manifest() == manifest, "a master's change reached the snapshot"
     new = policy.refresh(7)
     assert policy.version == new.version == 7 and policy.current is new
