@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qarl.diagnosis.reading import read
+from qarl.diagnostics.diagnose.reading import read
 
 HEALTHY = {
     "mismatch/delta_abs_mean": 1e-4,

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from qarl.objectives.band import Band
 from qarl.objectives.ratios import clamped_exp, log_ratio
+from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
-from qarl.training.batch import Batch
+from qarl.training.batch import Part
 
 CHUNK = 1 << 24  # elements of two gradients that are float64 at a time
 
@@ -42,8 +43,7 @@ CLIPPED_PASSES = (_Pass(False, False, False), _Pass(False, False, True))
 
 def gradient_gram(
     policy: Policy,
-    batch: Batch,
-    parts: list[list[int]],
+    parts: list[Part],
     tokens: int,
     truncation: Truncation,
     chunk: int,
@@ -54,38 +54,30 @@ def gradient_gram(
     without a band.
 
     parts: the responses of the minibatch, cut into micro batches; those with advantage 0 may be left out. tokens: N, of
-    the whole minibatch. loss_scale: see `optim.loss_scale`; it cancels. Masters' `.grad` and the optimizer are left as
-    they were. An aligned learner has no beta: A to D are one gradient, E and F another if anything is clipped.
+    the whole minibatch. loss_scale: see `optim.loss_scale`; it cancels. Masters' `.grad`, the learner's own sums and
+    the optimizer are left as they were. An aligned learner has no beta: A to D are one gradient, E and F another if
+    anything is clipped.
 
     Memory: up to five gradients are held in float32 on the host, three where nothing is clipped, beside the one being
     made.
     """
-    masters = [parameter for _, parameter in policy.named_parameters()]
-    before = [master.grad for master in masters]
-    for master in masters:
-        master.grad = None
-    try:
-        return _Passes(policy, masters, batch, parts, tokens, truncation, chunk, loss_scale, band).gram()
-    finally:
-        for master, gradient in zip(masters, before, strict=True):
-            master.grad = gradient
+    return _Passes(policy, parts, tokens, truncation, chunk, loss_scale, band).gram()
 
 
 class _Passes:
     def __init__(
         self,
         policy: Policy,
-        masters: list[Tensor],
-        batch: Batch,
-        parts: list[list[int]],
+        parts: list[Part],
         tokens: int,
         truncation: Truncation,
         chunk: int,
         loss_scale: float,
         band: Band | None,
     ) -> None:
-        self.policy, self.masters, self.batch, self.parts, self.tokens = policy, masters, batch, parts, tokens
+        self.policy, self.parts, self.tokens = policy, parts, tokens
         self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
+        self.sums = GradientAccumulator(policy.role, [master for _, master in policy.named_parameters()])
         # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.
         shadow: list[Tensor] = []
         self.logp = {True: shadow, False: shadow if policy.aligned else []}
@@ -106,8 +98,6 @@ class _Passes:
             if any(self._simplest(later) not in rows for later in wanted[number + 1 :]):
                 held.append([None if g is None else g.cpu() for g in gradients])
             del gradients
-            for master in self.masters:
-                master.grad = None
         order = [rows[self._simplest(one)] for one in wanted]
         return inner[order][:, order]
 
@@ -124,32 +114,30 @@ class _Passes:
 
     def _ratio(self, number: int, which: bool) -> Tensor:
         """(T,) log ratio of a micro batch over what the sampler reported."""
-        sampler = self.batch.packed(self.batch.logp_sampler, self.parts[number], self.policy.device)
-        return log_ratio(self.logp[which][number], sampler)
+        return log_ratio(self.logp[which][number], self.parts[number].logp_sampler)
 
     def _clipped(self, which: bool) -> list[Tensor]:
         """bool (T,) of each micro batch: tokens without gradient under this ratio."""
-        device, found = self.policy.device, []
-        for number, part in enumerate(self.parts):
-            advantages, segments = self.batch.advantages[part].to(device), self.batch.segments(part, device)
-            found.append(self.band.outside(self._ratio(number, which), advantages, segments))
-        return found
+        assert self.band is not None, "nothing clips without a band"
+        return [
+            self.band.outside(self._ratio(number, which), part.advantages, part.segments)
+            for number, part in enumerate(self.parts)
+        ]
 
     def _gradients(self, one: _Pass) -> list[Tensor | None]:
-        policy, batch = self.policy, self.batch
         clipped = None if one.clip is None else self._clipped(one.clip)
         for number, part in enumerate(self.parts):
-            advantages = batch.segments(part, policy.device).expand(batch.advantages[part].to(policy.device))
             # with gradient checkpointing the backward runs the forward again, in the same arithmetic
-            with torch.enable_grad(), policy.shadow() if one.score else nullcontext():
-                logp, _ = policy.logprobs(*batch.texts(part), self.truncation, self.chunk)
+            with torch.enable_grad(), self.policy.shadow() if one.score else nullcontext():
+                logp, _ = self.policy.logprobs(part.prompts, part.responses, self.truncation, self.chunk)
                 if len(self.logp[one.score]) == number:
                     self.logp[one.score].append(logp.detach())
                 ratio, _ = clamped_exp(self._ratio(number, one.ratio))
                 if clipped is not None:
                     ratio = ratio.masked_fill(clipped[number], 0.0)
-                logp.backward(ratio * advantages * (-self.loss_scale / self.tokens))
-        return [master.grad for master in self.masters]
+                weight = ratio * part.segments.expand(part.advantages) * (-self.loss_scale / self.tokens)
+                self.sums.backward(logp, weight)
+        return self.sums.take()
 
 
 def _inner(first: list[Tensor | None], second: list[Tensor | None]) -> float:

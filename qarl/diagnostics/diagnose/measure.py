@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.diagnosis.policies import RunPolicy
-from qarl.diagnosis.saved import SavedStep
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
-from qarl.diagnostics.error_tokens import error_examples, error_token_metrics
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnostics.diagnose.saved import SavedStep
+from qarl.diagnostics.error_tokens import decoder, error_examples, error_token_metrics
 from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.mismatch import log_prob_gap, mismatch_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
@@ -84,7 +84,7 @@ def diagnose(
 
     lengths = [len(response) for response in saved.responses]
     examples = error_examples(
-        saved.responses, saved.logp_sampler.split(lengths), advantages, policy.tokenizer.decode, EXAMPLES
+        saved.responses, saved.logp_sampler.split(lengths), advantages, decoder(policy.tokenizer), EXAMPLES
     )
     tokens = StepTokens(
         saved.logp_sampler, saved.logp_old, logp, shadow, log_ratio, weights, advantages, segments, objective.band

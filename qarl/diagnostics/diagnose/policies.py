@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
-from qarl.diagnosis.saved import SavedStep
+from qarl.diagnostics.diagnose.saved import SavedStep
+from qarl.diagnostics.gradient_passes import gradient_gram
 from qarl.errors import UserError
 from qarl.inference.context import context_of
 from qarl.inference.target import Target
@@ -21,8 +22,7 @@ from qarl.policy.policy import Policy
 from qarl.publish.snapshot import Snapshot
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
-from qarl.training.batch import Batch, micro_batches, minibatches
-from qarl.training.four_passes import gradient_gram
+from qarl.training.batch import CPU, Batch, Column
 from qarl.training.setup import build_policy, build_sampling, set_determinism
 
 
@@ -110,33 +110,34 @@ class RunPolicy:
 
     def gradient_gram(self, saved: SavedStep) -> Tensor:
         """`gradient_gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
-        config, batch = self.config, batch_of(saved)
-        indices = minibatches(batch.groups, config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
-        live = [i for i in indices if saved.advantages[i] != 0]
-        parts = micro_batches(batch, live, config.train.micro_batch_tokens)
-        tokens = sum(len(saved.responses[i]) for i in indices)
-        band = build_objective(config.objective, config.correction).band
+        config = self.config
+        minibatch = self._batch(saved).minibatches(config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
+        live = minibatch.where(lambda advantage: advantage != 0)
         return gradient_gram(
-            self.policy, batch, parts, tokens, self.truncation, config.train.logprob_chunk, config.loss_scale, band
+            self.policy,
+            live.micro_batches(config.train.micro_batch_tokens),
+            minibatch.tokens,
+            self.truncation,
+            config.train.logprob_chunk,
+            config.loss_scale,
+            build_objective(config.objective, config.correction).band,
         )
 
     def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
-        batch, found = batch_of(saved), {}
-        for part in micro_batches(batch, list(range(len(saved))), self.config.train.micro_batch_tokens):
-            logp = forward(*batch.texts(part), self.truncation, self.config.train.logprob_chunk)
-            found |= zip(part, batch.split(logp, part), strict=True)
-        return torch.cat([found[i] for i in range(len(saved))])
+        batch, chunk = self._batch(saved), self.config.train.logprob_chunk
+        found = Column.empty(len(batch))
+        for part in batch.whole().micro_batches(self.config.train.micro_batch_tokens):
+            found.fill(part, forward(part.prompts, part.responses, self.truncation, chunk))
+        return found.read(batch.whole(CPU))
 
-
-def batch_of(saved: SavedStep) -> Batch:
-    """The step as the learner had it."""
-    lengths = [len(response) for response in saved.responses]
-    columns = {name: list(getattr(saved, name).split(lengths)) for name in ("logp_sampler", "logp_old", "logp")}
-    return Batch(
-        prompts=saved.prompts,
-        responses=saved.responses,
-        groups=saved.groups,
-        advantages=saved.advantages,
-        logp_ref=[None] * len(saved),
-        **columns,
-    )
+    def _batch(self, saved: SavedStep) -> Batch:
+        """The step's responses, read on the policy's device."""
+        return Batch(
+            version=saved.version,
+            device=self.policy.device,
+            prompts=saved.prompts,
+            responses=saved.responses,
+            groups=saved.groups,
+            advantages=saved.advantages,
+            logp_sampler=Column(saved.logp_sampler.split([len(response) for response in saved.responses])),
+        )

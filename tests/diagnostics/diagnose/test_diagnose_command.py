@@ -16,11 +16,11 @@ from rich.console import Console
 from tiny_runs import settings, write_config
 
 from qarl.cli.diagnose import numbers_table
-from qarl.diagnosis import command
-from qarl.diagnosis.measure import Diagnosis, diagnose, weight_metrics
-from qarl.diagnosis.page import explained, grouped
-from qarl.diagnosis.policies import RunPolicy
-from qarl.diagnosis.saved import read_rollouts
+from qarl.diagnostics.diagnose import command
+from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose, weight_metrics
+from qarl.diagnostics.diagnose.page import explained, grouped
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnostics.diagnose.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
 from qarl.report.formatting import number

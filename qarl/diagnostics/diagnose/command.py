@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qarl.diagnosis.measure import Diagnosis, diagnose
-from qarl.diagnosis.page import diagnosis_sections
-from qarl.diagnosis.policies import RunPolicy
-from qarl.diagnosis.reading import Finding, read
-from qarl.diagnosis.saved import pick_step, read_rollouts
+from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose
+from qarl.diagnostics.diagnose.page import diagnosis_sections
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnostics.diagnose.reading import Finding, read
+from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
 from qarl.inference.target import resolve_target
 from qarl.report.charts import chart_files
 from qarl.report.page import write_page

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qarl.diagnosis.saved import pick_step, read_rollouts
+from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 
 
