@@ -35,7 +35,12 @@ class PreparedWeight:
         return n, k
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: (M, K) of `dtype`; bias: (N,) or None. Returns (M, N) of x's dtype; a row's bits are its own."""
+        """x: (M, K) of `dtype`; bias: (N,) or None. Returns (M, N) of x's dtype; a row's bits are its own.
+
+        Raises ValueError where x does not fit.
+        """
+        if x.ndim != 2 or x.shape[1] != self.shape[1]:
+            raise ValueError(f"x is {list(x.shape)}, but the weight takes (rows, {self.shape[1]}); reshape x")
         return self.scheme.multiply(x, self.operands, self.shape[0], bias, self.kernels)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:

@@ -188,11 +188,11 @@ def scheme_agrees(engine, name: str) -> bool:
         widths = (64 * heads, 64 * kv, 64 * kv)
         masters = [torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05 for width in widths]
         shared, biases, weights = scheme.shared(masters), [], []
-        for shard, master in zip("qkv", masters, strict=True):
+        for shard, width, master in zip("qkv", widths, masters, strict=True):
             weights.append(
                 quantize_weight(master, scheme, shard, shared=shared) if scheme.quantized else master.to(DTYPE)
             )
-            biases.append(torch.randn(len(master), generator=generator).to(DTYPE))
+            biases.append(torch.randn(width, generator=generator).to(DTYPE))
             layer.bias.weight_loader(layer.bias, biases[-1], shard)
             tensors = weights[-1].tensors if scheme.quantized else {"weight": weights[-1]}
             for suffix, tensor in tensors.items():

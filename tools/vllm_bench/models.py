@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-from qarl_formats.scheme import is_ignored
+from qarl_formats.scheme import grouped_names, is_ignored
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
@@ -65,7 +65,7 @@ Masters = Callable[[str, tuple[int, ...]], Tensor]
 
 def quant_of(scheme: str, group_size: int, learner: str = "aligned") -> QuantConfig:
     """The quantization section. group_size: for schemes that have groups."""
-    values = {"scheme": scheme, "learner": learner} | ({"group_size": group_size} if scheme.startswith("w4") else {})
+    values = {"scheme": scheme, "learner": learner} | ({"group_size": group_size} if scheme in grouped_names() else {})
     return QuantConfig.model_validate(values)
 
 

@@ -34,7 +34,7 @@ from vllm.scalar_type import scalar_types
 
 from qarl.rollout.vllm.ops import linear
 
-STORED = ("weight", "weight_packed", "weight_scale", "weight_zero_point")
+STORED = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
 
 
 class HoldsPublished(ABC):

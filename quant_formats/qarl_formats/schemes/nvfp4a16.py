@@ -131,7 +131,7 @@ class NVFP4A16(Scheme):
     def multiply(
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
     ) -> Tensor:
-        divisor = operands["weight_global_scale"][:1]  # an engine's fused layer has one for each of its parts
+        divisor = operands["weight_global_scale"]
         if not kernels:
             from qarl_kernels import nvfp4
 
@@ -144,12 +144,8 @@ class NVFP4A16(Scheme):
 
     @classmethod
     def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
-        rows = {name: tensor for name, tensor in operands.items() if name != "weight_global_scale"}
-        divisors = operands["weight_global_scale"].split(1)
-        return [
-            part | {"weight_global_scale": divisor}
-            for part, divisor in zip(super().parts(rows, widths), divisors, strict=True)
-        ]
+        split = super().parts({"weight_values": operands["weight_values"]}, widths)  # what the CPU reads of a part
+        return [part | {"weight_global_scale": operands["weight_global_scale"]} for part in split]
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
