@@ -22,7 +22,7 @@ from qarl.policy.load import load_generation_config, load_model, load_model_conf
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
-from qarl.weight_sync.snapshot import published
+from qarl.weight_sync.snapshot import quantize_parameter
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Masters:
         low_bit = {f"{module}.weight" for module in quantized}
         for name in self.shapes:
             own, master = scheme if name in low_bit else None, self.read(name).to(device)
-            yield name, published(name, master, own, dtype, self.version or 0, shared=shared.get(name))
+            yield name, quantize_parameter(name, master, own, dtype, self.version or 0, shared=shared.get(name))
 
     def specs(self, quant: QuantConfig, dtype: torch.dtype, unpacked: bool = False) -> dict[str, dict[str, TensorSpec]]:
         """Parameter name -> the tensors that are stored of what `forms` will give for it; reads nothing.

@@ -24,7 +24,7 @@ from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
 from qarl.policy.views import ViewMaker
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
 
 
 class Policy:
@@ -142,7 +142,12 @@ class Policy:
         masters = dict(self.named_parameters())
         shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
         forms = (
-            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)))
+            (
+                name,
+                quantize_parameter(
+                    name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)
+                ),
+            )
             for name, master in masters.items()
         )
         self._take(build_snapshot(version, forms))

@@ -14,7 +14,7 @@ from qarl.config import QuantConfig
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand
 from qarl.policy.view import View
-from qarl.weight_sync.snapshot import Snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, quantize_parameter
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ViewMaker:
 
     def _rounded(self, name: str, version: int) -> Tensor:
         """A master in the learner's dtype, finite, sharing no memory with it."""
-        value = published(name, self.parameters[name], None, self.learner_dtype, version)
+        value = quantize_parameter(name, self.parameters[name], None, self.learner_dtype, version)
         assert isinstance(value, Tensor)
         return value
 

@@ -43,7 +43,7 @@ class Snapshot:
         return Manifest(self.version, {name: describe(tensor) for name, tensor in self.tensors.items()})
 
 
-def published(
+def quantize_parameter(
     name: str,
     master: Tensor,
     scheme: Scheme | None,

@@ -5,7 +5,7 @@ from qarl_formats.scheme import Scheme
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.diagnostics.crossings import crossing_metrics, crossings
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -25,7 +25,7 @@ def snapshot(values: dict[str, torch.Tensor], scheme: Scheme | None) -> Snapshot
     forms = []
     for name, value in values.items():
         low_bit = scheme if "up_proj" in name else None
-        forms.append((name, published(name, value, low_bit, torch.bfloat16, 0)))
+        forms.append((name, quantize_parameter(name, value, low_bit, torch.bfloat16, 0)))
     return build_snapshot(0, forms)
 
 

@@ -18,7 +18,7 @@ from qarl.policy.load import load_model
 from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
-from qarl.weight_sync.snapshot import published
+from qarl.weight_sync.snapshot import quantize_parameter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,8 +64,8 @@ def test_codes_of_the_gpu_are_those_of_the_cpu(scheme: str, changes: dict, dtype
     made = made if made.quantized else None
     master = _random(n, k, seed=n)
     master[0, :128] = 0.0  # a group of zeros
-    on_cpu = published("w.weight", master, made, torch.bfloat16, 0)
-    on_gpu = published("w.weight", master.cuda(), made, torch.bfloat16, 0, kernels=True)
+    on_cpu = quantize_parameter("w.weight", master, made, torch.bfloat16, 0)
+    on_gpu = quantize_parameter("w.weight", master.cuda(), made, torch.bfloat16, 0, kernels=True)
     if made is None:
         assert torch.equal(on_gpu.cpu(), on_cpu)
         return
@@ -80,7 +80,7 @@ def test_a_master_that_is_not_finite_is_named(scheme: str, changes: dict) -> Non
     master = _random(64, 256, seed=0).cuda()
     master[3, 5] = torch.nan
     with pytest.raises(UserError, match=r"quantize version 4: w.weight: 1 of 16384 values are NaN or infinite"):
-        published("w.weight", master, _made(scheme, changes), torch.bfloat16, 4, kernels=True)
+        quantize_parameter("w.weight", master, _made(scheme, changes), torch.bfloat16, 4, kernels=True)
 
 
 # --- one linear

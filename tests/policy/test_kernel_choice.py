@@ -16,7 +16,7 @@ from qarl.errors import UserError
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import PlainWeight
-from qarl.weight_sync.snapshot import published
+from qarl.weight_sync.snapshot import quantize_parameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
@@ -229,7 +229,9 @@ def test_kernels_publish_the_same_tensors(scheme: str, changes) -> None:
     master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     made = _scheme(scheme, **changes)
     made = made if made.quantized else None
-    plain, kernel = (published("w.weight", master, made, torch.bfloat16, 3, kernels) for kernels in (False, True))
+    plain, kernel = (
+        quantize_parameter("w.weight", master, made, torch.bfloat16, 3, kernels) for kernels in (False, True)
+    )
     if made is None:
         assert torch.equal(kernel, plain)
         return
@@ -244,7 +246,9 @@ def test_kernels_publish_the_same_tensors(scheme: str, changes) -> None:
 def test_one_group_a_row_is_published_the_same() -> None:
     master = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     scheme = make_scheme("w4a16", -1)
-    plain, kernel = (published("w.weight", master, scheme, torch.bfloat16, 3, kernels) for kernels in (False, True))
+    plain, kernel = (
+        quantize_parameter("w.weight", master, scheme, torch.bfloat16, 3, kernels) for kernels in (False, True)
+    )
     assert all(torch.equal(kernel.tensors[name], tensor) for name, tensor in plain.tensors.items())
 
 
@@ -257,6 +261,6 @@ def test_a_master_that_is_not_finite_is_named_alike(scheme: str, value: float) -
     messages = []
     for kernels in (False, True):
         with pytest.raises(UserError) as caught:
-            published("w.weight", master, _scheme(scheme), torch.bfloat16, 3, kernels)
+            quantize_parameter("w.weight", master, _scheme(scheme), torch.bfloat16, 3, kernels)
         messages.append(str(caught.value))
     assert messages[0] == messages[1] and f"w.weight: 2 of {N * K} values are NaN" in messages[0]

@@ -187,6 +187,15 @@ def test_a_publish_that_the_canary_refuses_is_sent_again_whole(case, mode) -> No
     assert case.engine.version == 1 and case.engine.metrics["publish/sent_frac"] == 1.0
 
 
+def test_patches_go_on_after_a_publish_that_was_sent_again_whole(case) -> None:
+    case.make("publish lie", publish="delta")
+    case.publish()
+    for version in (1, 2):
+        case.learn(version)
+        case.publish()
+    assert case.engine.version == 2 and case.engine.metrics["publish/sent_frac"] < 0.2
+
+
 def test_a_whole_publish_that_the_canary_refuses_ends_the_run(case) -> None:
     case.make("publish lie", publish="full")
     case.publish()

@@ -15,7 +15,7 @@ from qarl.config.quant import scheme_of
 from qarl.policy.kernels import use_kernels
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
 
 STD = 0.02  # of weights
 DTYPE = torch.bfloat16
@@ -108,7 +108,7 @@ def policy_of(
         module = name.removesuffix(".weight")
         low_bit = scheme.quantized and module in linears and not is_ignored(module, quant.ignore)
         master = masters(name, tuple(parameter.shape))
-        forms.append((name, published(name, master, scheme if low_bit else None, DTYPE, version, kernels)))
+        forms.append((name, quantize_parameter(name, master, scheme if low_bit else None, DTYPE, version, kernels)))
         del master
     return Policy(model, scheme, quant, DTYPE, device, context, build_snapshot(version, forms))
 
