@@ -158,6 +158,8 @@ class NVFP4A16(Scheme):
         return found
 
     def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        assert not hasattr(prepared.source, "ndim")
-        values = self.dequantize(prepared.source, dtype, prepared.kernels)  # type: ignore[arg-type]
+        from qarl_formats.quantize import QuantizedWeight
+
+        assert isinstance(prepared.source, QuantizedWeight)
+        values = self.dequantize(prepared.source, dtype, prepared.kernels)
         return values.float() if values.device.type == "cpu" and not prepared.kernels else values
