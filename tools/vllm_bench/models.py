@@ -15,7 +15,7 @@ from qarl.config.quant import scheme_of
 from qarl.policy.kernels import use_kernels
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.publish.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
 
 STD = 0.02  # of weights
 DTYPE = torch.bfloat16
@@ -115,7 +115,8 @@ def policy_of(
 
 def as_new_version(policy: Policy, version: int) -> Snapshot:
     """The policy's tensors as another version, whose fingerprints nobody knows yet."""
-    policy.version, policy.current = version, Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.current = Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
     return policy.current
 
 
