@@ -13,7 +13,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import build_snapshot
+from qarl.weight_sync.snapshot import build_snapshot
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 ALONE = ("self_attn.o_proj", "mlp.down_proj")
