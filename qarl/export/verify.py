@@ -12,7 +12,7 @@ token does not make the rest incomparable.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from qarl_formats.quantize import unpack_codes
+from qarl_formats.scheme import Scheme
 from safetensors import safe_open
 
 from qarl.config import QuantConfig
@@ -97,16 +98,16 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     say(found[0].line())
     reference = greedy(opened, prompts, MAX_TOKENS)
     exact, where, dtype = opened.policy.device.type == "cpu", opened.policy.device, stored["dtype"]
-    texts = _texts(opened, reference)
+    texts, shapes = _texts(opened, reference), {weight.shape for weight in opened.policy.current.weights.values()}
     opened.close()
     del opened
     release_memory()
     responses = reference.token_ids
     scheme = scheme_of(target.quant)
-    drops = scheme.activation is not None
+    drops = (scheme.activation_arguments() or {}).get("strategy") == "token"
     readers: list[tuple[str, Callable[[], Reading]]] = [
         ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
-        ("transformers", lambda: read_transformers(out, prompts, responses, MAX_TOKENS, where, drops)),
+        ("transformers", lambda: _transformers(shapes, scheme)(out, prompts, responses, MAX_TOKENS, where, drops)),
         ("vllm", lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, out / "vllm.log")),
     ]
     for name, read in readers:
@@ -128,6 +129,14 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     with disk_errors(file, place="OUT"):
         atomic_write_text(file, json.dumps(record, indent=2) + "\n")
     return record
+
+
+def _transformers(shapes: Iterable[tuple[int, int]], scheme: Scheme) -> Callable[..., Reading]:
+    """`read_transformers`. Raises Unsupported where the library cannot read a weight of one of these shapes."""
+    for shape in sorted(shapes):
+        if fault := scheme.library_fault(*shape):
+            raise Unsupported(fault)
+    return read_transformers
 
 
 def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:

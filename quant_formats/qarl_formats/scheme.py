@@ -176,6 +176,10 @@ class Scheme(ABC):
         """`codes` of stored tensors as compressed-tensors' own code unpacks them, for proofs of exported files."""
         return stored["weight"]
 
+    def library_fault(self, out_features: int, in_features: int) -> str | None:
+        """Why compressed-tensors (and so transformers) cannot dequantize a weight of this shape; None: it can."""
+        return None
+
     # --- arithmetic
 
     def shared(self, weights: Iterable[Tensor]) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +109,7 @@ def print_table(members: list[dict[str, Any]]) -> None:
     for source in (loss_table(members), cost_table(members)):
         for place, column in enumerate(source.columns[1:], 1):
             table.add_row(column.name, *(Text(row[place].replace(" [", "\n[")) for row in source.rows))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width to keep to
     console.print(table)
     for member in members:
         if member["state"] == "failed":

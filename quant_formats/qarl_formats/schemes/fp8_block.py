@@ -58,6 +58,13 @@ class FP8Block(ByteCodes):
             "dynamic": True,
         }
 
+    def library_fault(self, out_features: int, in_features: int) -> str | None:
+        # 0.17 takes the size of a block from the number of scales, and cuts activations into whole groups alone.
+        whole = out_features <= BLOCK or (out_features % BLOCK == 0 and in_features > BLOCK)
+        if whole and in_features % BLOCK == 0:
+            return None
+        return f"compressed-tensors does not dequantize [{out_features}, {in_features}] in blocks of {BLOCK}"
+
     @property
     def text(self) -> str:
         return (
