@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
         "mismatch/delta_abs_max: 0 in every step: sampler and learner agree bit for bit",
         "to read its answers: ",
         "to see its curves: ",
+        "to see it on a page: ",
+        "to export it: ",
+        "to compare with bf16: ",
         "to train it further: ",
     ]
     assert len(lines) == len(starts), done.out
@@ -101,6 +105,21 @@ def test_the_command_that_it_ends_with_trains_further(runs):
     done = runs.qarl.run(*command[1:], cwd=runs.folder)
     assert done.code == 0, done.err
     assert runs.steps() == [1, 2, 3, 4]
+
+
+def test_the_commands_that_it_ends_with_report_export_and_compare(runs):
+    runs.run = runs.folder / "runs" / "a name"  # which a shell would split
+    lines = runs.train(f"train.run_dir={runs.run}").out.splitlines()
+    commands = {words[1]: words[1:] for line in lines if len(words := shlex.split(line.split(":  ", 1)[-1])) > 1}
+    for name in ("report", "export", "compare"):
+        done = runs.qarl.run(*commands[name], cwd=runs.folder)
+        assert done.code == 0, (name, done.err)
+    assert (runs.run / "report.html").exists() and (runs.run / "export" / "config.json").exists()
+    comparison = json.loads((runs.folder / "runs" / "a name-compare" / "comparison.json").read_text())
+    assert {member["scheme"]: member["state"] for member in comparison["members"]} == {
+        "w4a16": "finished",
+        "bf16": "finished",
+    }
 
 
 def test_every_metric_of_the_interface_is_logged(runs):
