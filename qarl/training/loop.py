@@ -11,9 +11,13 @@ from pathlib import Path
 
 from qarl.config import Config
 from qarl.diagnostics.crossings import crossing_metrics, crossings
+from qarl.machine import gpu_bytes
+from qarl.policy.device import pick_device
+from qarl.policy.load import load_architecture
 from qarl.rewards import RewardResult
+from qarl.sizes import decide_sizes, keep_sizes
 from qarl.storage.names import checkpoint_steps
-from qarl.storage.rundir import RunDirectory
+from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import read_metrics
 from qarl.training.alarms import Alarms
 from qarl.training.batch import build_batch
@@ -42,6 +46,7 @@ def train(config: Config) -> int:
     Raises UserError for whatever the user can fix. Refused before its first step, a new run leaves no directory;
     later, the steps finished before it are in the run directory, as they are after any other exception.
     """
+    config = with_sizes(config)
     console = RunConsole(config.logging.console, config.train.steps)
     with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
         try:
@@ -66,6 +71,14 @@ def train(config: Config) -> int:
     if code == 0:
         console.summary(config.run_dir, read_metrics(config.run_dir / "metrics.jsonl"), next_commands(config))
     return code
+
+
+def with_sizes(config: Config) -> Config:
+    """The configuration with a number for each size that is left to the device: the run's own where it has begun."""
+    config = keep_sizes(config, begun_configuration(config.run_dir))
+    if pick_device(config.model.device).type == "cpu":
+        return decide_sizes(config, "cpu")
+    return decide_sizes(config, "cuda", load_architecture(config.model), gpu_bytes())
 
 
 class Loop:

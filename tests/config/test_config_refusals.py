@@ -227,7 +227,11 @@ REFUSALS = [
     (["optim.min_lr_ratio=0.1"], "optim.min_lr_ratio = 0.1", "use linear or cosine, or 0"),
     # rollout, and vLLM in it
     (["rollout.kernels=qarl"], 'rollout.kernels = "qarl"', "use engine vllm"),
-    ([*VLLM, "rollout.max_batched_tokens=63"], "rollout.max_batched_tokens = 63", "rollout.max_num_seqs = 64"),
+    (
+        [*VLLM, "rollout.max_batched_tokens=63", "rollout.max_num_seqs=64"],
+        "rollout.max_batched_tokens = 63",
+        "rollout.max_num_seqs = 64",
+    ),
     (["rollout.vllm.process=thread"], 'rollout.vllm.process = "thread"', "'separate' or 'inline'"),
     (["rollout.vllm.memory_frac=1.0"], "rollout.vllm.memory_frac = 1.0", "less than 1"),
     (["rollout.vllm.sleep_level=3"], "rollout.vllm.sleep_level = 3", "0, 1 or 2"),
@@ -293,7 +297,8 @@ ACCEPTED = [
     ["quant.ignore=['re:.*lm_head', 're:.*mlp.gate$']"],
     [*VLLM, "rollout.kernels=qarl", "rollout.vllm={device: 0, sleep_level: 2, publish: delta, timeout_s: 1.5}"],
     [*VLLM, "rollout.vllm.process=inline", "rollout.vllm.args={block_size: 16, tensor_parallel_size: 1, a: [{b: 1}]}"],
-    [*VLLM, "rollout.max_batched_tokens=64"],
+    [*VLLM, "rollout.max_batched_tokens=64", "rollout.max_num_seqs=64"],
+    [*VLLM, "rollout.max_batched_tokens=63"],
     ["rollout.max_batched_tokens=63"],
     [*VLLM, "model.dtype=float32", "quant.scheme=w8a8"],
     [*VLLM, "rollout.kernels=qarl", "model.dtype=float32", "quant.scale_dtype=float32"],
