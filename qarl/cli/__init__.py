@@ -17,6 +17,7 @@ from qarl.config.weights import check_weights
 from qarl.errors import UNEXPECTED, UserError, unexpected
 from qarl.machine import gpu_bytes, machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
+from qarl.objectives.base import RatioObjective
 from qarl.sizes import decide_sizes, decided
 from qarl.terminal.streams import inert_output
 from qarl.threads import wait_politely
@@ -104,7 +105,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     for line in decided(loaded, sized, device):
         typer.echo(line)
     if loaded.correction.preset:
-        ratio = f"; objective.ratio {loaded.objective.ratio}" if loaded.objective.ratio else ""
+        ratio = f"; objective.ratio {loaded.objective.ratio}" if isinstance(loaded.objective, RatioObjective) else ""
         typer.echo(f"correction.preset {loaded.correction.preset}: {loaded.correction}{ratio}")
     if inspection.architecture is None:
         typer.echo(inspection.note)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from qarl_formats.scheme import scheme_names
 
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.config.limits import TOKENS, WORKERS
+from qarl.config.quant import GROUPED
 from qarl.errors import UserError
 
 
@@ -23,7 +25,7 @@ def compare(
         ),
     ] = None,
     schemes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Of bf16,w4a16,w8a8,fp8,w4a8; default the configuration's.")
+        str | None, typer.Option(metavar="LIST", help=f"Of {','.join(scheme_names())}; default the configuration's.")
     ] = None,
     learners: Annotated[
         str | None,
@@ -79,7 +81,7 @@ def compare(
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(min=-1, max=128, help="With --offline: of w4a16 and w4a8; default 128.", show_default=False),
+        typer.Option(min=-1, max=128, help=f"With --offline: of {GROUPED}; default 128.", show_default=False),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -129,11 +131,11 @@ def compare(
 
 
 def _offline(model: str, schemes: str | None, out: Path | None, options: dict[str, object]) -> int:
-    from qarl.comparison.plan import SCHEMES, parse_names
+    from qarl.comparison.plan import parse_names
 
     if schemes is None:
-        raise UserError("--schemes: needed with --offline, such as --schemes bf16,w4a16,w8a8,fp8,w4a8")
-    names = parse_names("--schemes", schemes, SCHEMES)
+        raise UserError(f"--schemes: needed with --offline, such as --schemes {','.join(scheme_names())}")
+    names = parse_names("--schemes", schemes, scheme_names())
     from qarl.threads import wait_politely
 
     wait_politely()

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from qarl_formats.scheme import scheme_names
 
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.export import ShardSize, Unpacked, show, write
+from qarl.config.quant import GROUPED, ZERO_POINTS
 from qarl.errors import UserError
 from qarl.inference.target import resolve_target
+
+SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
 
 
 def quantize(
@@ -21,16 +25,16 @@ def quantize(
     out: Annotated[Path, typer.Argument(parser=path_of("OUT"), metavar="OUT", help="New directory.")],
     scheme: Annotated[
         str,
-        typer.Option(parser=text_of("--scheme"), metavar="SCHEME", help="w4a16, w8a8, fp8, w4a8, or bf16 for none."),
+        typer.Option(parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for none."),
     ],
     group_size: Annotated[
-        int | None, typer.Option(min=-1, max=128, help="Inputs that share a scale, w4*: 32, 64, 128, or -1.")
+        int | None, typer.Option(min=-1, max=128, help=f"Inputs that share a scale, {GROUPED}: 32, 64, 128, or -1.")
     ] = None,
-    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points, w4a16.")] = False,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help=f"With zero points, {ZERO_POINTS}.")] = False,
     grid: Annotated[
         str | None,
         typer.Option(
-            parser=text_of("--grid"), metavar="GRID", help="symmetric7: codes -7 to 7 instead of -8 to 7, w4*."
+            parser=text_of("--grid"), metavar="GRID", help=f"symmetric7: codes -7 to 7 instead of -8 to 7, {GROUPED}."
         ),
     ] = None,
     ignore: Annotated[

@@ -14,7 +14,6 @@ import torch
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
-from qarl.policy.operand import dequantized_input
 from qarl.policy.view import Role
 
 
@@ -35,7 +34,7 @@ class _StraightThrough(torch.autograd.Function):
             grad_x = input_grad(grad, operand.dequantized(x.dtype))
         if ctx.needs_input_grad[1]:
             if ctx.keep_dequantized_input:
-                x = dequantized_input(x, operand.activation)
+                x = operand.rounded_input(x)
             grad_weight = weight_grad(grad, x, _open_gradient(ctx.next_functions[1][0]))
         if ctx.has_bias:
             grad_bias = grad.float().sum(0)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qarl.policy.kernel_operand import KernelOperand
     from qarl.policy.operand import Operand
 
 
@@ -30,7 +29,7 @@ class View:
     output layer), in the compute dtype. head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` takes it.
     """
 
-    operands: Mapping[str, Operand | KernelOperand]
+    operands: Mapping[str, Operand]
     values: Mapping[str, Tensor]
     head: Tensor
 

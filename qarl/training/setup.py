@@ -80,6 +80,7 @@ def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
     set_determinism(config)
     device = pick_device(config.model.device)
     require_trackers(config.logging)
+    config.objective.bind()  # a user's own one is refused now, and not after the model
     if device.type == "cpu":
         keep_freed_memory()
     with console.phase("tokenizer and data"):

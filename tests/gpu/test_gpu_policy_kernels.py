@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from qarl.policy.kernel_operand import KernelOperand
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import Scheme, make_scheme
 from qarl_kernels.logprob import Truncation, logits_of
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
-from qarl.policy.kernel_operand import KernelOperand
 from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
 from qarl.policy.operand import operand_of

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from qarl.correction import Correction, Rejection, Weighting
+from qarl.objectives.correction.combined import Correction
+from qarl.objectives.correction.rejection import Rejection
+from qarl.objectives.correction.weights import Weighting
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import add_stats, finish_stats
 from qarl.objectives.tokens import TokenLogProbs

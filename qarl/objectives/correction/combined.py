@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qarl.correction.rejection import Rejection, kept, rule_clamped, vetoed
-from qarl.correction.weights import ImportanceWeights, Weighting, importance_weights
-from qarl.objectives.pruning import Pruned
+from qarl.objectives.correction.config import CorrectionConfig
+from qarl.objectives.correction.rejection import Rejection, kept, rule_clamped, vetoed
+from qarl.objectives.correction.weights import ImportanceWeights, Weighting, importance_weights
 from qarl.objectives.ratios import log_ratio
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Stats, present, stat, weight_stats
-from qarl.objectives.tokens import TokenLogProbs
+from qarl.objectives.tokens import Pruned, TokenLogProbs
 
 
 class Combined(NamedTuple):
@@ -36,6 +36,15 @@ class Correction:
     rejections: tuple[Rejection, ...] = ()
     veto: float | None = None
     normalize: bool = False
+
+    @classmethod
+    def from_config(cls, config: CorrectionConfig) -> Correction:
+        """What a `correction` section describes."""
+        weighting = None
+        if config.level != "none":
+            weighting = Weighting(config.level, config.mode, config.lower, config.upper, config.signal)
+        rejections = [Rejection(r.estimator, r.signal, r.aggregate, r.lower, r.upper) for r in config.reject or ()]
+        return cls(weighting, tuple(rejections), config.veto, bool(config.normalize))
 
     @property
     def per_token(self) -> bool:

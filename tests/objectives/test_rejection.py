@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from qarl.correction import Rejection, kept, vetoed
-from qarl.correction.rejection import rule_clamped
+from qarl.objectives.correction.rejection import Rejection, kept, rule_clamped, vetoed
 from qarl.objectives.segments import Segments
 
 LENGTHS = [3, 1, 0, 5, 2]

@@ -5,10 +5,11 @@ import torch
 from ragged import clip, random_batch
 
 from qarl.objectives.band import Band
-from qarl.objectives.ppo import clipped, detached
 from qarl.objectives.ratios import log_ratio
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import finish_stats
+from qarl.objectives.token_clip import clipped, detached
+from qarl.objectives.tokens import SurrogateInputs, TokenLogProbs
 
 LENGTHS = [4, 1, 0, 9, 6]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0]
@@ -21,8 +22,12 @@ def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
     return min(r * a, clip(r, 0.9, 1.3) * a)
 
 
+def inputs(exponent, logp, advantages, segments, center=0.0):
+    return SurrogateInputs(TokenLogProbs(logp, logp, logp), exponent, advantages, segments, center=center)
+
+
 def run(logp, logp_old, advantages, segments, band=BAND):
-    return clipped(log_ratio(logp, logp_old), advantages, segments, band)
+    return clipped(inputs(log_ratio(logp, logp_old), logp, advantages, segments), band)
 
 
 @pytest.mark.parametrize("spread", [0.2, 30.0])
@@ -97,7 +102,7 @@ def test_detached_weighs_every_score_with_the_clipped_value_so_that_clipped_toke
     ratios, advantages = [1.0, 1.6, 0.5, 1.2], [1.0, 1.0, -1.0, -1.0]
     logp = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     segments = Segments.from_lengths([1] * 4)
-    result = detached(logp - 0.0, logp, torch.tensor(advantages).double(), segments, BAND)
+    result = detached(inputs(logp - 0.0, logp, torch.tensor(advantages).double(), segments), BAND)
     result.value.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1.0, 1.3, -0.9, -1.2])
     assert result.value.tolist() == pytest.approx([w * math.log(r) for w, r in zip([1, 1.3, -0.9, -1.2], ratios)])  # noqa: B905
@@ -107,15 +112,14 @@ def test_detached_weighs_every_score_with_the_clipped_value_so_that_clipped_toke
 def test_detached_subtracts_the_center_from_every_weight():
     logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     segments = Segments.from_lengths([1, 1])
-    detached(
-        torch.zeros(2).double(), logp, torch.tensor([1.0, 0.0]).double(), segments, BAND, 0.25
-    ).value.sum().backward()
+    given = inputs(torch.zeros(2).double(), logp, torch.tensor([1.0, 0.0]).double(), segments, center=0.25)
+    detached(given, BAND).value.sum().backward()
     assert logp.grad.tolist() == [0.75, -0.25]
 
 
 def test_detached_gives_an_infinite_log_prob_no_value_and_no_gradient():
     logp = torch.tensor([-math.inf, -1.0], requires_grad=True)
-    result = detached(torch.zeros(2), logp, torch.tensor([1.0]), Segments.from_lengths([2]), BAND, 0.5)
+    result = detached(inputs(torch.zeros(2), logp, torch.tensor([1.0]), Segments.from_lengths([2]), center=0.5), BAND)
     result.value.sum().backward()
     assert result.value.tolist() == [0.0, -0.5]
     assert logp.grad.tolist() == [0.0, 0.5]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from qarl.objectives.ratios import clamped_exp
-from qarl.objectives.segments import Segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.objectives.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class ImportanceWeights(NamedTuple):
     clamped: Tensor
 
 
-@torch.no_grad()
 def importance_weights(
     log_ratio: Tensor,  # (T,) of the signal: learner over sampler
     segments: Segments,
     options: Weighting,
 ) -> ImportanceWeights:
     """The bounded ratio learner over sampler."""
+    log_ratio = log_ratio.detach()
     if options.level == "token":
         exponent = log_ratio
     elif options.level == "sequence":
@@ -63,7 +64,7 @@ def importance_weights(
         exponent = segments.mean(log_ratio)
     ratio, clamped = clamped_exp(exponent)
 
-    rejected = torch.zeros_like(clamped)
+    rejected = clamped.new_zeros(clamped.shape)
     if options.mode == "raw":
         return ImportanceWeights(ratio, ratio, rejected, clamped)
     if options.mode == "truncate":

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from qarl.config.base import Fault, Field, Section
-from qarl.config.correction_presets import PRESETS, Preset, PresetName
 from qarl.config.limits import FACTOR, ITEMS, SCORE
+from qarl.objectives.correction.presets import PRESETS, Preset, PresetName
 
 _WEIGHT_DEFAULTS: dict[str, Any] = {
     "mode": "truncate",
@@ -114,6 +114,11 @@ class CorrectionConfig(Section):
     def active(self) -> bool:
         """Anything is weighted, rejected or vetoed."""
         return self.level != "none" or bool(self.reject) or self.veto is not None
+
+    @property
+    def weight_key(self) -> tuple[str, str | None]:
+        """The key that a user wrote for the weight, and its value: a level that came with a preset is the preset's."""
+        return ("level", self.level) if "level" in self.model_fields_set else ("preset", self.preset)
 
     def __str__(self) -> str:
         """The correction in words, such as `token truncate [none, 2]; reject sum k3 of corr outside [none, 0.001]`."""

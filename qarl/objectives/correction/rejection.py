@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from qarl.objectives.ratios import MAX_EXPONENT, clamped_exp
 from qarl.objectives.regularizers import k_estimate
-from qarl.objectives.segments import Segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.objectives.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Rejection:
         return f"correction/reject_{self.signal}_{self.estimator}_{self.aggregate}_frac"
 
 
-@torch.no_grad()
 def kept(log_ratio: Tensor, segments: Segments, rule: Rejection) -> Tensor:
     """bool [R]: responses that the rule lets pass, from the per-token log ratio of its signal, [T]; a rule with
     aggregate token: bool [T], tokens.
@@ -52,7 +52,7 @@ def kept(log_ratio: Tensor, segments: Segments, rule: Rejection) -> Tensor:
     In float64: k3 of a small mismatch is a difference of nearly equal numbers, and thresholds are of order 1e-3. An
     empty response stays. So does one with a NaN: it has to reach the loss, where the learner skips the step.
     """
-    x = log_ratio.double()
+    x = log_ratio.detach().double()
     lower = -math.inf if rule.lower is None else rule.lower
     upper = math.inf if rule.upper is None else rule.upper
     if rule.estimator == "ratio" and rule.aggregate in ("sum", "mean"):
@@ -62,7 +62,7 @@ def kept(log_ratio: Tensor, segments: Segments, rule: Rejection) -> Tensor:
         if rule.per_token:
             return ~((values < lower) | (values > upper))
         if rule.estimator == "ratio":
-            return segments.sum(((values < lower) | (values > upper)).to(torch.int64)) == 0
+            return segments.sum(((values < lower) | (values > upper)).long()) == 0
         if rule.aggregate == "max":
             score = _largest(values, segments)
         else:
@@ -70,20 +70,18 @@ def kept(log_ratio: Tensor, segments: Segments, rule: Rejection) -> Tensor:
     return (segments.lengths == 0) | ~((score < lower) | (score > upper))
 
 
-@torch.no_grad()
 def rule_clamped(log_ratio: Tensor, segments: Segments, rule: Rejection) -> Tensor:
     """bool [R]: responses of which the rule saw an exponent clamped to +-20, an infinite one included."""
-    x = log_ratio.double()
+    x = log_ratio.detach().double()
     if rule.estimator == "ratio" and rule.aggregate in ("sum", "mean"):
         exponent = segments.sum(x) if rule.aggregate == "sum" else segments.mean(x)
         return exponent.abs() > MAX_EXPONENT
-    return segments.sum((x.abs() > MAX_EXPONENT).to(torch.int64)) > 0
+    return segments.sum((x.abs() > MAX_EXPONENT).long()) > 0
 
 
-@torch.no_grad()
 def vetoed(log_ratio: Tensor, segments: Segments, floor: float) -> Tensor:
     """bool [R]: responses with a token whose ratio is below `floor`, from log r_corr, [T]."""
-    return segments.sum((log_ratio.double() < math.log(floor)).to(torch.int64)) > 0
+    return segments.sum((log_ratio.detach().double() < math.log(floor)).long()) > 0
 
 
 def _largest(x: Tensor, segments: Segments) -> Tensor:

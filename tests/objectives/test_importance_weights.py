@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from qarl.correction import Weighting, importance_weights
+from qarl.objectives.correction.weights import Weighting, importance_weights
 from qarl.objectives.ratios import log_ratio
 from qarl.objectives.segments import Segments
 
