@@ -17,8 +17,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,56 +94,74 @@ def converted(
     logged once; the caller then converts in memory.
     """
     try:
-        key = _key(file_digest(source), part, versions)
+        return _entry(source, part, versions, read, write, size)
+    except _Unusable as error:
+        reason = str(error)
+        if reason not in _told:
+            _told.add(reason)
+            fix = "set QARL_CACHE to a directory of yours with room in it"
+            _logger.warning(
+                "warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix
+            )
+        return None
+
+
+def _entry(
+    source: Path,
+    part: str,
+    versions: dict[str, str],
+    read: Callable[[], T],
+    write: Callable[[T, Path], None],
+    size: int,
+) -> Path:
+    """As `converted`. Raises _Unusable, and what `read` raises."""
+    with _reasons(source):
         root = _root()
-    except OSError as error:
-        return _refused(f"{error.filename or source}: {reason_of(error)}")
-    except (_Unusable, UserError) as error:
-        return _refused(str(error))
+        key = _key(file_digest(source), part, versions)
     entry = root / key
     with suppress(_Unusable):
         _verify(entry)
         return entry
-    try:
+    with _reasons(root):
         free = free_bytes(root)
         if free < size + SPARE_BYTES:
             raise _Unusable(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
         _remove_leftovers(root)
         temporary = root / f".tmp-{key}-{mark()}"
         temporary.mkdir(mode=0o700)
-    except OSError as error:
-        return _refused(f"{root}: {reason_of(error)}")
-    except _Unusable as error:
-        return _refused(str(error))
     try:
         value = read()
-        if _key(file_digest(source), part, versions) != key:
-            return None  # the source was replaced meanwhile
-        try:
+        with _reasons(root):
+            if _key(file_digest(source), part, versions) != key:
+                raise _Unusable(f"{source}: changed while it was converted")
             write(value, temporary)
             _seal(temporary)
             _publish(temporary, entry)
             _verify(entry)
-        except Exception as error:  # a library's own way to say that the disk is full
-            reason = reason_of(error) if isinstance(error, OSError) else " ".join(str(error).split())[:200]
-            return _refused(f"{root}: {reason}")
         return entry
     finally:
         with suppress(OSError):
             delete(temporary)
 
 
+@contextmanager
+def _reasons(place: Path) -> Iterator[None]:
+    """Whatever is raised, as a reason not to keep anything: a library has its own way to say that the disk is full."""
+    try:
+        yield
+    except _Unusable:
+        raise
+    except OSError as error:
+        raise _Unusable(f"{error.filename or place}: {reason_of(error)}") from error
+    except UserError as error:
+        raise _Unusable(str(error)) from error
+    except Exception as error:
+        raise _Unusable(f"{place}: {' '.join(str(error).split())[:200]}") from error
+
+
 def _key(source: str, part: str, versions: dict[str, str]) -> str:
     made_from = {"format": FORMAT_VERSION, "source": source, "part": part, "versions": versions}
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-
-
-def _refused(reason: str) -> None:
-    """Say once why converted models are not kept."""
-    if reason not in _told:
-        _told.add(reason)
-        fix = "set QARL_CACHE to a directory of yours with room in it"
-        _logger.warning("warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix)
 
 
 def _root() -> Path:
