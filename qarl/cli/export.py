@@ -12,9 +12,9 @@ import typer
 from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
 from qarl.config.limits import STEPS
 from qarl.errors import UserError
-from qarl.export.shards import parse_size
 from qarl.export.staging import require_vacant
 from qarl.inference.target import Target, resolve_target
+from qarl.storage.shards import parse_size
 from qarl.threads import wait_politely
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from qarl.policy.gradients import GradientAccumulator
     from qarl.policy.operand import Operand
 
 
@@ -35,11 +36,15 @@ class View:
 
 
 class Role:
-    """Which view a forward reads: one object shared by a policy's modules."""
+    """Which view a forward reads: one object shared by a policy's modules.
+
+    gradients: what adds up the weight gradients of the backward that is running; None where autograd does.
+    """
 
     def __init__(self, view: View | None = None) -> None:
         self._view = view
         self.sampling = False
+        self.gradients: GradientAccumulator | None = None
 
     @property
     def view(self) -> View:

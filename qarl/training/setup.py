@@ -20,7 +20,7 @@ from qarl.data import PromptStream, build_prompts
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
-from qarl.policy.device import DTYPES, pick_device
+from qarl.policy.device import DTYPES
 from qarl.policy.load import load_architecture, load_model, load_model_config, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
@@ -69,16 +69,15 @@ def set_determinism(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
     # Filling every new tensor with NaN costs a pass over it; nothing here reads memory it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
+def build_run(config: Config, device: torch.device, console: RunConsole, rewards_log: Path) -> Run:
     """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit.
 
-    rewards_log: gets what the reward functions print.
+    device: the learner's; nothing below picks one of its own. rewards_log: gets what the reward functions print.
     """
     set_determinism(config)
-    device = pick_device(config.model.device)
     require_trackers(config.logging)
     config.objective.bind()  # a user's own one is refused now, and not after the model
     if device.type == "cpu":
@@ -164,12 +163,15 @@ def build_engine(
     Raises UserError where vLLM does not start.
     """
     if config.rollout.engine == "native":
-        return NativeEngine(policy, tokenizer, config.rollout)
-    from qarl.rollout.vllm.canary import canary_of
+        return NativeEngine(policy.sampler, tokenizer, config.rollout)
     from qarl.rollout.vllm.engine import VLLMEngine
+    from qarl.weight_sync.canary import canary_of
+    from qarl.weight_sync.sender import WeightSender
 
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
-    return VLLMEngine(config, policy, tokenizer, canary, run_dir, say)
+    layout = policy.sampler.layout
+    weights = WeightSender(layout, tokenizer, policy.sampler, canary, say)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

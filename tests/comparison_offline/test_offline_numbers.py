@@ -21,7 +21,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.publish.snapshot import build_snapshot
+from qarl.weight_sync.snapshot import build_snapshot
 
 
 def opened(path, scheme, dtype="float32", **sizes):

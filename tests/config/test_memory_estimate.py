@@ -107,8 +107,8 @@ def test_kv_cache_holds_keys_and_values_of_every_layer():
 
 
 def vllm(**settings):
-    kernels = settings.pop("kernels", "native")
-    return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "kernels": kernels, "vllm": settings}
+    kernels = settings.pop("kernels", "vllm")
+    return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "linear_kernels": kernels, "vllm": settings}
 
 
 def test_vllm_on_a_cpu_adds_its_process_weights_and_what_is_sent():

@@ -19,8 +19,8 @@ from qarl.inference.target import Target, resolve_target
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.weight_sync.snapshot import Snapshot
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "w4a16-g32": {"scheme": "w4a16", "group_size": 32},

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
+from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
 from qarl.policy.operand import operand_of
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 pytestmark = [
     pytest.mark.gpu,
@@ -188,17 +189,21 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
     assert all(operand.product == "plain" for operand in policy.learner_view.operands.values())
-    assert all(isinstance(operand, KernelOperand) for operand in policy.sampler_view.operands.values())
+    assert all(isinstance(operand, KernelOperand) for operand in policy.sampler.view.operands.values())
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 
 
 def test_a_second_micro_batch_is_added_in_place(tiny_model) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32)
-    _logprobs(policy).sum().backward()
-    once = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
-    addresses = {name: linear.weight.grad.data_ptr() for name, linear in policy.linears.items()}
-    _logprobs(policy).sum().backward()
-    assert addresses == {name: linear.weight.grad.data_ptr() for name, linear in policy.linears.items()}
-    for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-3, atol=1e-5 * float(once[name].abs().max()))
+    names, masters = zip(*policy.named_parameters(), strict=True)
+    weights = [number for number, name in enumerate(names) if name.removesuffix(".weight") in policy.linears]
+    sums = GradientAccumulator(policy.role, masters)
+    sums.backward(_logprobs(policy).sum())
+    first = sums.peek()
+    once, addresses = [total.clone() for total in first], [first[number].data_ptr() for number in weights]
+    sums.backward(_logprobs(policy).sum())
+    twice = sums.take()
+    assert addresses == [twice[number].data_ptr() for number in weights]
+    for found, expected in zip(twice, once, strict=True):
+        torch.testing.assert_close(found, 2 * expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))

@@ -16,7 +16,7 @@ from qarl.errors import UserError
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import PlainWeight
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
@@ -154,7 +154,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         ignore=["lm_head", ignored],
     )
     for name in policy.linears:
-        own, sampler = policy.learner_view.operands[name], policy.sampler_view.operands[name]
+        own, sampler = policy.learner_view.operands[name], policy.sampler.view.operands[name]
         assert sampler.kernels and sampler.scheme.name == ("bf16" if name == ignored else "w4a16")
         if learner == "aligned":
             assert own is sampler

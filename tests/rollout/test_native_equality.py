@@ -126,10 +126,11 @@ def test_responses_do_not_depend_on_preemption(make_engine):
 
 def test_logprobs_are_equal_after_preemption(make_policy, make_engine):
     prompts = [Prompt(i, [3 + (i * 31 + j) % 256 for j in range(60)], "", {}) for i in range(4)]
-    engine = make_engine(make_policy("qwen2", "fp8"), kv_cache_tokens=256, max_batched_tokens=20)
+    policy = make_policy("qwen2", "fp8")
+    engine = make_engine(policy, kv_cache_tokens=256, max_batched_tokens=20)
     rollouts = engine.generate(prompts, SamplingParams(n=2, seed=5, max_response_length=70), 0)
     assert engine.preemptions > 0
-    assert torch.equal(learner_logprobs(engine.policy, prompts, rollouts), sampler_logprobs(rollouts))
+    assert torch.equal(learner_logprobs(policy, prompts, rollouts), sampler_logprobs(rollouts))
 
 
 def test_responses_do_not_depend_on_the_other_prompts(make_engine, prompts):

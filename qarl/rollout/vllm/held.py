@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
 # Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
 METADATA = (".weight_shape",)
@@ -139,15 +140,10 @@ class HeldModel:
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
-        found = fingerprints(self.read(self.direct, expected))
-        for name, print_ in found.items():
-            if print_ != expected[name]:
-                raise PublishError(f"publish of version {version}: vLLM does not hold '{name}' as it was sent")
+        direct = {name: expected[name] for name in self.direct}
+        verify(version, direct, fingerprints(self.read(self.direct, expected)), "vLLM")
         sent, held = self._sent_prints(expected), self._held_prints()
-        for name in self.opaque:
-            if (sent[name] == self._sent[name]) != (held[name] == self._held[name]):
-                what = "did not change with its weights" if sent[name] != self._sent[name] else "changed by itself"
-                raise PublishError(f"publish of version {version}: vLLM's layer '{name}' {what}")
+        verify_changes(version, (self._sent, sent), (self._held, held), "vLLM's layer")
         self._sent, self._held = sent, held
 
     def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
@@ -199,5 +195,8 @@ def _made_from(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:
-    """vLLM widens 16-bit scales to float32, which rounding undoes exactly."""
-    return tensor.to(print_.torch_dtype).contiguous()
+    """vLLM widens 16-bit scales to float32, which rounding undoes; NaN where it would not undo it exactly."""
+    narrow = tensor.to(print_.torch_dtype)
+    if tensor.dtype == torch.float32 and narrow.dtype in (torch.bfloat16, torch.float16):
+        narrow = torch.where(narrow.float() == tensor, narrow, torch.nan)
+    return narrow.contiguous()

@@ -36,6 +36,7 @@ class NVFP4A16(Scheme):
     weight_bits = 4
     weight_type = "float"
     scale_dtypes = ()
+    vllm_cpu = False
     tolerance = 0.1
     file_format = "nvfp4-pack-quantized"
     strategies = ("tensor_group",)
@@ -140,6 +141,11 @@ class NVFP4A16(Scheme):
         packed, scale = operands.get("weight_packed"), operands["weight_scale"]
         tiled, columns = operands["weight_tiled"], operands["weight_columns"]
         return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, columns, bias)
+
+    @classmethod
+    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
+        split = super().parts({"weight_values": operands["weight_values"]}, widths)  # what the CPU reads of a part
+        return [part | {"weight_global_scale": operands["weight_global_scale"]} for part in split]
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool

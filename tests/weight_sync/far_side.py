@@ -1,0 +1,121 @@
+"""The far side of a carrier: a process of its own that answers what it took, and tensors to send there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qarl.rollout.vllm.messages import order, start_order
+from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.wire import Message, channel_pair
+from qarl.weight_sync.carriers import Carrier
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.parcels import Parcel
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
+
+NO_SETTINGS = SamplerSettings(
+    checkpoint=Path("none"),
+    dtype="bfloat16",
+    scheme="bf16",
+    context=8,
+    max_num_seqs=1,
+    max_batched_tokens=8,
+    kv_cache_bytes=None,
+    memory_frac=0.5,
+    enforce_eager=True,
+    sleep=False,
+    staging=False,
+    linear_kernels="vllm",
+    cuda=None,
+)
+
+CHILD = """
+import socket, sys
+from dataclasses import asdict
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.rollout.vllm.messages import read_order, read_start
+from qarl.weight_sync.transport import open_receiver
+from qarl.rollout.vllm.wire import Channel, Message
+
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+receiver = open_receiver(read_start(channel.poll(None))[2])
+while (order := channel.poll(None)).kind == "publish":
+    taken = dict(receiver.take(read_order(order).content))
+    found = fingerprints(taken.items())
+    answer = {name: asdict(found[name]) | {"device": str(tensor.device)} for name, tensor in taken.items()}
+    del taken
+    receiver.done()
+    channel.send(Message("done", answer))
+receiver.close()
+"""
+
+
+class Sampler:
+    """A process of its own that answers every parcel with the fingerprints of what it took.
+
+    devices: where the tensors of the last answer were, as that process numbers them.
+    """
+
+    def __init__(self, plan: ReceiverPlan) -> None:
+        self.channel, end = channel_pair()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if plan.gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+                visible.split(",")[gpu] if visible else str(gpu) for gpu in plan.gpus
+            )
+        command = [sys.executable, "-c", CHILD, str(end.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=(end.fileno(), *plan.fds), env=environment)
+        end.close()
+        self.channel.send(start_order(NO_SETTINGS, {}, plan))
+
+    def sent(self, carrier: Carrier, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
+        """Publish the tensors; what arrived."""
+        self.send(carrier.pack(tensors))
+        found = self.answer()
+        carrier.release()
+        return found
+
+    def send(self, parcel: Parcel) -> None:
+        self.channel.send(order("publish", WeightUpdate(0, parcel, {}, [])))
+
+    def answer(self) -> dict[str, Fingerprint]:
+        answer = self.channel.poll(180)
+        assert answer is not None, "no answer"
+        self.devices = {name: found["device"] for name, found in answer.body.items()}
+        return {
+            name: Fingerprint(tuple(found["shape"]), found["dtype"], found["digest"])
+            for name, found in answer.body.items()
+        }
+
+    def close(self) -> int:
+        self.channel.send(Message("end"))
+        return self.process.wait(timeout=60)
+
+
+def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def ragged(seed: int = 0) -> dict[str, Tensor]:
+    """Every dtype of a snapshot, sizes that are multiples of nothing, an empty tensor, a scalar."""
+    tensors = {
+        "packed": random_bytes((33, 7), torch.int32, seed),
+        "scale": random_bytes((33, 3), torch.bfloat16, seed),
+        "shape": random_bytes((2,), torch.int64, seed),
+        "fp8": random_bytes((5, 13), torch.float8_e4m3fn, seed),
+        "int8": random_bytes((101,), torch.int8, seed),
+        "empty": torch.empty(0, 4),
+        "scalar": random_bytes((), torch.float32, seed),
+    }
+    tensors["last"] = random_bytes((1000, 3), torch.float16, seed)
+    return tensors

@@ -1,0 +1,73 @@
+"""The canary's difference, the bound that the first load sets, and the choice of its sequences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qarl.weight_sync.canary import BROKEN, FACTOR, FLOOR, TOKENS, Bound, Difference, canary_of, difference
+from qarl.weight_sync.verify import PublishError
+
+
+def test_difference_is_the_mean_and_the_largest_gap() -> None:
+    found = difference([-1.0, -2.0, -3.5], [-1.0, -2.25, -3.0])
+    assert found == Difference(0.25, 0.5)
+    assert str(found) == "mean 0.2500, max 0.5000"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_value_that_is_not_finite_exceeds_every_bound(bad, side) -> None:
+    pair = [[-1.0, -2.0], [-1.0, -2.0]]
+    pair[side][1] = bad
+    found = difference(*pair)
+    assert found == Difference(math.inf, math.inf)
+    with pytest.raises(PublishError):
+        Bound(1e9).check(3, found)
+
+
+def test_sequences_of_different_lengths_are_a_fault_of_qarl() -> None:
+    with pytest.raises(ValueError):
+        difference([-1.0], [-1.0, -2.0])
+
+
+def test_bound_is_a_multiple_of_the_first_loads_difference() -> None:
+    assert Bound.of(Difference(0.1, 0.5)) == Bound(FACTOR * 0.1)
+
+
+def test_bound_has_a_floor_where_the_first_load_agrees_well() -> None:
+    assert Bound.of(Difference(0.0, 0.0)) == Bound(FLOOR)
+
+
+def test_bound_never_allows_what_a_first_load_may_not() -> None:
+    assert Bound.of(Difference(0.9 * BROKEN, 3.0)) == Bound(BROKEN)
+
+
+@pytest.mark.parametrize("first", [Difference(2.1, 3.0), Difference(math.inf, math.inf)])
+def test_a_first_load_that_computes_something_else_is_refused(first) -> None:
+    with pytest.raises(PublishError, match=r"initial policy are off by .*rollout\.linear_kernels=qarl"):
+        Bound.of(first)
+
+
+def test_a_publish_beyond_the_bound_is_refused_in_one_line() -> None:
+    found = Difference(0.26, 0.3)
+    with pytest.raises(PublishError) as refused:
+        Bound(FLOOR).check(7, found)
+    text = str(refused.value)
+    assert text.startswith(f"publish of version 7: vLLM's log-probs on the canary are off by {found}")
+    assert "first load allows a mean of 0.2500" in text and "\n" not in text
+
+
+def test_a_publish_within_the_bound_passes_however_far_one_token_is_off() -> None:
+    Bound(FLOOR).check(7, Difference(FLOOR, 5.0))
+
+
+def test_canary_is_the_first_two_distinct_prompts_of_two_tokens_or_more() -> None:
+    assert canary_of([[1], [2, 3], [2, 3], [4, 5, 6], [7, 8]], 512) == [[2, 3], [4, 5, 6]]
+
+
+def test_canary_is_cut_to_what_is_scored_and_to_the_context() -> None:
+    prompt = list(range(3, 203))
+    assert canary_of([prompt], 512) == [prompt[:TOKENS]]
+    assert canary_of([prompt], 16) == [prompt[:15]]  # one token is generated
