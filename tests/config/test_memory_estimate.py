@@ -42,8 +42,9 @@ def sizes(device="cpu", **sections) -> dict[str, int]:
         (make_scheme("w8a8", scale_dtype="float32"), 64 * 96 + 64 * 4),
         (make_scheme("fp8"), 64 * 96 + 64 * 2),
         (make_scheme("fp8_block"), 64 * 96 + 2),
+        (make_scheme("nvfp4a16"), 64 * 96 // 2 + 64 * 6 + 4),
     ],
-    ids=["group", "channel", "zero_points", "int8", "fp8", "fp8_block"],
+    ids=["group", "channel", "zero_points", "int8", "fp8", "fp8_block", "nvfp4a16"],
 )
 def test_stored_weight(scheme, expected):
     assert memory.quantized_weight_bytes(scheme, 64, 96) == expected

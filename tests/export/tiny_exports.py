@@ -32,6 +32,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {"scheme": "fp8"},
     "w4a8": {"scheme": "w4a8", "group_size": 32},
     "fp8_block": {"scheme": "fp8_block"},
+    "nvfp4a16": {"scheme": "nvfp4a16"},
 }
 
 

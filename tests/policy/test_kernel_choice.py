@@ -21,6 +21,8 @@ from qarl.weight_sync.snapshot import published
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
+INT4 = {"weight_tiled", "weight_meta"}
+TILED = {"w4a16": INT4, "w4a8": INT4, "nvfp4a16": INT4}
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter; TRITON_INTERPRET=1 is not set")
 
 
@@ -92,7 +94,7 @@ def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: 
     assert operand.kernels and operand.scheme.name == scheme and operand.source is weight
     published = [weight] if scheme == "bf16" else list(weight.tensors.values())
     own = {name: t for name, t in operand.operands.items() if not any(t is tensor for tensor in published)}
-    assert own.keys() == ({"weight_tiled", "weight_meta"} if scheme.startswith("w4") else set())
+    assert own.keys() == TILED.get(scheme, set())
 
 
 @interpreted

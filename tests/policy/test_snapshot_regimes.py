@@ -34,6 +34,11 @@ LAYOUTS = {
         "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
         "weight_scale": (torch.bfloat16, lambda n, k: (-(-n // 128), -(-k // 128))),
     },
+    "nvfp4a16": {
+        "weight_packed": (torch.uint8, lambda n, k: (n, k // 2)),
+        "weight_scale": (torch.float8_e4m3fn, lambda n, k: (n, k // 16)),
+        "weight_global_scale": (torch.float32, lambda n, k: (1,)),
+    },
 }
 LAYOUTS["w4a8"] = LAYOUTS["w4a16"]
 ZERO_POINT = {"weight_zero_point": (torch.int32, lambda n, k: (n // 8, k // 32))}
@@ -88,10 +93,10 @@ def test_the_sampler_stands_on_exactly_what_was_published(tiny_model, family: st
 def test_refresh_makes_new_tensors_and_leaves_the_old_snapshot(tiny_model, scheme: str, dtype: torch.dtype) -> None:
     policy = make_policy(tiny_model("llama"), scheme, dtype, _group(scheme))
     old = policy.current
-    manifest = old.manifest()
+    manifest, generator = old.manifest(), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _, master in policy.named_parameters():
-            master.mul_(-0.5)
+        for _, master in policy.named_parameters():  # not all alike: scales relative to a tensor's own would stay
+            master.mul_(-0.5 - 0.5 * torch.rand(master.shape, generator=generator))
     assert old.manifest() == manifest, "a master's change reached the snapshot"
     new = policy.refresh(7)
     assert policy.version == new.version == 7 and policy.current is new

@@ -237,3 +237,21 @@ def test_an_opaque_layer_is_compared_with_the_last_version_and_not_with_the_firs
 def test_of_a_blind_layer_only_the_canary_can_tell(model, held) -> None:
     changed = snapshot() | {"layers.0.library.weight": snapshot(1)["layers.0.library.weight"]}
     held.check(1, prints(changed))
+
+
+def test_what_a_kernel_made_of_the_tensors_that_a_layer_holds_too_is_proved(model) -> None:
+    """W4A16 on the CPU: the layer holds codes as they were published, and multiplies with values made of them."""
+
+    class Dequantized:
+        def published(self, layer: nn.Module) -> dict[str, Tensor]:
+            if not torch.equal(layer.values, layer.weight.float()):
+                raise ValueError("values of the product are not what its codes and scales make")
+            return {"weight": layer.weight}
+
+    model.norm.register_buffer("values", model.norm.weight.float())
+    model.norm.kernel = Dequantized()
+    held = HeldModel(model, prints(snapshot()))
+    held.check(0, prints(snapshot()))
+    model.norm.values[3] += 1
+    with pytest.raises(PublishError, match="layer 'norm': values of the product are not what"):
+        held.check(1, prints(snapshot()))

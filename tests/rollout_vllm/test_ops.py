@@ -35,6 +35,8 @@ def test_operator_is_registered_as_torch_demands(name: str, dtype: torch.dtype) 
     weight, operands = _weight(name, dtype), _weight(name, dtype).operands
     arguments = list(operands.values()), ",".join(operands), name, N, _random(N, seed=5).to(dtype), weight.kernels
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(tensor.dtype == torch.float8_e4m3fn for tensor in operands.values()):
+        tests.remove("test_schema")  # compares arguments before and after with allclose, which torch has not for e4m3
     torch.library.opcheck(linear, (_random(5, K, seed=5).to(dtype), *arguments), test_utils=tests)
 
 

@@ -58,8 +58,8 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
             "bfloat16 or float16"
         )
     scheme = scheme_of(config.quant)
-    if device.type == "cpu" and config.rollout.kernels == "native" and not scheme.vllm_cpu:
-        raise UserError(f"rollout.kernels: vLLM has no {scheme.name} on a CPU; use rollout.kernels: qarl")
+    if device.type == "cpu" and config.rollout.linear_kernels == "vllm" and not scheme.vllm_cpu:
+        raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
