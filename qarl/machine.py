@@ -1,7 +1,9 @@
-"""How much memory this machine gives the process. Imports no torch."""
+"""How much memory this machine and its GPU give the process. Imports no torch."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -46,3 +48,33 @@ def _limit(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the first GPU that this process may use, all of it, as the driver's library says; None without one.
+
+    `CUDA_VISIBLE_DEVICES` may name it by number or by identifier. https://docs.nvidia.com/deploy/nvml-api
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2():
+            return None
+    except (OSError, AttributeError):
+        return None
+    device, memory = ctypes.c_void_p(), _GPUMemory()
+    try:
+        if first.isdecimal():
+            failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(first)), ctypes.byref(device))
+        else:
+            failed = library.nvmlDeviceGetHandleByUUID(first.encode(), ctypes.byref(device))
+        failed = failed or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        return None if failed else int(memory.total)
+    finally:
+        library.nvmlShutdown()
+
+
+class _GPUMemory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]

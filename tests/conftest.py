@@ -21,6 +21,16 @@ sys.path.append(str(Path(__file__).parent / "training"))  # for tiny_runs, which
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # for tiny_models, which tools/fuzz.py reads too
 
 
+@pytest.fixture(scope="session", autouse=True)
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the suite's converted models are, and never the user's own; processes that tests start have it too."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers use each other's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QARL_CACHE", str(shared / "conversions"))
+        yield shared / "conversions"
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """tiny_model(family="llama", **changes) -> directory; made once a session for the same arguments."""

@@ -88,6 +88,13 @@ def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_p
     assert "master weights" in rest and "peak" in rest
 
 
+def test_check_says_what_the_device_decides(config, capsys):
+    sizes = ["rollout.max_num_seqs", "rollout.max_batched_tokens", "train.micro_batch_tokens", "train.logprob_chunk"]
+    assert run("check", config, *(f"{size}=null" for size in sizes[1:]), "rollout.max_num_seqs=7") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "null -> " in line]
+    assert lines == [f"{size}: null -> {count} (cpu)" for size, count in zip(sizes[1:], (512, 4096, 128), strict=True)]
+
+
 def test_check_says_what_a_correction_preset_stands_for(config, capsys):
     assert run("check", config, "objective={name: grpo}", "correction={preset: srs-k3-ppo, veto: 1e-4}") == 0
     line = "correction.preset srs-k3-ppo: reject sum k3 of rollout outside [none, 0.001]; veto below 0.0001"

@@ -15,9 +15,10 @@ from qarl.cli.arguments import UsageError, usage_line
 from qarl.config import Config, check_inputs, load_config
 from qarl.config.weights import check_weights
 from qarl.errors import UNEXPECTED, UserError, unexpected
-from qarl.machine import machine_bytes
+from qarl.machine import gpu_bytes, machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
 from qarl.objectives.base import RatioObjective
+from qarl.sizes import decide_sizes, decided
 from qarl.terminal.streams import inert_output
 from qarl.threads import wait_politely
 
@@ -99,14 +100,17 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         f"{loaded.responses_per_step} responses a step, {loaded.minibatch_size} per optimizer step; run directory "
         f"{loaded.run_dir}"
     )
+    device = expected_device(loaded)
+    sized = decide_sizes(loaded, device, inspection.architecture, gpu_bytes() if device == "cuda" else None)
+    for line in decided(loaded, sized, device):
+        typer.echo(line)
     if loaded.correction.preset:
         ratio = f"; objective.ratio {loaded.objective.ratio}" if isinstance(loaded.objective, RatioObjective) else ""
         typer.echo(f"correction.preset {loaded.correction.preset}: {loaded.correction}{ratio}")
     if inspection.architecture is None:
         typer.echo(inspection.note)
         return
-    device = expected_device(loaded)
-    _print_estimate(estimate(loaded, inspection.architecture, device), device)
+    _print_estimate(estimate(sized, inspection.architecture, device), device)
     if fault := too_large(loaded, inspection.architecture, device):
         typer.echo(f"warning: will not train here: {fault}")
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import model_validator
 
 from qarl.config.base import Fault, Field, Section
+from qarl.config.by_device import ON_CPU
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
@@ -104,8 +105,10 @@ class Config(Section):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of the KV pool, at least one full sequence."""
-        sequences = min(self.rollout.max_num_seqs, self.responses_per_step)
+        """Tokens of the KV pool, at least one full sequence. Where the number of sequences is left to the device, the
+        pool of a CPU, which is the least."""
+        most = self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"]
+        sequences = min(most, self.responses_per_step)
         return self.rollout.kv_cache_tokens or sequences * self.max_sequence_length
 
     @property

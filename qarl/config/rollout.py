@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from qarl.config.base import Fault, Field, Renamed, Section
+from qarl.config.by_device import ByDevice
 from qarl.config.limits import (
     IDS,
     ITEMS,
@@ -57,9 +58,15 @@ class RolloutConfig(Section):
         [], max_length=IDS, description="Token ids that end a response, beside the model's end of sequence."
     )
     ignore_eos: bool = Field(False, description="Go on after the model's end of sequence (for benchmarks).")
-    max_num_seqs: int = Field(64, ge=1, le=SEQUENCES, description="Sequences decoded together.")
-    max_batched_tokens: int = Field(
-        512, ge=1, le=TOKENS, description="Token budget of one engine step: prefill chunks and decodes together."
+    max_num_seqs: ByDevice = Field(
+        None, ge=1, le=SEQUENCES, description="Sequences decoded together; null: as the engine and device allow."
+    )
+    max_batched_tokens: ByDevice = Field(
+        None,
+        ge=1,
+        le=TOKENS,
+        description="Token budget of one engine step: prefill chunks and decodes together; null: as the engine and "
+        "device allow.",
     )
     kv_cache_tokens: int | None = Field(
         None,
@@ -77,7 +84,8 @@ class RolloutConfig(Section):
                 self.linear_kernels,
                 "engine native runs qarl's kernels anyway; leave vllm, or use engine vllm",
             )
-        if self.engine == "vllm" and self.max_batched_tokens < self.max_num_seqs:
+        both = self.max_batched_tokens is not None and self.max_num_seqs is not None
+        if self.engine == "vllm" and both and self.max_batched_tokens < self.max_num_seqs:
             yield Fault(
                 ("max_batched_tokens",),
                 self.max_batched_tokens,

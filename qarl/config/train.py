@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.by_device import ByDevice
 from qarl.config.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKENS
 from qarl.inputs.paths import PATH_BYTES
 
@@ -20,15 +21,18 @@ class TrainConfig(Section):
         le=RESPONSES,
         description="Responses per optimizer step; must divide prompts_per_step * rollout.n, which is the default.",
     )
-    micro_batch_tokens: int = Field(
-        4096,
+    micro_batch_tokens: ByDevice = Field(
+        None,
         ge=1,
         le=TOKENS,
-        description="Tokens (prompt and response) of one forward and backward; never less than a response.",
+        description="Tokens (prompt and response) of one forward and backward, never less than a response; null: as "
+        "the device's memory allows.",
     )
     epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
     gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward instead of keeping them.")
-    logprob_chunk: int = Field(128, ge=1, le=TOKENS, description="Rows of logits held at once.")
+    logprob_chunk: ByDevice = Field(
+        None, ge=1, le=TOKENS, description="Rows of logits held at once; null: as the device's memory allows."
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="Of data order, sampling and everything else that is random.")
     deterministic: bool = Field(True, description="Bit-reproducible algorithms, also across a resume.")
     threads: int | None = Field(None, ge=1, le=THREADS, description="CPU threads of torch; default torch's own choice.")

@@ -124,7 +124,8 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
     opened.
     """
     look.check()
-    prompts = render(target, load_tokenizer(target.model), texts, look)
+    tokenizer = load_tokenizer(target.model)
+    prompts = render(target, tokenizer, texts, look)
     context = context_of(target)
     for prompt in prompts:
         if len(prompt.token_ids) + look.max_new_tokens > context:
@@ -133,7 +134,7 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
                 f"exceed the context of {context}; shorten it, or lower --max-new-tokens"
             )
     say(f"opening {target.label}")
-    opened = open_policy(target, device=device)
+    opened = open_policy(target, device=device, tokenizer=tokenizer)
     sampling = opened.sampling(look.n, look.max_new_tokens, Truncation(look.temperature, top_p=look.top_p), look.seed)
     rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
     opened.close()

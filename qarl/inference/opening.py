@@ -67,17 +67,22 @@ class Opened:
 
 
 def open_policy(
-    target: Target, *, device: str = "auto", rollout: RolloutConfig | None = None, masters: Masters | None = None
+    target: Target,
+    *,
+    device: str = "auto",
+    rollout: RolloutConfig | None = None,
+    masters: Masters | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Opened:
     """Build the policy of a run's checkpoint, an exported checkpoint or a model, on its quantized tensors alone.
 
     device: auto, cpu or cuda. rollout: engine sizes (max_num_seqs, max_batched_tokens, kv_cache_tokens).
-    masters: of the target, where they are open already.
+    masters, tokenizer: of the target, where they are open already.
     The codes of a run opened in its own scheme are proved against the digest that the run recorded.
     Raises UserError for whatever cannot be read or does not fit.
     """
     where = pick_device(device)
-    tokenizer = load_tokenizer(target.model)
+    tokenizer = load_tokenizer(target.model) if tokenizer is None else tokenizer
     if target.kind == "export":
         config = plain_config(load_model_config(target.model))
         dtype = _stored_dtype(target, config)

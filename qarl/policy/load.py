@@ -34,6 +34,7 @@ from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import StoredTensor, shown_names
 from qarl.policy.foreign import foreign_errors
+from qarl.policy.gguf import kept, write_config, write_model, write_tokenizer
 from qarl.policy.hub import ModelSource
 from qarl.policy.modules import check_family
 from qarl.policy.skeleton import ATTENTION, check_rotary
@@ -93,10 +94,17 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if source.gguf_file is None:
         with path_errors(f"model.path: '{config.path}'"):
             check_files(Path(source.name))
+    held = kept(source, "tokenizer", lambda: _read_tokenizer(config, source), write_tokenizer)
+    tokenizer = _read_tokenizer(config, held)
+    tokenizer.name_or_path = source.name
     with quiet_loading():
-        tokenizer = _load(config, "tokenizer", AutoTokenizer.from_pretrained, source)
         check_tokenizer(tokenizer, f"model.path: cannot use the tokenizer of '{config.path}'", architecture)
     return tokenizer
+
+
+def _read_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
+    with quiet_loading():
+        return _load(config, "tokenizer", AutoTokenizer.from_pretrained, source)
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -111,6 +119,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if not own_code:
         model_weights(config)
     generation = load_generation_config(config)  # transformers passes over a damaged one
+    model = _read_model(config, _kept_model(config, source))
+    model.name_or_path = model.config.name_or_path = source.name
+    if not own_code:
+        check_rotary(model)
+    model.generation_config = generation
+    return model.float().eval()
+
+
+def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
     with quiet_loading():
         model, info = _load(
             config,
@@ -124,15 +141,21 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         if source.gguf_file is not None:
             model = _plain(model)
     _require_loaded(config, info)
-    if not own_code:
-        check_rotary(model)
-    model.generation_config = generation
-    return model.float().eval()
+    return model
+
+
+def _kept_model(config: ModelConfig, source: ModelSource) -> ModelSource:
+    """Where the weights are read from; see `kept`. The names and shapes in a GGUF file have been proved."""
+    if source.gguf_file is None:
+        return source
+    architecture = _architecture(config, source, "model")
+    size = 4 * architecture.parameters if architecture is not None else 0
+    return kept(source, "model", lambda: _read_model(config, source), write_model, size)
 
 
 def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
-    """The safetensors files' tensors of an unquantized model, proved to be those of its configuration; a GGUF file is
-    proved too, and gives None.
+    """The safetensors files' tensors of an unquantized model, proved to be those of its configuration: a GGUF file's
+    those that it was converted to, and None where its conversion cannot be kept.
 
     Raises UserError as `load_model` does. Reads headers, and the values of an output layer that should be tied.
     """
@@ -142,7 +165,8 @@ def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
     assert architecture is not None, f"{model_config.model_type} can be run and has no list of its tensors"
     if source.gguf_file is not None:
         require_gguf(source.file(source.gguf_file), architecture)
-        return None
+        source = _kept_model(config, source)
+        return None if source.gguf_file is not None else require_weights(Path(source.name), architecture)
     if getattr(model_config, "quantization_config", None) is not None:
         raise UserError(quantized_checkpoint(config))
     with foreign_errors(f"model.path: cannot load the model of '{config.path}'"):  # of huggingface_hub
@@ -207,12 +231,17 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
     _architecture(config, source, "config")
     if source.gguf_file is not None:
         return copy.deepcopy(_gguf_config(config, source, source.file(source.gguf_file).stat().st_mtime_ns))
-    with quiet_loading():
-        return _load(config, "config", AutoConfig.from_pretrained, source)
+    return _read_config(config, source)
 
 
-@functools.cache  # parsing the header takes seconds; changed: when the file was
+@functools.cache  # parsing the header takes seconds where its conversion cannot be kept; changed: when the file was
 def _gguf_config(config: ModelConfig, source: ModelSource, changed: int) -> transformers.PretrainedConfig:
+    found = _read_config(config, kept(source, "config", lambda: _read_config(config, source), write_config))
+    found.name_or_path = source.name
+    return found
+
+
+def _read_config(config: ModelConfig, source: ModelSource) -> transformers.PretrainedConfig:
     with quiet_loading():
         return _load(config, "config", AutoConfig.from_pretrained, source)
 

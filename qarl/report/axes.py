@@ -61,7 +61,9 @@ def log_axis(axes: Axes, which: str, shown: list[float]) -> None:
 def axis_labels(axes: Axes, x_label: str, y_label: str, colours: Colours) -> None:
     """The label of y lies flat above the axis: it costs no width, and nobody tilts their head."""
     axes.set_xlabel(shortened(x_label, 56), color=colours.muted, fontsize=10.5)
-    axes.set_title(shortened(y_label, 56), loc="left", color=colours.muted, fontsize=10.5)
+    axes.set_title(
+        shortened(y_label, 56), loc="left", y=1.0, color=colours.muted, fontsize=10.5
+    )  # y: no search for one
 
 
 def shortened(text: str, length: int) -> str:

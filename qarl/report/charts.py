@@ -33,6 +33,9 @@ _VARIABLES = {colour: f"var(--curve-{index})" for index, colour in enumerate(_ST
     _STAND_INS.muted: "var(--muted)",
     _STAND_INS.grid: "var(--grid)",
 }
+FORMS = ("svg", "png")
+drawn: dict[tuple[int, str], bytes] = {}  # (id of a chart, form): what `qarl.report.ahead` has drawn
+
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ET.register_namespace("", _SVG)
 ET.register_namespace("xlink", _XLINK)
@@ -43,7 +46,7 @@ def svg(chart: Chart, prefix: str = "chart-") -> str:
 
     prefix: of all ids in it; give each chart of a page another. The size is the container's.
     """
-    root = ET.fromstring(_save(chart, "svg"))
+    root = ET.fromstring(_bytes(chart, "svg"))
     root.attrib.pop("width")
     root.attrib.pop("height")
     root.set("role", "img")
@@ -60,7 +63,7 @@ def svg(chart: Chart, prefix: str = "chart-") -> str:
 
 def png(chart: Chart) -> bytes:
     """The chart with its title and legend, in light colours, 150 dots per inch."""
-    return _save(chart, "png")
+    return _bytes(chart, "png")
 
 
 def chart_files(directory: Path, sections: list[Section]) -> dict[Path, bytes]:
@@ -108,7 +111,12 @@ def _counted(count: int, chart: LineChart | Scatter) -> str:
     return f"{count:,} {'value' if isinstance(chart, LineChart) else 'point'}{'s' * (count > 1)}"
 
 
-def _save(chart: Chart, form: str) -> bytes:
+def _bytes(chart: Chart, form: str) -> bytes:
+    return drawn.get((id(chart), form)) or save(chart, form)
+
+
+def save(chart: Chart, form: str) -> bytes:
+    """The chart as matplotlib writes it. form: one of `FORMS`."""
     buffer = io.BytesIO()
     with rc(), warnings.catch_warnings():
         # Names in scripts that matplotlib's own font lacks: a browser has them, a PNG shows boxes.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.report.ahead import drawn_ahead
 from qarl.report.blocks import (
     Bar,
     BarChart,
@@ -60,8 +61,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     sections = report_sections(record)
     config = record.config
     subtitle = f"{config.model.path} · {config.quant.scheme}, {config.quant.learner} learner · {config.objective.name}"
-    charts = chart_files(path.parent / "plots", sections)
-    return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
+    with drawn_ahead(sections):
+        charts = chart_files(path.parent / "plots", sections)
+        return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
 
 
 def check_replaceable(path: Path) -> None:

@@ -16,8 +16,6 @@ import json
 import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, reason_of
 from qarl.inputs.schema import Bytes, FileName, Record, Sha256, Step, checked
 from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
+from qarl.storage.leftovers import delete, is_abandoned, mark
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.tensorfile import read_tensors, safetensors_chunks, write_file
 
@@ -182,7 +181,7 @@ class CheckpointStore:
                 os.rename(replaced, final)
                 raise
             fsync_directory(self.directory)
-            _delete(replaced)
+            delete(replaced)
         else:
             os.rename(temporary, final)
             fsync_directory(self.directory)
@@ -204,45 +203,22 @@ class CheckpointStore:
     def _remove(self, step: int) -> None:
         """Renamed first, so that a kill half-way through does not leave half a checkpoint under a good name."""
         hidden = self._hidden("tmp", step)
-        _delete(hidden)
+        delete(hidden)
         os.rename(self.path(step), hidden)
-        _delete(hidden)
+        delete(hidden)
 
     def _hidden(self, kind: str, step: int) -> Path:
-        return self.directory / f".{kind}-{step_name(step)}-{os.getpid()}-{socket.gethostname()}"
+        return self.directory / f".{kind}-{step_name(step)}-{mark()}"
 
     def _remove_leftovers(self) -> None:
         for path in self.directory.iterdir():
             match = _LEFTOVER_NAME.fullmatch(path.name)
-            if match is None or not _is_abandoned(path, int(match[3]), match[4]):
+            if match is None or not is_abandoned(path, int(match[3]), match[4]):
                 continue
             if match[1] == "old" and not (self.directory / match[2]).exists():
                 os.rename(path, self.directory / match[2])
             else:
-                _delete(path)
-
-
-def _delete(path: Path) -> None:
-    """A directory and all in it, or whatever else stands there; a link alone, not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _is_abandoned(path: Path, pid: int, host: str) -> bool:
-    if host == socket.gethostname():
-        if pid == os.getpid():  # containers hand out the same small pids: this is an earlier namesake's
-            return True
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-    # Another host's (a restarted container has a new name), or a pid in use again: no live save rests for an hour.
-    entries = (path, *path.iterdir()) if path.is_dir() else (path,)
-    return time.time() - max(entry.lstat().st_mtime for entry in entries) > 3600
+                delete(path)
 
 
 def _write_checkpoint(directory: Path, step: int, tensors: dict[str, dict[str, Tensor]], state_json: bytes) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qarl.config import Config
+from qarl.config.by_device import ON_CPU
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
@@ -175,6 +176,15 @@ class RunDirectory:
         self.close()
 
 
+def begun_configuration(path: Path) -> Config | None:
+    """The configuration that the results in a run directory are of; None where there are none, or it is damaged, which
+    `RunDirectory.open` says."""
+    try:
+        return read_run_config(path) if path.is_dir() and _results(path) else None
+    except (UserError, OSError):
+        return None
+
+
 def _remove_empty(folders: list[Path]) -> None:
     """Innermost first, up to the first that is missing or in use."""
     with suppress(OSError):
@@ -261,12 +271,17 @@ def _with_defaults(stored: Any) -> Any:
 
 
 def config_difference(theirs: Any, ours: Any) -> list[str]:
-    """`key is X there, Y here` for each dotted key that differs and must not (`RESUMABLE_KEYS` may)."""
+    """`key is X there, Y here` for each dotted key that differs and must not.
+
+    `RESUMABLE_KEYS` may; and a size that is left to the device here is the one there.
+    """
     there, here = flatten(theirs), flatten(ours)
     return [
         f"{key} is {_short(there, key)} there, {_short(here, key)} here"
         for key in [*here, *(key for key in there if key not in here)]
-        if (key in there, there.get(key)) != (key in here, here.get(key)) and not _may_differ(key)
+        if (key in there, there.get(key)) != (key in here, here.get(key))
+        and not _may_differ(key)
+        and not (key in ON_CPU and here.get(key) is None)
     ]
 
 

@@ -10,8 +10,12 @@ from pathlib import Path
 
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
+from qarl.machine import gpu_bytes
 from qarl.policy.device import pick_device
-from qarl.storage.rundir import RunDirectory
+from qarl.policy.load import load_architecture
+from qarl.sizes import decide_sizes, keep_sizes
+from qarl.storage.names import checkpoint_steps
+from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import read_metrics
 from qarl.training.alarms import Alarms
 from qarl.training.console import RunConsole
@@ -35,6 +39,7 @@ def train(config: Config) -> int:
     Raises UserError for whatever the user can fix. Refused before its first step, a new run leaves no directory;
     later, the steps finished before it are in the run directory, as they are after any other exception.
     """
+    config = with_sizes(config)
     console = RunConsole(config.logging.console, config.train.steps)
     with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
         try:
@@ -59,6 +64,14 @@ def train(config: Config) -> int:
     if code == 0:
         console.summary(config.run_dir, read_metrics(config.run_dir / "metrics.jsonl"), next_commands(config))
     return code
+
+
+def with_sizes(config: Config) -> Config:
+    """The configuration with a number for each size that is left to the device: the run's own where it has begun."""
+    config = keep_sizes(config, begun_configuration(config.run_dir))
+    if pick_device(config.model.device).type == "cpu":
+        return decide_sizes(config, "cpu")
+    return decide_sizes(config, "cuda", load_architecture(config.model), gpu_bytes())
 
 
 class Loop:
@@ -174,13 +187,15 @@ class Loop:
 
 
 def next_commands(config: Config) -> list[tuple[str, str]]:
-    """What a user may want to do with a finished run: (what for, command)."""
+    """What a user may want to do with a finished run: (what for, command). Each is a line for the shell."""
     directory = shlex.quote(str(config.run_dir))
     # The programs beside this Python, spelled out where the shell would not find them (make's .venv is not activated).
     programs = Path(sys.executable).parent
     if programs.is_relative_to(Path.cwd()):
         programs = programs.relative_to(Path.cwd())
-    python, board, qarl = (n if shutil.which(n) else str(programs / n) for n in ("python", "tensorboard", "qarl"))
+    python, board, qarl = (
+        n if shutil.which(n) else shlex.quote(str(programs / n)) for n in ("python", "tensorboard", "qarl")
+    )
     commands = []
     last = config.train.steps - config.train.steps % config.logging.rollouts_every
     if last:
@@ -188,5 +203,18 @@ def next_commands(config: Config) -> list[tuple[str, str]]:
         commands.append(("to read its answers:", f"{python} -m json.tool --json-lines {answers}"))
     if config.logging.tensorboard:
         commands.append(("to see its curves:", f"{board} --logdir {directory}/tensorboard"))
+    commands.append(("to see it on a page:", f"{qarl} report {directory}"))
+    if checkpoint_steps(config.run_dir / "checkpoints"):
+        commands.append(("to export it:", f"{qarl} export {directory}"))
+    other = _other_scheme(config)
+    out = shlex.quote(f"{config.run_dir}-compare")
+    schemes = f"--schemes {config.quant.scheme},{other} --reuse {directory} --out {out}"
+    commands.append((f"to compare with {other}:", f"{qarl} compare {directory}/config.yaml {schemes}"))
     more = f"{qarl} train {directory}/config.yaml train.steps={2 * config.train.steps}"
     return [*commands, ("to train it further:", more)]
+
+
+def _other_scheme(config: Config) -> str:
+    """What a run is first compared with: full precision, and where it is that, or cannot be, 8 bits."""
+    unquantized = config.quant.scheme != "bf16" and config.quant.learner != "fake_quant"
+    return "bf16" if unquantized else "fp8" if config.quant.scheme == "w8a8" else "w8a8"

@@ -10,6 +10,7 @@ import yaml
 from qarl.config import load_config
 from qarl.config.yaml_io import dump_yaml, parse_yaml
 from qarl.errors import UserError
+from qarl.sizes import decide_sizes
 
 
 @pytest.mark.parametrize(
@@ -145,4 +146,6 @@ def test_to_yaml_shows_every_section_and_default(load):
         "model quant rollout data reward objective correction optim train checkpoint evaluation diagnostics logging"
     )
     assert text["quant"]["group_size"] == 128
-    assert text["rollout"]["max_batched_tokens"] == 512
+    assert text["rollout"]["max_batched_tokens"] is None  # until the device is known
+    decided = yaml.safe_load(decide_sizes(load(), "cpu").to_yaml())
+    assert decided["rollout"]["max_batched_tokens"] == 512

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -196,7 +197,7 @@ def dead_pid() -> int:
 
 
 def leftover(tmp_path: Path, kind: str, pid: int, host: str | None = None) -> Path:
-    path = tmp_path / "checkpoints" / f".{kind}-000007-{pid}-{host or module.socket.gethostname()}"
+    path = tmp_path / "checkpoints" / f".{kind}-000007-{pid}-{host or socket.gethostname()}"
     path.mkdir(parents=True)
     (path / "state.json").write_text("{}")
     return path
@@ -228,7 +229,7 @@ def test_leftovers_of_another_host_go_after_an_hour(tmp_path):
 def test_a_checkpoint_caught_between_the_renames_of_a_replacement_comes_back(tmp_path):
     checkpoints = store(tmp_path, 1)
     final = checkpoints.save(7, small(7), {"step": 7})
-    final.rename(checkpoints.directory / f".old-000007-{dead_pid()}-{module.socket.gethostname()}")
+    final.rename(checkpoints.directory / f".old-000007-{dead_pid()}-{socket.gethostname()}")
     assert_is_step(store(tmp_path).latest_valid(pytest.fail), 7)
 
 

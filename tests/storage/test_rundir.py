@@ -18,7 +18,7 @@ from qarl.config import Config
 from qarl.errors import UserError
 from qarl.storage import rundir as module
 from qarl.storage.disk import atomic_write_text
-from qarl.storage.rundir import RunDirectory, config_difference
+from qarl.storage.rundir import RunDirectory, begun_configuration, config_difference
 
 
 @pytest.fixture
@@ -152,6 +152,26 @@ def test_a_run_stopped_before_its_first_step_binds_no_configuration(make):
     with RunDirectory.open(config, "auto") as run:
         run.begin()
         assert (run.path / "config.yaml").read_text() == config.to_yaml()
+
+
+def test_a_size_left_to_the_device_is_the_one_that_the_run_has():
+    theirs = {"rollout": {"max_num_seqs": 64}, "train": {"logprob_chunk": 128}}
+    assert config_difference(theirs, {"rollout": {"max_num_seqs": None}, "train": {"logprob_chunk": None}}) == []
+    assert config_difference(theirs, {"rollout": {"max_num_seqs": None}, "train": {"logprob_chunk": 64}}) == [
+        "train.logprob_chunk is 128 there, 64 here"
+    ]
+
+
+def test_a_run_has_begun_once_it_has_results(make):
+    config = make()
+    assert begun_configuration(config.run_dir) is None
+    with RunDirectory.open(config, "auto") as run:
+        run.begin()
+    assert begun_configuration(config.run_dir) is None
+    run_once(config)
+    assert begun_configuration(config.run_dir) == config
+    (config.run_dir / "config.yaml").write_text("[")
+    assert begun_configuration(config.run_dir) is None
 
 
 def test_a_difference_in_thread_count_counts():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 from tiny_runs import ROOT, Finished, Qarl, settings, write_config
 
@@ -87,6 +89,9 @@ def test_a_run_leaves_its_directory_and_prints_nothing_but_its_own_lines(runs):
         "mismatch/delta_abs_max: 0 in every step: sampler and learner agree bit for bit",
         "to read its answers: ",
         "to see its curves: ",
+        "to see it on a page: ",
+        "to export it: ",
+        "to compare with bf16: ",
         "to train it further: ",
     ]
     assert len(lines) == len(starts), done.out
@@ -101,6 +106,45 @@ def test_the_command_that_it_ends_with_trains_further(runs):
     done = runs.qarl.run(*command[1:], cwd=runs.folder)
     assert done.code == 0, done.err
     assert runs.steps() == [1, 2, 3, 4]
+
+
+def test_the_commands_that_it_ends_with_report_export_and_compare(runs):
+    runs.run = runs.folder / "runs" / "a name"  # which a shell would split
+    lines = runs.train(f"train.run_dir={runs.run}").out.splitlines()
+    commands = {words[1]: words[1:] for line in lines if len(words := shlex.split(line.split(":  ", 1)[-1])) > 1}
+    for name in ("report", "export", "compare"):
+        done = runs.qarl.run(*commands[name], cwd=runs.folder)
+        assert done.code == 0, (name, done.err)
+    assert (runs.run / "report.html").exists() and (runs.run / "export" / "config.json").exists()
+    comparison = json.loads((runs.folder / "runs" / "a name-compare" / "comparison.json").read_text())
+    assert {member["scheme"]: member["state"] for member in comparison["members"]} == {
+        "w4a16": "finished",
+        "bf16": "finished",
+    }
+
+
+# A device that decides otherwise.
+OTHER_DEVICE = """
+from qarl.config.by_device import ON_CPU
+ON_CPU.update({"rollout.max_num_seqs": 5, "rollout.max_batched_tokens": 40, "train.micro_batch_tokens": 90})
+"""
+
+
+def test_sizes_left_to_the_device_are_recorded_and_kept_by_a_run_that_goes_on(runs):
+    given = ["rollout.max_num_seqs=null", "train.micro_batch_tokens=null"]
+    runs.train(*given)
+    first = yaml.safe_load((runs.run / "config.yaml").read_text())
+    assert (first["rollout"]["max_num_seqs"], first["rollout"]["max_batched_tokens"]) == (64, 512)
+    assert (first["train"]["micro_batch_tokens"], first["train"]["logprob_chunk"]) == (4096, 128)
+    done = runs.train(*given, "train.steps=3", before=OTHER_DEVICE)
+    assert done.code == 0, done.err
+    assert runs.steps() == [1, 2, 3]
+    second = yaml.safe_load((runs.run / "config.yaml").read_text())
+    assert second == first | {"train": first["train"] | {"steps": 3}}
+    elsewhere = runs.folder / "runs" / "other"
+    runs.train(*given, f"train.run_dir={elsewhere}", "train.steps=1", before=OTHER_DEVICE)
+    other = yaml.safe_load((elsewhere / "config.yaml").read_text())
+    assert (other["rollout"]["max_num_seqs"], other["rollout"]["max_batched_tokens"]) == (5, 40)
 
 
 def test_every_metric_of_the_interface_is_logged(runs):

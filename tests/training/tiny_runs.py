@@ -18,6 +18,7 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.sizes import decide_sizes
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer
@@ -106,7 +107,7 @@ def live(run: Parts, seed: int = 1) -> Batch:
 
 
 def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
-    config = Config.model_validate(settings(path, **sections))
+    config = decide_sizes(Config.model_validate(settings(path, **sections)), "cpu")
     policy = build_policy(config, load_model(config.model), torch.device("cpu"))
     tokenizer = load_tokenizer(config.model)
     sampling = build_sampling(config, policy, tokenizer)

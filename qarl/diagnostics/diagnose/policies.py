@@ -19,6 +19,7 @@ from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
+from qarl.sizes import decide_sizes
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
 from qarl.training.batch import CPU, Batch, Column
@@ -34,7 +35,8 @@ class RunPolicy:
 
     def __init__(self, target: Target, device: str) -> None:
         assert target.run is not None and target.run_dir is not None, "the policy of a run"
-        self.config: Config = target.run
+        # A run records its sizes; a configuration written by hand may leave them to the device.
+        self.config: Config = decide_sizes(target.run, pick_device(device).type)
         self._checkpoints = target.run_dir / "checkpoints"
         set_determinism(self.config)
         config = self.config

@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
 from qarl.errors import UserError
+from qarl.machine import gpu_bytes
+from qarl.memory import kv_cache_bytes
 from qarl.policy.attention import Span, sampler_context
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
@@ -25,6 +27,7 @@ from qarl.rollout.native.sampling import draw, uniforms
 from qarl.rollout.native.scheduler import Chunk, Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
+from qarl.sizes import sampler_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError, verify_in_process
@@ -73,9 +76,11 @@ class NativeEngine:
             )
         if not prompts:
             return []
-        cache, pool = self._kv_cache(prompts, sampling)
+        longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
+        sizes = self._sizes(longest)
+        cache, pool = self._kv_cache(longest, min(sizes.max_num_seqs, len(prompts) * sampling.n))
         scheduler = Scheduler(
-            pool, self.config.max_num_seqs, self.config.max_batched_tokens, sampling.max_response_length, cache.copy
+            pool, sizes.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
         )
         stopping = Stopping(self.tokenizer, sampling)
         responses: list[Response] = []
@@ -107,13 +112,19 @@ class NativeEngine:
             for r in responses
         ]
 
-    def _kv_cache(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[KVCache, PagePool]:
-        longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
+    def _sizes(self, longest: int) -> RolloutConfig:
+        """How much is done at once, also where that is left to the device. longest: tokens of a sequence."""
+        layout = self.sampler.layout
+        if layout.device.type == "cpu":
+            return sampler_sizes(self.config, "cpu")
+        sequence = kv_cache_bytes(longest, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype.itemsize)
+        return sampler_sizes(self.config, "cuda", sequence, gpu_bytes())
+
+    def _kv_cache(self, longest: int, sequences: int) -> tuple[KVCache, PagePool]:
+        """longest: tokens of one sequence. sequences: at the same time."""
         per_sequence = -(-longest // PAGE)
-        if self.config.kv_cache_tokens is None:
-            count = per_sequence * min(self.config.max_num_seqs, len(prompts) * sampling.n)
-        else:
-            count = self.config.kv_cache_tokens // PAGE
+        pool = self.config.kv_cache_tokens
+        count = per_sequence * sequences if pool is None else pool // PAGE
         if count < per_sequence:
             raise UserError(
                 f"rollout.kv_cache_tokens: {self.config.kv_cache_tokens} cannot hold one sequence of "

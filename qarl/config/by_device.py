@@ -1,0 +1,18 @@
+"""Sizes that are the device's to say: null in a configuration, a number in whatever runs (`qarl.sizes` decides)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    ByDevice = int  # what reads one of them has a configuration whose sizes are decided
+else:
+    ByDevice = int | None
+
+# Keys of a configuration, and what null means on a CPU.
+ON_CPU = {
+    "rollout.max_num_seqs": 64,
+    "rollout.max_batched_tokens": 512,
+    "train.micro_batch_tokens": 4096,
+    "train.logprob_chunk": 128,
+}

@@ -1,0 +1,136 @@
+"""What null means for `rollout.max_num_seqs`, `rollout.max_batched_tokens`, `train.micro_batch_tokens` and
+`train.logprob_chunk`: how much the sampler and the learner do at once. Imports no torch.
+
+They change speed and memory, and in low bits also results; so they are decided once, stand as numbers in a run's
+config.yaml, and a run that goes on keeps them, on whatever device. On a CPU they are constants. On a GPU they follow
+from its whole memory, not from what is free at the moment, so that the same machine gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from qarl.config import Config, RolloutConfig
+from qarl.config.architecture import Architecture
+from qarl.config.by_device import ON_CPU
+from qarl.memory import DTYPE_BYTES, Device, estimate, kv_cache_bytes, peak_bytes
+
+# vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine's step is not
+# captured in a graph and its attention reads every page, so it gains nothing from longer prefills.
+SEQUENCES = 256
+BATCHED_TOKENS = {"vllm": 8192, "native": 4096}
+FEWEST_SEQUENCES = 64
+KV_SHARE = 1 / 4  # of the GPU's memory, that the native engine's KV cache may take by itself
+
+MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)
+UPDATE_SHARE = 3 / 4  # of the GPU's memory, that the estimate may reach: it leaves out allocator slack and temporaries
+LOGPROB_ROWS = (4096, 2048, 1024, 512, 256, 128)
+LOGITS_SHARE = 1 / 32  # of the GPU's memory, for the float32 logits and probabilities of a chunk
+
+
+def decide_sizes(
+    config: Config, device: Device, architecture: Architecture | None = None, memory: int | None = None
+) -> Config:
+    """The configuration with a number for each size that it leaves null; what it gives stands.
+
+    device: where the learner computes. architecture, memory: of the model and of the GPU in bytes; without them a GPU
+    gets what fits most.
+    """
+    longest = config.data.max_prompt_length + max(config.rollout.max_response_length, config.eval_response_length)
+    width = DTYPE_BYTES[config.model.dtype]
+    kv = None if architecture is None else _kv_bytes(architecture, longest, width)
+    config = _filled(config, "rollout", sampler_sizes(config.rollout, device, kv, memory).model_dump())
+    chunk = ON_CPU["train.logprob_chunk"] if device == "cpu" else _logprob_chunk(architecture, memory)
+    config = _filled(config, "train", {"logprob_chunk": chunk})
+    if config.train.micro_batch_tokens is not None:
+        return config
+    if device == "cpu" or architecture is None or memory is None:
+        return _filled(config, "train", {"micro_batch_tokens": ON_CPU["train.micro_batch_tokens"]})
+    return _largest_that_fits(config, architecture, memory)
+
+
+def sampler_sizes(
+    rollout: RolloutConfig, device: Device, sequence_bytes: int | None = None, memory: int | None = None
+) -> RolloutConfig:
+    """The rollout section with numbers for its two sizes, which agree: vLLM gives each sequence a token of the budget.
+
+    sequence_bytes: keys and values of the longest sequence. memory: of the GPU, in bytes.
+    """
+    sequences, tokens = rollout.max_num_seqs, rollout.max_batched_tokens
+    if sequences is None:
+        sequences = ON_CPU["rollout.max_num_seqs"] if device == "cpu" else _sequences(rollout, sequence_bytes, memory)
+        if tokens is not None and rollout.engine == "vllm":
+            sequences = min(sequences, tokens)
+    if tokens is None:
+        tokens = ON_CPU["rollout.max_batched_tokens"] if device == "cpu" else BATCHED_TOKENS[rollout.engine]
+        if rollout.engine == "vllm":
+            tokens = max(sequences, tokens)
+    return rollout.model_copy(update={"max_num_seqs": sequences, "max_batched_tokens": tokens})
+
+
+def keep_sizes(config: Config, begun: Config | None) -> Config:
+    """The configuration with the sizes that a run began with, where it leaves them null. begun: what the run recorded,
+    None of a new one."""
+    if begun is None:
+        return config
+    for section in ("rollout", "train"):
+        config = _filled(config, section, getattr(begun, section).model_dump())
+    return config
+
+
+def decided(given: Config, used: Config, device: Device) -> Iterator[str]:
+    """`key: null -> number (device)` for each size that was left to the device."""
+    for key in ON_CPU:
+        if _value(given, key) is None:
+            yield f"{key}: null -> {_value(used, key)} ({device})"
+
+
+def _value(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _filled(config: Config, section: str, values: dict[str, Any]) -> Config:
+    """Those of `values` that are sizes of the section and null in it."""
+    own = getattr(config, section)
+    names = [key.split(".")[1] for key in ON_CPU if key.startswith(f"{section}.")]
+    update = {name: values[name] for name in names if name in values and getattr(own, name) is None}
+    return config.model_copy(update={section: own.model_copy(update=update)}) if update else config
+
+
+def _kv_bytes(a: Architecture, tokens: int, width: int) -> int:
+    return kv_cache_bytes(tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
+
+
+def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int | None) -> int:
+    """Of a GPU. vLLM's KV cache, and one of a given size, hold what they can; the native engine's holds them all."""
+    if rollout.engine == "vllm" or rollout.kv_cache_tokens is not None:
+        return SEQUENCES
+    if sequence_bytes is None or memory is None:
+        return FEWEST_SEQUENCES
+    count = SEQUENCES
+    while count > FEWEST_SEQUENCES and count * sequence_bytes > KV_SHARE * memory:
+        count //= 2
+    return count
+
+
+def _logprob_chunk(architecture: Architecture | None, memory: int | None) -> int:
+    if architecture is None or memory is None:
+        return 512
+    row = 2 * 4 * architecture.vocab_size  # logits and probabilities, float32
+    return next((rows for rows in LOGPROB_ROWS if rows * row <= LOGITS_SHARE * memory), LOGPROB_ROWS[-1])
+
+
+def _largest_that_fits(config: Config, architecture: Architecture, memory: int) -> Config:
+    """The micro batch of a GPU: as much as the estimate leaves room for, and no more than a step has."""
+    vllm = config.rollout.vllm
+    awake = config.rollout.engine == "vllm" and vllm.device is None and vllm.sleep_level == 0
+    room = UPDATE_SHARE * memory - (vllm.memory_frac * memory if awake else 0)
+    step = config.responses_per_step * config.max_sequence_length
+    found = config
+    for tokens, next_smaller in zip(MICRO_BATCH_TOKENS, (*MICRO_BATCH_TOKENS[1:], 0), strict=True):
+        found = _filled(config, "train", {"micro_batch_tokens": tokens})
+        if next_smaller < step and peak_bytes(estimate(found, architecture, "cuda")) <= room:
+            break
+    return found

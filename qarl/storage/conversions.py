@@ -1,0 +1,276 @@
+"""Models converted once and kept: files that qarl made of a model's own, under the digest of what they were made from.
+
+    $QARL_CACHE, or $XDG_CACHE_HOME/qarl, or ~/.cache/qarl
+        models/<sha256 of the source, the part and the versions of what converts>/    the converted files
+                                                    manifest.json                     bytes and SHA-256 of each
+
+Nothing is used because it is there: an entry counts only if its directory and files are this user's (or root's) and
+writable by nobody else, and if it holds exactly the files of its manifest, with their digests. Whatever else stands
+under its name is replaced. An entry appears by one rename, so two processes may make the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qarl.errors import UserError
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
+from qarl.inputs.paths import path_fault, reason_of
+from qarl.inputs.schema import Bytes, FileName, Record, Sha256, checked
+from qarl.storage.disk import free_bytes, fsync_directory
+from qarl.storage.leftovers import delete, is_abandoned, mark
+
+FORMAT_VERSION = 1
+SPARE_BYTES = 256 * 2**20  # of the disk, that a conversion leaves free
+
+_MANIFEST = "manifest.json"
+_LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{64}-([0-9]{1,9})-(.+)")
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_logger = logging.getLogger("qarl.conversions")
+_told: set[str] = set()  # each reason once a process
+_verified: dict[Path, list[tuple[int, ...]]] = {}  # entries proved by this process -> their files' identities
+
+T = TypeVar("T")
+
+
+class _File(Record):
+    bytes: Bytes
+    sha256: Sha256
+
+
+class _Manifest(Record):
+    format_version: int
+    files: dict[FileName, _File]
+
+
+class _Unusable(Exception):
+    """Why an entry, or the place for entries, cannot be used."""
+
+
+def conversions_directory() -> Path:
+    """Where converted models are kept. It need not be there."""
+    base = os.environ.get("QARL_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "qarl")
+    if fault := path_fault(base):
+        raise UserError(f"QARL_CACHE: {base[:80]!r}: {fault}")
+    return Path(base).expanduser() / "models"
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, read once a process as long as it stays the same file, size and time of change."""
+    found = os.stat(path)
+    identity = _identity(found)
+    if _digests.get(path, (None, ""))[0] != identity:
+        with open(path, "rb") as file:
+            _digests[path] = identity, hashlib.file_digest(file, "sha256").hexdigest()
+    return _digests[path][1]
+
+
+_digests: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+
+def converted(
+    source: Path,
+    part: str,
+    versions: dict[str, str],
+    read: Callable[[], T],
+    write: Callable[[T, Path], None],
+    size: int,
+) -> Path | None:
+    """The directory with `part` of what `source`, one file, converts to; made now unless it is there and intact.
+
+    versions: of all that has a say in the result. read: converts in memory, and its exceptions are the caller's.
+    write(value, directory): puts plain files there. size: bytes that they will take, about.
+    None where the result cannot be kept (an unwritable or full disk, a directory that is not this user's), which is
+    logged once; the caller then converts in memory.
+    """
+    try:
+        return _entry(source, part, versions, read, write, size)
+    except _Unusable as error:
+        reason = str(error)
+        if reason not in _told:
+            _told.add(reason)
+            fix = "set QARL_CACHE to a directory of yours with room in it"
+            _logger.warning(
+                "warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix
+            )
+        return None
+
+
+def _entry(
+    source: Path,
+    part: str,
+    versions: dict[str, str],
+    read: Callable[[], T],
+    write: Callable[[T, Path], None],
+    size: int,
+) -> Path:
+    """As `converted`. Raises _Unusable, and what `read` raises."""
+    with _reasons(source):
+        root = _root()
+        key = _key(file_digest(source), part, versions)
+    entry = root / key
+    with suppress(_Unusable):
+        _verify(entry)
+        return entry
+    with _reasons(root):
+        free = free_bytes(root)
+        if free < size + SPARE_BYTES:
+            raise _Unusable(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
+        _remove_leftovers(root)
+        temporary = root / f".tmp-{key}-{mark()}"
+        temporary.mkdir(mode=0o700)
+    try:
+        value = read()
+        with _reasons(root):
+            if _key(file_digest(source), part, versions) != key:
+                raise _Unusable(f"{source}: changed while it was converted")
+            write(value, temporary)
+            _seal(temporary)
+            _publish(temporary, entry)
+            _verify(entry)
+        return entry
+    finally:
+        with suppress(OSError):
+            delete(temporary)
+
+
+@contextmanager
+def _reasons(place: Path) -> Iterator[None]:
+    """Whatever is raised, as a reason not to keep anything: a library has its own way to say that the disk is full."""
+    try:
+        yield
+    except _Unusable:
+        raise
+    except OSError as error:
+        raise _Unusable(f"{error.filename or place}: {reason_of(error)}") from error
+    except UserError as error:
+        raise _Unusable(str(error)) from error
+    except Exception as error:
+        raise _Unusable(f"{place}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _key(source: str, part: str, versions: dict[str, str]) -> str:
+    made_from = {"format": FORMAT_VERSION, "source": source, "part": part, "versions": versions}
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+
+
+def _root() -> Path:
+    """The directory of the entries, made if it is not there. Raises OSError, _Unusable."""
+    named = conversions_directory()
+    named.parent.mkdir(parents=True, exist_ok=True)
+    parent = named.parent.resolve()
+    for directory in (parent, *parent.parents):
+        mode = directory.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise _Unusable(f"{directory}: any user can replace what is in it")
+    root = parent / named.name
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    _require_private(root, os.lstat(root), stat.S_ISDIR)
+    return root
+
+
+def _require_private(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    """Raise _Unusable for what somebody else may have made, or may change."""
+    if not is_kind(found.st_mode):
+        raise _Unusable(f"{path}: is no {'directory' if is_kind is stat.S_ISDIR else 'file'}")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise _Unusable(f"{path}: belongs to user {found.st_uid}")
+    if found.st_mode & _OTHERS_MAY_WRITE:
+        raise _Unusable(f"{path}: other users may write it")
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _verify(entry: Path) -> None:
+    """Raise _Unusable unless the entry is exactly what its manifest says. Read in full once a process."""
+    try:
+        _require_private(entry, os.lstat(entry), stat.S_ISDIR)
+        names = sorted(os.listdir(entry))
+        found = [os.lstat(entry / name) for name in names]
+        identities = [_identity(one) for one in found]
+        if _verified.get(entry) == identities:
+            return
+        for name, one in zip(names, found, strict=True):
+            _require_private(entry / name, one, stat.S_ISREG)
+        manifest = checked(_Manifest, read_json_object(entry / _MANIFEST), str(entry / _MANIFEST))
+        if names != sorted([*manifest.files, _MANIFEST]):
+            raise _Unusable(f"{entry}: holds other files than its manifest says")
+        for name, expected in manifest.files.items():
+            if _describe(entry / name) != expected.model_dump():
+                raise _Unusable(f"{entry / name}: its contents changed")
+    except OSError as error:
+        raise _Unusable(f"{entry}: {reason_of(error)}") from None
+    except Unreadable as error:
+        raise _Unusable(str(error)) from None
+    _verified[entry] = identities
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    """{bytes, sha256} of a file."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def _seal(directory: Path) -> None:
+    """Make the files durable and private, and write their manifest. Raises OSError."""
+    files = {}
+    for path in sorted(directory.iterdir()):
+        path.chmod(0o600)
+        files[path.name] = _describe(path)
+        _sync(path)
+    manifest = directory / _MANIFEST
+    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
+    manifest.chmod(0o600)
+    _sync(manifest)
+    fsync_directory(directory)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _publish(temporary: Path, entry: Path) -> None:
+    """Give a sealed directory its name. Another process's intact one stays; what is damaged goes. Raises OSError."""
+    _verified.pop(entry, None)
+    for _ in range(2):
+        try:
+            os.rename(temporary, entry)
+            break
+        except OSError:
+            if not os.path.lexists(entry):
+                raise
+        try:
+            _verify(entry)
+            return
+        except _Unusable:
+            old = entry.with_name(f".tmp-{'0' * 64}-{mark()}")
+            delete(old)
+            os.rename(entry, old)
+            delete(old)
+    fsync_directory(entry.parent)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Of killed conversions of this host. Raises OSError."""
+    for path in root.iterdir():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is not None and is_abandoned(path, int(match[1]), match[2]):
+            delete(path)

@@ -1,0 +1,147 @@
+"""A GGUF file read from what it was converted to is the GGUF file: the same configuration, tokens and bits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from damaged_models import Weights, gguf_of
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qarl.config import ModelConfig
+from qarl.inference.masters import open_masters
+from qarl.inference.target import resolve_target
+from qarl.policy import load as module
+from qarl.policy.load import load_model, load_model_config, load_tokenizer, model_weights
+from qarl.storage import conversions
+from qarl.training.fingerprints import tensors_digest
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture
+def tiny(tiny_model, tmp_path) -> ModelConfig:
+    path = gguf_of(Weights.of(tiny_model()), tmp_path / "model" / "m.gguf")
+    return ModelConfig(path=str(path.parent), gguf_file="m.gguf")
+
+
+@pytest.fixture
+def empty(monkeypatch, tmp_path) -> None:
+    """A place of its own for what is converted."""
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def another_process():
+    """Forgets what this process has proved."""
+
+    def forget() -> None:
+        conversions._verified.clear()
+        module._gguf_config.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def without_keeping(monkeypatch) -> None:
+    monkeypatch.setattr(module, "kept", lambda source, *arguments: source)
+    module._gguf_config.cache_clear()
+
+
+def parse_forbidden(monkeypatch) -> None:
+    real = module._load
+
+    def load(config, what, loader, source, **options):
+        assert source.gguf_file is None, "the GGUF file was parsed"
+        return real(config, what, loader, source, **options)
+
+    monkeypatch.setattr(module, "_load", load)
+
+
+def same_models(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    assert list(mine) == list(theirs) and type(one) is type(other)
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype == torch.float32 and torch.equal(tensor, theirs[name]), name
+    for (name, buffer), (_, expected) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert tensors_digest(mine.items()) == tensors_digest(theirs.items())  # by which a run knows its base model
+    assert one.config.to_json_string() == other.config.to_json_string()
+    assert one.generation_config.to_dict() == other.generation_config.to_dict()
+
+
+def test_the_weights_and_the_configuration_are_the_same_with_and_without(tiny, empty, another_process, monkeypatch):
+    first, config = load_model(tiny), load_model_config(tiny)
+    another_process()
+    with monkeypatch.context() as patch:
+        parse_forbidden(patch)
+        second, again = load_model(tiny), load_model_config(tiny)
+    without_keeping(monkeypatch)
+    plain = load_model(tiny)
+    for found in (first, second):
+        same_models(found, plain)
+    expected = load_model_config(tiny)
+    for found in (config, again):
+        assert found.to_dict() == expected.to_dict() and found.name_or_path == expected.name_or_path
+
+
+def test_masters_are_read_one_at_a_time_and_are_the_same(tiny, empty, another_process, monkeypatch):
+    assert model_weights(tiny).keys() == dict(load_model(tiny).named_parameters()).keys()
+    monkeypatch.setattr("qarl.inference.target._model", lambda values: tiny)
+    masters = open_masters(resolve_target(tiny.path))
+    without_keeping(monkeypatch)
+    assert model_weights(tiny) is None
+    for name, parameter in load_model(tiny).named_parameters():
+        assert torch.equal(masters.read(name), parameter)
+
+
+def test_a_damaged_conversion_is_never_loaded(tiny, empty, another_process):
+    expected = copy.deepcopy(load_model(tiny))  # whose tensors are the mapped file
+    (weights,) = conversions.conversions_directory().glob("*/model.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 0x40
+    weights.write_bytes(data)
+    another_process()
+    same_models(load_model(tiny), expected)
+    assert weights.read_bytes() != data
+
+
+def test_a_conversion_that_cannot_be_kept_gives_the_same_model(tiny, empty, another_process, monkeypatch, caplog):
+    expected = load_model(tiny)
+    another_process()
+    monkeypatch.setenv("QARL_CACHE", str(Path(tiny.path) / "m.gguf"))  # a file
+    same_models(load_model(tiny), expected)
+    assert len(caplog.records) == 1 and "cannot be kept" in caplog.text
+
+
+def same_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: Path) -> None:
+    assert type(one) is type(other) and one.name_or_path == other.name_or_path
+    assert one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+    assert (one.chat_template, one.special_tokens_map) == (other.chat_template, other.special_tokens_map)
+    assert one.get_vocab() == other.get_vocab() and one.get_added_vocab() == other.get_added_vocab()
+    assert (one.model_max_length, one.padding_side) == (other.model_max_length, other.padding_side)
+    for name, tokenizer in (("one", one), ("other", other)):
+        tokenizer.save_pretrained(folder / name)  # as an export does
+    files = sorted(path.name for path in (folder / "one").iterdir())
+    assert files == sorted(path.name for path in (folder / "other").iterdir())
+    for file in files:
+        assert (folder / "one" / file).read_bytes() == (folder / "other" / file).read_bytes(), file
+
+
+@pytest.mark.slow
+def test_smollm2_is_the_same_from_its_conversion(smollm2, another_process, monkeypatch, tmp_path):
+    config = ModelConfig(path=smollm2)
+    load_model(config), load_tokenizer(config), load_model_config(config)  # converted now, unless the suite has
+    another_process()
+    with monkeypatch.context() as patch:
+        parse_forbidden(patch)
+        model, tokenizer, own = load_model(config), load_tokenizer(config), load_model_config(config)
+    without_keeping(monkeypatch)
+    same_models(model, load_model(config))
+    same_tokenizers(tokenizer, plain := load_tokenizer(config), tmp_path)
+    assert own.to_dict() == load_model_config(config).to_dict()
+    text = "<|im_start|>user\nWhat is 2 + 3?\n\n  a_b  \u00e9\u4e2d\U0001f600<|im_end|>"
+    assert tokenizer(text)["input_ids"] == plain(text)["input_ids"]

@@ -1,0 +1,319 @@
+"""Converted models that are kept: what is used, what is made again, and where nothing can be kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from full_disk import fill_disk
+
+from qarl.errors import UserError
+from qarl.storage import conversions as module
+from qarl.storage.conversions import conversions_directory, converted, file_digest
+
+
+class Kept:
+    """A source file that converts to itself in capitals, and how often it was converted."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.source, self.reads = root, folder / "source.gguf", 0
+        self.source.write_text("weights")
+
+    def convert(self, part: str = "model", versions: dict[str, str] | None = None, size: int = 100) -> Path | None:
+        def read() -> str:
+            self.reads += 1
+            return self.source.read_text().upper()
+
+        def write(value: str, directory: Path) -> None:
+            (directory / "a.json").write_text(value)
+            (directory / "b.bin").write_bytes(b"\0" * 5000)
+
+        return converted(self.source, part, versions or {"x": "1"}, read, write, size)
+
+    def fresh(self) -> None:
+        """As another process sees it."""
+        module._verified.clear()
+        module._digests.clear()
+        module._told.clear()
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Kept:
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+    found = Kept(tmp_path / "cache" / "models", tmp_path)
+    found.fresh()
+    return found
+
+
+def test_it_is_converted_once_and_read_from_then_on(kept):
+    first = kept.convert()
+    kept.fresh()
+    assert kept.convert() == first and first.parent == kept.root and kept.reads == 1
+    assert (first / "a.json").read_text() == "WEIGHTS"
+    assert [path.name for path in kept.root.iterdir()] == [first.name]  # nothing temporary
+
+
+def test_only_this_user_can_enter(kept):
+    entry = kept.convert()
+    assert kept.root.stat().st_mode & 0o777 == entry.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in entry.iterdir()} == {0o600}
+
+
+def test_another_source_part_or_version_is_another_entry(kept):
+    entries = {kept.convert(), kept.convert(part="config"), kept.convert(versions={"x": "2"})}
+    kept.source.write_text("Weights")  # the same length
+    os.utime(kept.source, ns=(0, 0))
+    entries.add(kept.convert())
+    assert len(entries) == kept.reads == 4
+
+
+def test_the_directory_is_qarls_then_the_desktops_then_the_homes(monkeypatch):
+    monkeypatch.setenv("QARL_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    monkeypatch.setenv("HOME", "/c")
+    assert conversions_directory() == Path("/a/models")
+    monkeypatch.delenv("QARL_CACHE")
+    assert conversions_directory() == Path("/b/qarl/models")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert conversions_directory() == Path("/c/.cache/qarl/models")
+
+
+# --- what is there and is not what was put there
+
+
+def flip(entry: Path) -> None:
+    data = bytearray((entry / "b.bin").read_bytes())
+    data[4321] ^= 1
+    (entry / "b.bin").write_bytes(data)
+
+
+def plant(entry: Path) -> None:
+    (entry / "generation_config.json").write_text("{}")  # transformers would read it
+
+
+def link(entry: Path) -> None:
+    shutil.move(entry / "a.json", entry.parent.parent / "a.json")
+    (entry / "a.json").symlink_to(entry.parent.parent / "a.json")
+
+
+def forge(entry: Path) -> None:
+    """Contents and manifest agree, and the directory is one that anybody can write."""
+    entry.chmod(0o777)
+
+
+def replaced_by_a_link(entry: Path) -> None:
+    shutil.move(entry, entry.parent.parent / "elsewhere")
+    entry.symlink_to(entry.parent.parent / "elsewhere")
+
+
+DAMAGES: list[Callable[[Path], None]] = [
+    flip,
+    plant,
+    link,
+    forge,
+    replaced_by_a_link,
+    lambda entry: (entry / "a.json").unlink(),
+    lambda entry: (entry / "a.json").write_text(""),
+    lambda entry: (entry / "a.json").chmod(0o666),
+    lambda entry: (entry / "manifest.json").unlink(),
+    lambda entry: (entry / "manifest.json").write_text("[]"),
+    lambda entry: (entry / "manifest.json").write_text('{"format_version": 1, "files": {"../x": {}}}'),
+    lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
+    lambda entry: (shutil.rmtree(entry), entry.mkdir()),
+]
+
+
+@pytest.mark.parametrize("same_process", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
+def test_what_was_changed_is_made_again(kept, damage, same_process):
+    entry = kept.convert()
+    damage(entry)
+    if not same_process:
+        kept.fresh()
+    assert kept.convert() == entry and kept.reads == 2
+    assert (entry / "a.json").read_text() == "WEIGHTS" and (entry / "b.bin").read_bytes() == b"\0" * 5000
+    assert sorted(path.name for path in entry.iterdir()) == ["a.json", "b.bin", "manifest.json"]
+    assert not entry.is_symlink() and not (entry / "a.json").is_symlink()
+    kept.fresh()
+    assert kept.convert() == entry and kept.reads == 2
+
+
+def test_another_users_entry_is_not_used(kept, monkeypatch):
+    kept.convert()
+    kept.fresh()
+    real, me = os.lstat, os.geteuid()
+
+    def lstat(path, **options):
+        found = real(path, **options)
+        return os.stat_result([*found[:4], me + 1, *found[5:]]) if found.st_uid == me else found
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    if me == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 2)  # whom root's entries would serve
+    assert kept.convert() is None
+
+
+# --- where nothing can be kept
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_full_disk_is_told_once_and_leaves_nothing(kept, monkeypatch, caplog):
+    fill_disk(monkeypatch)
+    assert kept.convert() is None and kept.convert() is None
+    assert len(warnings(caplog)) == 1 and "No space left" in warnings(caplog)[0].replace("no space", "No space")
+    assert "QARL_CACHE" in warnings(caplog)[0] and list(kept.root.iterdir()) == []
+
+
+def test_a_disk_without_room_is_not_begun_on(kept, monkeypatch, caplog):
+    monkeypatch.setattr(module, "free_bytes", lambda path: module.SPARE_BYTES + 99)
+    assert kept.convert(size=100) is None and kept.reads == 0
+    assert "100 bytes needed" in warnings(caplog)[0]
+    assert kept.convert(size=99) is not None
+
+
+def test_a_library_that_fails_to_write_is_a_warning(kept, caplog):
+    def write(value: str, directory: Path) -> None:
+        raise Exception("No space left on device (os error 28)")  # as tokenizers says it
+
+    assert converted(kept.source, "model", {}, lambda: "x", write, 0) is None
+    assert "os error 28" in warnings(caplog)[0] and list(kept.root.iterdir()) == []
+
+
+def test_what_the_conversion_itself_raises_is_the_callers_and_leaves_nothing(kept):
+    def read() -> str:
+        raise UserError("model.path: damaged")
+
+    with pytest.raises(UserError, match="damaged"):
+        converted(kept.source, "model", {}, read, lambda value, directory: None, 0)
+    assert list(kept.root.iterdir()) == []
+
+
+@pytest.mark.parametrize("refusal", [errno.EACCES, errno.EROFS])
+def test_an_unwritable_directory_is_told(kept, monkeypatch, caplog, refusal):
+    def mkdir(self, *arguments, **options):
+        raise OSError(refusal, os.strerror(refusal), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert kept.convert() is None and kept.reads == 0
+    assert os.strerror(refusal).lower() in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("name", ["a\udcff" * 300, "x" * 5000])
+def test_a_directory_that_can_be_none_is_told(kept, monkeypatch, caplog, name):
+    monkeypatch.setenv("QARL_CACHE", name)
+    assert kept.convert() is None and "QARL_CACHE" in warnings(caplog)[0]
+
+
+def test_a_file_in_the_place_of_the_directory_is_told(kept, caplog):
+    kept.root.parent.mkdir()
+    kept.root.write_text("")
+    assert kept.convert() is None and "is no directory" in warnings(caplog)[0]
+
+
+def test_a_link_in_the_place_of_the_directory_is_not_followed(kept, caplog, tmp_path):
+    kept.root.parent.mkdir()
+    (tmp_path / "theirs").mkdir()
+    kept.root.symlink_to(tmp_path / "theirs")
+    assert kept.convert() is None and "is no directory" in warnings(caplog)[0]
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_directory_that_others_can_write_is_not_used(kept, caplog, mode):
+    kept.root.mkdir(parents=True)
+    kept.root.chmod(mode)
+    assert kept.convert() is None and "other users may write it" in warnings(caplog)[0]
+
+
+def test_a_directory_that_others_can_replace_is_not_used(kept, caplog, tmp_path):
+    kept.convert()
+    kept.root.parent.chmod(0o777)
+    assert kept.convert() is None and "any user can replace" in warnings(caplog)[0]
+    kept.root.parent.chmod(0o1777)  # as /tmp
+    assert kept.convert() is not None
+
+
+def test_a_source_that_changes_meanwhile_is_not_kept(kept):
+    def read() -> str:
+        kept.source.write_text("other weights")
+        return "x"
+
+    assert converted(kept.source, "model", {}, read, lambda value, directory: None, 0) is None
+    assert list(kept.root.iterdir()) == []
+
+
+# --- several processes
+
+
+def test_another_process_that_was_first_is_believed_only_if_its_entry_is_intact(kept):
+    entry = kept.convert()
+    for damaged in (False, True):
+        temporary = kept.root / "temporary"
+        shutil.copytree(entry, temporary)
+        if damaged:
+            flip(entry)
+        inode = entry.stat().st_ino
+        module._publish(temporary, entry)
+        assert (entry.stat().st_ino == inode) != damaged
+        module._verify(entry)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+PROCESS = """
+import sys, time
+from pathlib import Path
+from qarl.storage.conversions import converted
+source, go = Path(sys.argv[1]), Path(sys.argv[2])
+print("ready", flush=True)
+while not go.exists():
+    time.sleep(0.001)
+def write(value, directory):
+    (directory / "a.bin").write_bytes(value * 3_000_000)
+entry = converted(source, "model", {}, lambda: b"z", write, 0)
+assert (entry / "a.bin").read_bytes() == b"z" * 3_000_000
+print(entry)
+"""
+
+
+def test_processes_that_convert_at_the_same_time_end_with_one_entry(kept, tmp_path):
+    command = [sys.executable, "-c", PROCESS, str(kept.source), str(tmp_path / "go")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    (tmp_path / "go").touch()
+    said = [process.communicate(timeout=60) for process in processes]
+    assert {process.returncode for process in processes} == {0}, said
+    assert len({out for out, _ in said}) == 1 and {err for _, err in said} == {""}
+    assert len(list(kept.root.iterdir())) == 1
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next(kept):
+    kept.root.mkdir(parents=True, mode=0o700)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    key = "0" * 64
+    left = kept.root / f".tmp-{key}-{dead.pid}-{socket.gethostname()}"
+    live = kept.root / f".tmp-{key}-{os.getppid()}-{socket.gethostname()}"
+    for directory in (left, live):
+        directory.mkdir()
+        (directory / "part").write_text("x")
+    kept.convert()
+    assert not left.exists() and live.exists()
+
+
+def test_a_digest_is_computed_again_for_a_file_that_changed(tmp_path):
+    file = tmp_path / "f"
+    file.write_text("a")
+    first = file_digest(file)
+    file.write_text("b")
+    assert file_digest(file) != first
