@@ -147,7 +147,7 @@ def verify_export(
 
 
 def _verified(target: Target, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    from qarl.export.verify import verify_export as verified
+    from qarl.exporting.verify import verify_export as verified
     from qarl.training.noise import quiet_libraries
 
     with quiet_libraries(say):
@@ -163,15 +163,15 @@ def _write(
     progress: Callable[[int, int], None] | None,
 ) -> ExportResult:
     """unquantized: in bfloat16, whatever the model's compute dtype is."""
-    from qarl.export.shards import parse_size
-    from qarl.export.staging import require_vacant
+    from qarl.exporting.shards import parse_size
+    from qarl.exporting.staging import require_vacant
 
     max_shard_bytes = parse_size(max_shard_size)
     require_vacant(out)
     wait_politely()
     import torch  # only once the arguments are known to be good
 
-    from qarl.export.job import export_target
+    from qarl.exporting.job import export_target
     from qarl.policy.device import DTYPES
     from qarl.training.noise import quiet_libraries
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.export import snapshot_checkpoint
-from qarl.export.snapshot_checkpoint import write_snapshot_checkpoint
+from qarl.exporting import snapshot_checkpoint
+from qarl.exporting.snapshot_checkpoint import write_snapshot_checkpoint
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 

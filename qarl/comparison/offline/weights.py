@@ -11,7 +11,7 @@ from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from torch import Tensor
 
 from qarl.config import QuantConfig
-from qarl.export.shards import stored_bytes
+from qarl.exporting.shards import stored_bytes
 from qarl.inference.masters import Masters
 from qarl.publish.snapshot import Snapshot
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.export.snapshot_checkpoint import write_snapshot_checkpoint
+from qarl.exporting.snapshot_checkpoint import write_snapshot_checkpoint
 from qarl.policy.policy import Policy
 from qarl.publish.delta import Shipment, flatten, plan_shipment, unflatten
 from qarl.publish.snapshot import Snapshot

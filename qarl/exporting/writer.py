@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.export.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
-from qarl.export.staging import require_space, staged
+from qarl.exporting.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
+from qarl.exporting.staging import require_space, staged
 from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target
