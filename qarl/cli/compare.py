@@ -121,12 +121,20 @@ def compare(
     first = path_of("compare")(targets[0])
     if not first.exists():
         raise UserError(f"{targets[0]}: no such file or directory; give a CONFIG, or run directories")
-    options = {"out": out, "reuse": reuse or (), "profile": profile, "only": only, "jobs": jobs}
-    axes = {"schemes": schemes, "learners": learners, "seeds": seeds}
-    if first.is_dir():
-        runs = [path_of("compare")(target) for target in targets]
-        raise typer.Exit(api.compare(runs, **axes, **options).exit_code)
-    raise typer.Exit(api.compare(targets[0], targets[1:], **axes, **options).exit_code)
+    runs = first.is_dir()
+    done = api.compare(
+        [path_of("compare")(target) for target in targets] if runs else targets[0],
+        () if runs else targets[1:],
+        schemes=schemes,
+        learners=learners,
+        seeds=seeds,
+        out=out,
+        reuse=reuse or (),
+        profile=profile,
+        only=only,
+        jobs=jobs,
+    )
+    raise typer.Exit(done.exit_code)
 
 
 def register(app: typer.Typer) -> None:

@@ -173,7 +173,8 @@ class Config(Section):
             yield Fault(("rollout", "max_num_seqs"), rollout.max_num_seqs, f"{text}; {fix}")
 
     def resolved(self) -> dict[str, Any]:
-        objective, found = self.objective, {}
+        objective = self.objective
+        found: dict[str, Any] = {}
         if objective.name in RATIO_OBJECTIVES and objective.ratio is None:
             found["ratio"] = self.correction.expansion.ratio or "train"
         if self.truncated and objective.dvp_outside is None:

@@ -41,7 +41,7 @@ def read_source(source: ConfigSource, overrides: Overrides = ()) -> Given:
     """
     texts = override_texts(overrides)
     if isinstance(source, (str, os.PathLike)):
-        return Given(read_yaml(source, stream=True), os.fspath(source), texts)
+        return Given(read_yaml(os.fspath(source), stream=True), os.fspath(source), texts)
     data = parse_yaml(source.to_yaml(), "configuration") if isinstance(source, Config) else _plain(source)
     if isinstance(data, dict) and isinstance(data.get("train"), dict):
         data["train"] = {"run_dir": UNNAMED, **data["train"]}

@@ -39,9 +39,9 @@ def evaluate_target(
     Raises UserError; a KeyboardInterrupt leaves what is finished.
     """
     rollout = target.run.rollout if target.run else None
-    ends_as_run = rollout is not None and own_data
-    stop = tuple(rollout.stop) if ends_as_run else ()
-    length = rollout.max_response_length if ends_as_run else DEFAULT_RESPONSE_LENGTH
+    ends = rollout if own_data else None  # what says how a response ends
+    stop = tuple(ends.stop) if ends else ()
+    length = ends.max_response_length if ends else DEFAULT_RESPONSE_LENGTH
     console = RunConsole(show)
     with console, quiet_libraries(console.warn):
         for note in notes:
@@ -69,8 +69,8 @@ def evaluate_target(
                         settings.max_response_length,
                         settings.truncation,
                         stop=settings.stop,
-                        extra_stop_ids=tuple(rollout.stop_token_ids) if ends_as_run else (),
-                        ignore_eos=ends_as_run and rollout.ignore_eos,
+                        extra_stop_ids=tuple(ends.stop_token_ids) if ends else (),
+                        ignore_eos=ends is not None and ends.ignore_eos,
                     )
                     settings = Settings.of(section, length, stop, sampling.stop_token_ids)
                     late = {

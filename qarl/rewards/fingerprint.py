@@ -11,7 +11,7 @@ import importlib.machinery
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,8 +31,11 @@ SOURCE_BYTES = 2**30  # of one module; an extension may be large
 
 
 class NamedFunction(Protocol):
-    name: str
-    options: dict[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
 
 
 class Functions(Protocol):
