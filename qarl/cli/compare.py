@@ -9,6 +9,7 @@ import typer
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.comparison.api import OFFLINE_TOKENS, refuse
 from qarl.config.limits import TOKENS, WORKERS
 from qarl.errors import UserError
 
@@ -100,7 +101,7 @@ def compare(
     only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs}
     only_study = {"--profile": profile, "--only": only}
     if offline is not None:
-        api.refuse(only_config | only_study, "needs training runs; leave it out with --offline")
+        refuse(only_config | only_study, "needs training runs; leave it out with --offline")
         if targets:
             raise UserError(f"compare: '{targets[0]}': --offline takes one model and nothing else; leave it out")
         if schemes is None:
@@ -110,12 +111,12 @@ def compare(
             schemes,
             text=text,
             group_size=group_size,
-            max_tokens=max_tokens or api.OFFLINE_TOKENS,
+            max_tokens=max_tokens or OFFLINE_TOKENS,
             out=out,
             device=device or "auto",
         )
         raise typer.Exit(done.exit_code)
-    api.refuse(only_offline, "is for --offline; leave it out")
+    refuse(only_offline, "is for --offline; leave it out")
     if not targets:
         raise UserError("compare: nothing given; give a CONFIG, two run directories, or --offline MODEL")
     first = path_of("compare")(targets[0])
