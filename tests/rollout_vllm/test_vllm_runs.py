@@ -56,13 +56,16 @@ from listening import listening
 from qarl.rollout.vllm.process import SamplerProcess
 real, rollouts = SamplerProcess.begin, []
 def begin(self, operation, payload):
+    second = operation == "generate" and len(rollouts) == 1
+    if second:  # held still, so that the rollout cannot end before the kill: the next publish would notice the death
+        os.kill(self.pid, signal.SIGSTOP)
     real(self, operation, payload)
     if operation == "generate":
         print("sampler", self.pid)
         print("listening", listening(os.getpid()), listening(self.pid))
         rollouts.append(self.pid)
-        if len(rollouts) == 2:
-            os.kill(self.pid, signal.SIGKILL)
+    if second:
+        os.kill(self.pid, signal.SIGKILL)
 SamplerProcess.begin = begin
 """
 BYTES = ["quant.group_size=null"]
