@@ -164,8 +164,8 @@ def _write(
     progress: Callable[[int, int], None] | None,
 ) -> ExportResult:
     """unquantized: in bfloat16, whatever the model's compute dtype is."""
-    from qarl.exporting.shards import parse_size
     from qarl.exporting.staging import require_vacant
+    from qarl.storage.shards import parse_size
 
     max_shard_bytes = parse_size(max_shard_size)
     require_vacant(out)

@@ -1,7 +1,6 @@
 """Low-bit checkpoints for serving: the tensors of a run, bit for bit, as compressed-tensors files with a model card.
 
 staging.py    a directory that appears whole or not at all
-shards.py     which tensor goes into which file, known before any is read
 writer.py     parameters streamed one at a time into those files, proved, with everything a loader needs beside them
 snapshot_checkpoint.py   a snapshot as a directory that a sampler starts from
 card.py       README.md: what it is, how it was trained, how to load it

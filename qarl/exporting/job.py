@@ -12,12 +12,12 @@ from qarl_formats.scheme import is_ignored
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.exporting.card import model_card
-from qarl.exporting.shards import bf16_bytes, stored_bytes
 from qarl.exporting.writer import ExportReport, export_checkpoint
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged
 from qarl.storage.names import checkpoint_steps
+from qarl.storage.shards import bf16_bytes, stored_bytes
 
 
 def export_target(

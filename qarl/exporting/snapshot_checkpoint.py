@@ -13,10 +13,10 @@ from qarl_formats.scheme import Scheme
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.errors import UserError
-from qarl.exporting.shards import Shard, plan_shards, shard_index, stored_bytes
 from qarl.exporting.writer import DOCUMENT_BYTES, RECORD_BYTES, config_document, save_tokenizer
 from qarl.publish.snapshot import Snapshot
 from qarl.storage.disk import disk_errors, free_bytes
+from qarl.storage.shards import Shard, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
 
 MAX_SHARD_BYTES = 4 * 10**9

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.exporting.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.exporting.staging import require_space, staged
 from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
@@ -29,6 +28,7 @@ from qarl.policy.load import load_tokenizer
 from qarl.publish.snapshot import Manifest, TensorRecord, describe, named_tensors
 from qarl.storage.disk import disk_errors
 from qarl.storage.environment import package_versions
+from qarl.storage.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
 
 FORMAT_VERSION = 1

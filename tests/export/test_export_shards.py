@@ -6,7 +6,7 @@ import pytest
 from qarl_formats.compressed import TensorSpec
 
 from qarl.errors import UserError
-from qarl.exporting.shards import parse_size, plan_shards, shard_index
+from qarl.storage.shards import parse_size, plan_shards, shard_index
 
 
 def specs(*sizes: int) -> dict[str, dict[str, TensorSpec]]:

@@ -11,9 +11,9 @@ from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from torch import Tensor
 
 from qarl.config import QuantConfig
-from qarl.exporting.shards import stored_bytes
 from qarl.inference.masters import Masters
 from qarl.publish.snapshot import Snapshot
+from qarl.storage.shards import stored_bytes
 
 
 def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
