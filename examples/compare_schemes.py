@@ -1,7 +1,9 @@
 """Which scheme for this model? Compare them without any training: divergence from bf16, perplexity, size and speed.
 
-python examples/compare_schemes.py                             # SmolLM2-135M, two cores: some minutes
-python examples/compare_schemes.py --model tiny
+To run it:
+
+    python examples/compare_schemes.py      # on SmolLM2-135M
+    python examples/compare_schemes.py --model tiny
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It gets the completions and prompts of a batch, every column of the data by its name, and `completion_ids`; it returns
 one finite number a completion. It runs in worker processes, so keep the training below `if __name__ == "__main__"`.
 
-    python examples/custom_reward.py                               # SmolLM2-135M, two cores: about a minute
+    python examples/custom_reward.py      # on SmolLM2-135M
     python examples/custom_reward.py --model tiny
 """
 

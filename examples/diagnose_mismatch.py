@@ -2,7 +2,7 @@
 
 Also shows how to read a run's metrics, of this process or of any run directory, without torch.
 
-    python examples/diagnose_mismatch.py                           # SmolLM2-135M, two cores: about three minutes
+    python examples/diagnose_mismatch.py      # on SmolLM2-135M
     python examples/diagnose_mismatch.py --model tiny
 """
 

@@ -1,7 +1,9 @@
 """Train a little, export the codes for serving, and see that the exported files answer as the run does, bit for bit.
 
-python examples/export_and_generate.py                         # SmolLM2-135M, two cores: about two minutes
-python examples/export_and_generate.py --model tiny
+To run it:
+
+    python examples/export_and_generate.py      # on SmolLM2-135M
+    python examples/export_and_generate.py --model tiny
 """
 
 from __future__ import annotations

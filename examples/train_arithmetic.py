@@ -1,7 +1,9 @@
 """Train from Python: a model learns small sums under W4A16, and its rewards are read from the result.
 
-python examples/train_arithmetic.py                            # SmolLM2-135M, two cores: about two minutes
-python examples/train_arithmetic.py --model tiny --steps 3
+To run it:
+
+    python examples/train_arithmetic.py      # on SmolLM2-135M
+    python examples/train_arithmetic.py --model tiny --steps 3
 """
 
 from __future__ import annotations
