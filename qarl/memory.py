@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.config import Config
@@ -51,15 +52,9 @@ def saved_bytes(config: Config, architecture: Architecture) -> int:
 
 
 def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
-    """Codes, scales and zero points of one weight as stored (compressed-tensors layout).
-
-    int4: eight codes to an int32 along K, zero points packed along N; otherwise one byte a code.
-    """
-    n, k, groups = out_features, in_features, scheme.num_groups(in_features)
-    codes = n * -(-k // 8) * 4 if scheme.packed else n * k
-    scales = n * groups * DTYPE_BYTES[scheme.scale_dtype]
-    zero_points = 0 if scheme.symmetric or not scheme.quantized else -(-n // 8) * 4 * groups
-    return codes + scales + zero_points
+    """Codes, scales and zero points of one weight as stored (compressed-tensors layout)."""
+    stored = tensor_specs(scheme, out_features, in_features)
+    return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # which is on no GPU
 
 
 def operand_bytes(
@@ -76,11 +71,7 @@ def operand_bytes(
     if device == "cpu":
         return 4 * weights
     if kernels:
-        if not (quantized and scheme.packed):
-            return 0
-        rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
-        groups = 128 // min(scheme.group_size or 128, 128)
-        return rows * blocks * (64 + 4 * groups)
+        return scheme.kernel_bytes(out_features, in_features) if quantized else 0
     if quantized and scheme.activation is not None:
         return 4 * weights
     return width * weights if quantized else 0
@@ -194,16 +185,17 @@ def learner_items(
     operands of a version that is not published yet. reference: of what a learner's forward stands on. An aligned
     learner is its own shadow, and its gradients are one, or two where the objective clips.
     """
-    every, aligned = config.diagnostics, config.quant.learner == "aligned"
-    shadowed = every.shadow_every or every.deployed_every or every.gradients_every or config.objective.ratio == "shadow"
+    every, aligned, objective = config.diagnostics, config.quant.learner == "aligned", config.objective
+    measured = every.shadow_every or every.deployed_every or every.gradients_every
+    shadowed = measured or objective.ratio_kind == "shadow"
     items = []
     if rest:
         items.append(Item(f"learner's own parameters ({config.learner_dtype})", rest, "always"))
-    if config.objective.kl_coef > 0:
+    if objective.kl_coef > 0:
         items.append(Item("reference policy", reference, "always"))
     if shadowed and not aligned:
         items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))
-    held = (0 if aligned else 3) + config.objective.clips * (1 if aligned else 2)
+    held = (0 if aligned else 3) + (objective.band is not None) * (1 if aligned else 2)
     if every.gradients_every and held and device == "cpu":  # a GPU's are held by the host
         items.append(Item("gradients of the decomposition (float32)", held * gradient_bytes(parameters), "update"))
     return items

@@ -26,7 +26,9 @@ def leaves(annotation: Any, metadata: list[Any], path: str) -> Iterator[Leaf]:
         yield from leaves(arguments[0], metadata, path)
     elif origin in (Union, types.UnionType):
         for argument in arguments:
-            yield from leaves(argument, metadata, path)
+            one_of = path == "objective"  # as pydantic's locations have it: the name stands between section and key
+            name = f".{argument.model_fields['name'].default}" if one_of else ""
+            yield from leaves(argument, metadata, path + name)
     elif origin is list:
         yield path, list, bounds
         yield from leaves(arguments[0], [], f"{path}.[]")
@@ -60,6 +62,25 @@ def _bounds(metadata: list[Any]) -> dict[str, Any]:
 def plain_numbers() -> list[Leaf]:
     """The numbers of the configuration that stand in no list."""
     return [leaf for leaf in leaves(Config, [], "") if leaf[1] in (int, float) and "[]" not in leaf[0]]
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> None:
+    """Set the key of a leaf's path, in an objective of the name that stands in it."""
+    *sections, last = keys_of(path)
+    here = data
+    for name in sections:
+        here = here.setdefault(name, {})
+    if sections == ["objective"]:
+        here["name"] = path.split(".")[1]
+        if here["name"] == "custom":
+            here.setdefault("path", "own.py:f")
+    here[last] = value
+
+
+def keys_of(path: str) -> list[str]:
+    """The keys of a leaf's path, without the name of an objective."""
+    steps = path.split(".")
+    return [steps[0], *steps[2:]] if steps[0] == "objective" else steps
 
 
 def extreme(kind: type, bounds: dict[str, Any], top: bool) -> float | int:

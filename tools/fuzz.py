@@ -51,7 +51,7 @@ WARM = (
     "qarl.inference.generate",
     "qarl.comparison.offline.command",
     "qarl.comparison.command",
-    "qarl.diagnosis.command",
+    "qarl.diagnostics.diagnose.command",
     "qarl.report.run_report",
     "transformers.models.llama.modeling_llama",
 )

@@ -21,7 +21,7 @@ import triton
 from kernel_bench.measure import Stopwatch
 from kernel_bench.precompile import precompile
 from kernel_bench.shapes import MODELS, layers
-from qarl_kernels import fp8_block, gemm, library, w4a8, w4a16
+from qarl_kernels import fp8_block, gemm, library, nvfp4a16, w4a8, w4a16
 from qarl_kernels.launch import Launch, device_name, recording
 from qarl_kernels.tuning import FAMILIES, TABLES, Tile, dump_tile, format_table, parse_table
 from torch import Tensor
@@ -31,9 +31,9 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
 
 def candidates(family: str, m: int) -> list[Tile]:
     """Tiles worth trying for m rows."""
-    few = max(8 if family == "w4a16" else 16, min(64, 1 << (m - 1).bit_length()))
+    few = max(8 if family in ("w4a16", "nvfp4a16") else 16, min(64, 1 << (m - 1).bit_length()))
     tiles: list[Tile] = []
-    if family == "w4a16":
+    if family in ("w4a16", "nvfp4a16"):
         if m <= 64:
             for n, warps, stages in ((16, 1, 8), (32, 2, 4), (32, 2, 8), (32, 1, 4), (64, 2, 4), (32, 4, 4)):
                 tiles.append(Tile("narrow", few, n, warps=warps, stages=stages))
@@ -99,6 +99,10 @@ class Problem:
             else:
                 low = scales.bfloat16().view(torch.int16).int() & 0xFFFF
                 self.meta = low | (torch.full_like(scales, -136).bfloat16().view(torch.int16).int() << 16)
+        elif family == "nvfp4a16":
+            packed = torch.randint(0, 256, (n, k // 2), device=device).to(torch.uint8)
+            self.stored = packed, torch.rand(n, k // 16, device=device).to(torch.float8_e4m3fn), self.scale_w[0]
+            self.tiled, self.meta = nvfp4a16.tile_nvfp4(*self.stored[:2])
         elif family == "fp8_block":
             self.weight = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
             self.scale_w = torch.rand(-(-n // 128), -(-k // 128), device=device)
@@ -124,6 +128,10 @@ class Problem:
                 weight = w4a16.dequantize_int4(packed, scale, None, self.k, dtype)
                 return gemm.dense(self.x, weight)
             return w4a16.fused(self.x, self.tiled, self.meta, self.n, None, dtype, tile)
+        if self.family == "nvfp4a16":
+            if tile.way == "dequantized":
+                return nvfp4a16.dequantized(self.x, *self.stored, None, dtype)
+            return nvfp4a16.fused(self.x, self.tiled, self.meta, self.scale_w[0], self.n, None, dtype, tile)
         if self.family == "w4a8":
             return w4a8.tiled_product(self.x, self.scale_x, self.tiled, self.meta, self.n, None, dtype, False, tile)
         if self.family == "fp8_block":

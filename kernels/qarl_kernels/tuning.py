@@ -23,7 +23,7 @@ from torch import Tensor
 from qarl_kernels.launch import capability_of, device_name
 
 Way = Literal["x_first", "w_first", "library", "narrow", "wide", "dequantized"]
-FAMILIES = ("dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8")
+FAMILIES = ("dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
 TABLES = Path(__file__).parent / "tables"
 
 
@@ -31,7 +31,7 @@ TABLES = Path(__file__).parent / "tables"
 class Tile:
     """One way to cut a product.
 
-    way: `x_first` x @ w^T, `w_first` w @ x^T, `library` cuBLAS; for int4 weights `narrow`, `wide`, `dequantized`.
+    way: `x_first` x @ w^T, `w_first` w @ x^T, `library` cuBLAS; for 4-bit weights `narrow`, `wide`, `dequantized`.
     block_m, block_n, block_k: tokens, output features and input features of a tile. persistent: one program a
     multiprocessor, over many tiles. halves: store half of a tile at a time.
     """
@@ -127,7 +127,7 @@ def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:
 
 def default_tile(family: str, m: int, before_hopper: bool = False, library: bool = True) -> Tile:
     """A sound tile where nothing was measured."""
-    if family == "w4a16":
+    if family in ("w4a16", "nvfp4a16"):
         if m <= 16:
             return Tile("narrow", 8 if m <= 8 else 16, 32, warps=2, stages=4)
         if before_hopper:

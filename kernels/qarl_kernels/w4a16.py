@@ -26,6 +26,7 @@ from qarl_kernels.blocks import dot, int4_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import dequantize_int4
 from qarl_kernels.launch import INTERPRETED, launch
+from qarl_kernels.tile import untile_int4
 from qarl_kernels.tuning import Tile, lookup
 
 BLOCK = 128  # input features of one tile of words
@@ -267,7 +268,7 @@ def wide_kernel(
 
 def w4a16(
     x: Tensor,
-    packed: Tensor,
+    packed: Tensor | None,
     scale: Tensor,
     zero_point: Tensor | None,
     tiled: Tensor | None,
@@ -279,14 +280,18 @@ def w4a16(
 
     x: (M, K) bf16 or fp16, any row stride. packed: (N, ceil(K / 8)) int32, scale: (N, groups), zero_point:
     (ceil(N / 8), groups) int32 or None, as compressed-tensors stores them. tiled, meta: the tiled form of the same
-    weight (`qarl_kernels.tile`), or None: then every M goes the `dequantized` way. bias: (N,). Returns (M, N).
+    weight (`qarl_kernels.tile`), or None: then every M goes the `dequantized` way. packed may be None where tiled and
+    meta are there. bias: (N,). Returns (M, N).
     """
     m, k = x.shape
-    n = packed.shape[0]
-    if packed.shape[1] != -(-k // 8):
+    n = scale.shape[0]
+    if packed is not None and packed.shape[1] != -(-k // 8):
         raise ValueError(f"x has {k} features and the weight {packed.shape[1] * 8} packed ones; they must agree")
     tile = lookup("w4a16", n, k, m, x)
     if tile.way == "dequantized" or tiled is None or meta is None:
+        if packed is None:  # put back in order first, a tenth of what follows
+            assert tiled is not None, "w4a16 needs the weight packed or tiled"
+            packed = untile_int4(tiled, n, k)
         return gemm.dense(x, dequantize_int4(packed, scale, zero_point, k, x.dtype), bias, out_dtype)
     return fused(x, tiled, meta, n, bias, out_dtype or x.dtype, tile)
 

@@ -17,6 +17,7 @@ from qarl.config.weights import check_weights
 from qarl.errors import UNEXPECTED, UserError, unexpected
 from qarl.machine import machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
+from qarl.objectives.base import RatioObjective
 from qarl.terminal.streams import inert_output
 
 app = typer.Typer(
@@ -89,7 +90,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         f"{loaded.run_dir}"
     )
     if loaded.correction.preset:
-        ratio = f"; objective.ratio {loaded.objective.ratio}" if loaded.objective.ratio else ""
+        ratio = f"; objective.ratio {loaded.objective.ratio}" if isinstance(loaded.objective, RatioObjective) else ""
         typer.echo(f"correction.preset {loaded.correction.preset}: {loaded.correction}{ratio}")
     if inspection.architecture is None:
         typer.echo(inspection.note)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from qarl_formats.scheme import scheme_names
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.comparison.api import OFFLINE_TOKENS, refuse
 from qarl.config.limits import TOKENS, WORKERS
+from qarl.config.quant import GROUPED
 from qarl.errors import UserError
 
 
@@ -25,7 +27,7 @@ def compare(
         ),
     ] = None,
     schemes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Of bf16,w4a16,w8a8,fp8,w4a8; default the configuration's.")
+        str | None, typer.Option(metavar="LIST", help=f"Of {','.join(scheme_names())}; default the configuration's.")
     ] = None,
     learners: Annotated[
         str | None,
@@ -81,7 +83,7 @@ def compare(
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(min=-1, max=128, help="With --offline: of w4a16 and w4a8; default 128.", show_default=False),
+        typer.Option(min=-1, max=128, help=f"With --offline: of {GROUPED}; default 128.", show_default=False),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -105,7 +107,7 @@ def compare(
         if targets:
             raise UserError(f"compare: '{targets[0]}': --offline takes one model and nothing else; leave it out")
         if schemes is None:
-            raise UserError("--schemes: needed with --offline, such as --schemes bf16,w4a16,w8a8,fp8,w4a8")
+            raise UserError(f"--schemes: needed with --offline, such as --schemes {','.join(scheme_names())}")
         done = api.compare_offline(
             offline,
             schemes,

@@ -10,6 +10,7 @@ import typer
 
 from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
 from qarl.config.limits import SAMPLES, STEPS, TOKENS
+from qarl.config.quant import GROUPED
 from qarl.inference.target import resolve_target
 from qarl.threads import wait_politely
 
@@ -52,9 +53,7 @@ def generate(
             parser=text_of("--scheme"), metavar="SCHEME", help="Default: the run's or checkpoint's; for a model bf16."
         ),
     ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(min=-1, max=128, help="Of w4a16 and w4a8: 32, 64, 128 or -1.")
-    ] = None,
+    group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
     step: Annotated[
         int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
     ] = None,

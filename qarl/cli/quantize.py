@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from qarl_formats.scheme import scheme_names
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.export import ShardSize, Unpacked, bar, show
+from qarl.config.quant import GROUPED, ZERO_POINTS
+
+SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
 
 
 def quantize(
@@ -20,16 +24,16 @@ def quantize(
     out: Annotated[Path, typer.Argument(parser=path_of("OUT"), metavar="OUT", help="New directory.")],
     scheme: Annotated[
         str,
-        typer.Option(parser=text_of("--scheme"), metavar="SCHEME", help="w4a16, w8a8, fp8, w4a8, or bf16 for none."),
+        typer.Option(parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for none."),
     ],
     group_size: Annotated[
-        int | None, typer.Option(min=-1, max=128, help="Inputs that share a scale, w4*: 32, 64, 128, or -1.")
+        int | None, typer.Option(min=-1, max=128, help=f"Inputs that share a scale, {GROUPED}: 32, 64, 128, or -1.")
     ] = None,
-    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points, w4a16.")] = False,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help=f"With zero points, {ZERO_POINTS}.")] = False,
     grid: Annotated[
         str | None,
         typer.Option(
-            parser=text_of("--grid"), metavar="GRID", help="symmetric7: codes -7 to 7 instead of -8 to 7, w4*."
+            parser=text_of("--grid"), metavar="GRID", help=f"symmetric7: codes -7 to 7 instead of -8 to 7, {GROUPED}."
         ),
     ] = None,
     ignore: Annotated[

@@ -86,9 +86,11 @@ def compare_offline(
     the first max_tokens tokens are used. group_size: of w4a16 and w4a8. out: default runs/offline-NAME; the same call
     goes on with what is not measured yet.
     """
-    from qarl.comparison.plan import SCHEMES, parse_names
+    from qarl_formats.scheme import scheme_names
 
-    names = parse_names("--schemes", _commas(schemes) or "", SCHEMES)
+    from qarl.comparison.plan import parse_names
+
+    names = parse_names("--schemes", _commas(schemes) or "", scheme_names())
     wait_politely()
     from qarl.comparison.offline.command import compare_offline as run  # torch
 

@@ -15,19 +15,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from qarl_formats.scheme import GRIDS, scheme_class, scheme_names
+
 from qarl.config import Config, check_inputs
 from qarl.config.config import QuantConfig
 from qarl.config.load import make_config, read_yaml
 from qarl.config.messages import capped, shown
 from qarl.config.overrides import apply_overrides, override_keys
-from qarl.config.quant import QUANTIZED_ACTIVATIONS, WEIGHT_INT4
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.storage.rundir import config_difference
 from qarl.storage.runs import RunRecord
 
 MEMBERS = 1000  # of a comparison
-SCHEMES: tuple[str, ...] = get_args(QuantConfig.model_fields["scheme"].annotation)
+UNQUANTIZED = "bf16"
 LEARNERS: tuple[str, ...] = get_args(QuantConfig.model_fields["learner"].annotation)
 
 # waiting: not started. finished, stopped, running, empty: a run's own states. failed: its training ended with an
@@ -72,7 +73,7 @@ def parse_axes(schemes: str | None, learners: str | None, seeds: str | None) -> 
     if schemes is None and learners is None and seeds is None:
         raise UserError("compare: nothing varies; give --schemes, --learners or --seeds (or several run directories)")
     return Axes(
-        None if schemes is None else parse_names("--schemes", schemes, SCHEMES),
+        None if schemes is None else parse_names("--schemes", schemes, scheme_names()),
         None if learners is None else parse_names("--learners", learners, LEARNERS),
         None if seeds is None else parse_seeds(seeds),
     )
@@ -101,7 +102,7 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
     if isinstance(own, dict):
         apply_overrides(own, overrides)
     quant, train = (_section(own, name) for name in ("quant", "train"))
-    schemes = axes.schemes or [quant.get("scheme", "w4a16")]
+    schemes = axes.schemes or [quant.get("scheme", QuantConfig.model_fields["scheme"].default)]
     learners = axes.learners or [quant.get("learner", "aligned")]
     seeds = axes.seeds or [train.get("seed", 0)]
     if (count := len(schemes) * len(learners) * len(seeds)) > MEMBERS:
@@ -111,8 +112,9 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
         name = f"{scheme}-{learner}-seed{seed}"
         member = Member(name, scheme, learner, seed, out / "runs" / name)
         members.append(member)
-        if scheme == "bf16" and learner == "fake_quant":
-            member.state, member.reason = "skipped", "scheme bf16 has nothing to quantize, so no fake_quant learner"
+        if scheme == UNQUANTIZED and learner == "fake_quant":
+            member.state = "skipped"
+            member.reason = f"scheme {scheme} has nothing to quantize, so no fake_quant learner"
             continue
         changes = [
             *overrides,
@@ -130,7 +132,9 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
             member.state, member.reason, member.config = "refused", "; ".join(str(error).splitlines()), None
             faults += [line for line in str(error).splitlines() if line not in faults]
     if not checked:
-        raise UserError("compare: scheme bf16 has nothing to quantize; give another of --schemes, or of --learners")
+        raise UserError(
+            f"compare: scheme {UNQUANTIZED} has nothing to quantize; give another of --schemes, or of --learners"
+        )
     if all(member.config is None for member in members):
         raise UserError("\n".join(capped(faults, file)))
     return members
@@ -205,16 +209,16 @@ def check_overrides(overrides: list[str], taken: dict[str, str]) -> None:
 
 def _dropped(quant: dict[str, Any], scheme: str, learner: str) -> list[str]:
     """Overrides that take back what the configuration says for schemes of another kind than `scheme`."""
-    int4 = scheme in WEIGHT_INT4
+    kind = scheme_class(scheme)
     changes = []
-    if quant.get("group_size") is not None and not int4:
+    if quant.get("group_size") is not None and not kind.group_sizes:
         changes.append("quant.group_size=null")
-    symmetric = quant.get("symmetric", True) or scheme != "w4a16"
+    symmetric = quant.get("symmetric", True) or not kind.zero_points
     if quant.get("symmetric") is False and symmetric:
         changes.append("quant.symmetric=true")
-    if quant.get("grid") == "symmetric7" and not (int4 and symmetric):
-        changes.append("quant.grid=compressed-tensors")
-    quantizes_input = scheme in QUANTIZED_ACTIVATIONS and learner != "full_precision"
+    if quant.get("grid", GRIDS[0]) not in (GRIDS[0], *(kind.grids if symmetric else ())):
+        changes.append(f"quant.grid={GRIDS[0]}")
+    quantizes_input = kind.activation is not None and learner != "full_precision"
     if quant.get("ste_input") == "dequantized" and not quantizes_input:
         changes.append("quant.ste_input=unquantized")
     return changes

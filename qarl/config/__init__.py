@@ -3,20 +3,20 @@
 from qarl.config.check import Inspection, check_inputs, check_model
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.config import Config
-from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.evaluation import EvalTask, EvaluationConfig
 from qarl.config.load import load_config
 from qarl.config.logging import LoggingConfig, TrackioConfig, WandbConfig
 from qarl.config.model import ModelConfig
-from qarl.config.objective import ObjectiveConfig
 from qarl.config.optim import OptimConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.reward import RewardConfig, RewardFunction
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.vllm import VLLMConfig
+from qarl.objectives.base import ObjectiveConfig
+from qarl.objectives.correction.config import CorrectionConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qarl_formats.scheme import check_shape, is_ignored
 
-from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
+from qarl.config.architecture import Architecture, LinearShape, UnknownFamily, read_config_json, read_gguf
 from qarl.config.base import Fault
 from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
 from qarl.config.config import Config
@@ -19,16 +19,8 @@ from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.fused import fused_groups
 from qarl.text import visible
-
-# Projections that vLLM keeps in one weight, by the name of that.
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
                 ("quant", "ignore", index), entry, f"names no Linear layer of the model; such as {linears[0].name}"
             )
     if config.rollout.engine == "vllm":
-        yield from _fused_faults(config, [linear.name for linear in linears])
+        yield from _fused_faults(config, linears)
     for index, token in enumerate(config.rollout.stop_token_ids):
         if token >= architecture.vocab_size:
             text = f"the model's vocabulary has {architecture.vocab_size:,} tokens, from 0"
@@ -171,23 +163,29 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     yield from _evaluation_faults(config, context)
 
 
-def _fused_faults(config: Config, linears: list[str]) -> Iterator[Fault]:
-    """vLLM multiplies q, k and v at once, and gate and up: such layers are quantized together, or none of them is."""
+def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]:
+    """vLLM multiplies q, k and v at once, and gate and up: such layers are quantized together, or none of them is, and
+    no block of rows with one scale may reach from one into the next."""
     ignore = config.quant.ignore
     if config.quant.scheme == "bf16":
         return
-    groups: dict[str, list[str]] = {}
-    for name in linears:
-        block, _, projection = name.rpartition(".")
-        if projection in FUSED:
-            groups.setdefault(f"{block}.{FUSED[projection]}", []).append(name)
-    for names in groups.values():
+    rows = {linear.name: linear.out_features for linear in linears}
+    block = scheme_of(config.quant).row_block
+    for names in fused_groups(rows):
         ignored = [name for name in names if is_ignored(name, ignore)]
         if 0 < len(ignored) < len(names):
             other = next(name for name in names if name not in ignored)
             text = f"rollout.engine vllm fuses {ignored[0]}, which it names, with {other}; name both or neither"
             yield Fault(("quant", "ignore"), ignore, text)
             return  # the layers repeat
+        cut = next((name for name in names[:-1] if rows[name] % block), None)
+        if cut is not None and not ignored:
+            text = (
+                f"rollout.engine vllm fuses {cut} with {names[-1]}, and its {rows[cut]} rows are not whole "
+                f"blocks of {block}; use another scheme, or engine native"
+            )
+            yield Fault(("quant", "scheme"), config.quant.scheme, text)
+            return
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:

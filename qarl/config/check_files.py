@@ -21,6 +21,7 @@ from qarl.config.reward import RewardFunction
 from qarl.data.tasks import generate
 from qarl.errors import UserError
 from qarl.inputs.paths import path_fault, reason_of
+from qarl.objectives.custom import Custom
 
 Kind = Literal["file", "directory", "other", "missing"]
 
@@ -55,6 +56,9 @@ def file_faults(config: Config) -> Iterator[Fault]:
     """What of the paths that a configuration names is missing, unreadable or of the wrong kind."""
     yield from _source_faults(("data", "source"), config.data)
     yield from _reward_faults(("reward", "functions"), config.reward.functions)
+    if isinstance(config.objective, Custom) and config.objective.file is not None:
+        key, text = ("objective", "path"), f"no such file below {Path.cwd()}; give an existing file.py:name"
+        yield from _expect(key, config.objective.file, "file", text, config.objective.path)
     for index, task in enumerate(config.evaluation.tasks):
         key: Loc = ("evaluation", "tasks", index)
         yield from _source_faults((*key, "path") if task.preset else (*key, "data", "source"), task.dataset)

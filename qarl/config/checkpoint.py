@@ -23,12 +23,12 @@ class CheckpointConfig(Section):
         "of a checkpoint.",
     )
     save_final: bool = Field(True, description="Also save after the last step.")
-    allow_changed: list[Literal["data", "model", "reward"]] = Field(
+    allow_changed: list[Literal["data", "model", "reward", "objective"]] = Field(
         default_factory=list,
-        max_length=3,
+        max_length=4,
         description="What may have changed since the checkpoint that a run goes on from: the data's prompts and "
-        "columns, the base model's weights, tokenizer and stop tokens, the source of the reward functions. A change "
-        "of what is not named is refused.",
+        "columns, the base model's weights, tokenizer and stop tokens, the source of the reward functions, or of an "
+        "objective of your own. A change of what is not named is refused.",
     )
 
     def faults(self) -> Iterator[Fault]:

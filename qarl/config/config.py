@@ -11,20 +11,21 @@ from pydantic import model_validator
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.checkpoint import CheckpointConfig
-from qarl.config.correction import CorrectionConfig
 from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.evaluation import EvaluationConfig
 from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
-from qarl.config.objective import GROUP_ADVANTAGES, RATIO_OBJECTIVES, ObjectiveConfig, dvp_outside_of
+from qarl.config.objective import GROUP_ADVANTAGES, AnyObjective, objective_faults, resolved_objective
 from qarl.config.optim import FLOAT16_LOSS_SCALE, OptimConfig
-from qarl.config.quant import WEIGHT_INT4, QuantConfig
+from qarl.config.quant import QuantConfig, scheme_of
 from qarl.config.reward import RewardConfig
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.yaml_io import dump_yaml
+from qarl.objectives.correction.config import CorrectionConfig
+from qarl.objectives.tbpo import TBPO
 
 
 class Config(Section):
@@ -36,7 +37,10 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
     data: DataConfig = Field(description="Prompts.")
     reward: RewardConfig = Field(description="Reward functions.")
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="What is maximised.")
+    objective: AnyObjective = Field(
+        default_factory=TBPO,
+        description="What is maximised, by its name; a text is the path of your own, file.py:name.",
+    )
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Importance correction of the sampler-learner mismatch."
     )
@@ -114,7 +118,7 @@ class Config(Section):
         return dump_yaml(self.model_dump())
 
     def faults(self) -> Iterator[Fault]:
-        yield from self._objective_faults()
+        yield from objective_faults(self)
         if self.quant.learner == "aligned" and self.learner_dtype != self.model.dtype:
             yield Fault(
                 ("model", "learner_dtype"),
@@ -173,80 +177,29 @@ class Config(Section):
             yield Fault(("rollout", "max_num_seqs"), rollout.max_num_seqs, f"{text}; {fix}")
 
     def resolved(self) -> dict[str, Any]:
-        objective = self.objective
-        found: dict[str, Any] = {}
-        if objective.name in RATIO_OBJECTIVES and objective.ratio is None:
-            found["ratio"] = self.correction.expansion.ratio or "train"
-        if self.truncated and objective.dvp_outside is None:
-            found["dvp_outside"] = dvp_outside_of(objective.name, self.correction.level)
-        return {"objective": objective.model_copy(update=found)} if found else {}
-
-    def _objective_faults(self) -> Iterator[Fault]:
-        """What the objective, the correction and the loop demand of each other."""
-        objective, correction = self.objective, self.correction
-        name, preset = objective.name, correction.preset
-        # The key a user wrote: a level that came with a preset is the preset's fault.
-        weight = ("level", correction.level) if "level" in correction.model_fields_set else ("preset", preset)
-        if name == "tbpo" and correction.level != "none":
-            yield Fault(
-                ("correction", weight[0]),
-                weight[1],
-                "tbpo carries its own mismatch weight (objective.seq_tis_imp_ratio_cap); correction.level must be none",
-            )
-        wanted = correction.expansion.ratio
-        if wanted == "rollout" and name not in RATIO_OBJECTIVES:
-            text = f"trains with objective.ratio rollout, which {name} does not read; use {', '.join(RATIO_OBJECTIVES)}"
-            yield Fault(("correction", "preset"), preset, text)
-        elif wanted is not None and objective.ratio not in (None, wanted):
-            text = f"correction.preset {preset} is with ratio {wanted}; leave null, or write the correction out"
-            yield Fault(("objective", "ratio"), objective.ratio, text)
-        elif (objective.ratio or wanted) in ("rollout", "shadow") and correction.level != "none":
-            text = (
-                f"with objective.ratio {objective.ratio or wanted} the ratio holds the mismatch already; "
-                "correction.level must be none (reject and veto may stay)"
-            )
-            yield Fault(("correction", weight[0]), weight[1], text)
-        without_ratio = name not in (*RATIO_OBJECTIVES, "tbpo") or objective.ratio == "one"
-        if correction.expansion.policy_gradient and not without_ratio:
-            text = f"is for a policy gradient without a ratio, and {name} has one; use reinforce, rloo or on_policy"
-            yield Fault(("correction", "preset"), preset, text)
-        elif correction.signal == "rollout" and correction.level != "none" and not without_ratio:
-            text = f"the ratio of {name} holds the learner's movement; use corr, or reinforce, rloo or on_policy"
-            yield Fault(("correction", "signal"), correction.signal, text)
-        if name == "mis_gspo" and any(r.identity == ("corr", "ratio", "mean") for r in correction.reject or ()):
-            key = "reject" if "reject" in correction.model_fields_set else "preset"
-            text = "mis_gspo rejects by the mean ratio itself; set objective.mis_ratio_low and mis_ratio_high"
-            yield Fault(("correction", key), preset if key == "preset" else "mean ratio of corr", text)
-        if name == "on_policy" and self.train.epochs != 1:
-            yield Fault(("train", "epochs"), self.train.epochs, "on_policy takes one optimizer step a batch; must be 1")
-        if name == "on_policy" and self.minibatch_size != self.responses_per_step:
-            text = f"on_policy takes one optimizer step a batch; leave null, or {self.responses_per_step}"
-            yield Fault(("train", "minibatch_size"), self.train.minibatch_size, text)
-        if objective.dvp_rho is not None and self.rollout.min_p not in (0.0, objective.dvp_rho):
-            text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
-            yield Fault(("rollout", "min_p"), self.rollout.min_p, text)
-        if objective.dvp_outside is not None and not self.truncated:
-            text = "no token is outside of a distribution that is not truncated; leave null, or set objective.dvp_rho"
-            yield Fault(("objective", "dvp_outside"), objective.dvp_outside, text)
+        return {"objective": resolved_objective(self)}
 
     def _vllm_faults(self) -> Iterator[Fault]:
         """What vLLM cannot hold or multiply (0.24 to 0.32, its compressed-tensors schemes and linear kernels)."""
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
+        if model.device == "cpu" and self.rollout.kernels == "native" and not scheme_of(quant).vllm_cpu:
+            text = f"vLLM has no {quant.scheme} on a CPU; use rollout.kernels: qarl"
+            yield Fault(("rollout", "kernels"), self.rollout.kernels, text)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
         # bits.
         if model.dtype == "float32" and quant.scheme != "bf16":
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif quant.scheme in WEIGHT_INT4 and self.rollout.kernels == "native":
+            elif scheme_of(quant).packed and self.rollout.kernels == "native":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
                     f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
                 )
-        if quant.scheme in WEIGHT_INT4 and quant.scale_dtype != model.dtype:
+        if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
             yield Fault(
                 ("quant", "scale_dtype"),
                 quant.scale_dtype,

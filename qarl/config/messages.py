@@ -50,23 +50,25 @@ def _key(loc: Loc) -> str:
 
 def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) -> Iterator[tuple[Loc, str]]:
     for item in error.errors(include_url=False):
-        loc: Loc = item["loc"]
+        steps: Loc = item["loc"]
+        loc = _untagged(root, steps)
         match item["type"]:
             case "refused":
                 for fault in item["ctx"]["faults"]:
                     yield (*loc, *fault.key), fault_line((*loc, *fault.key), fault.value, fault.text)
             case "missing":
-                section = _strip(_annotation(root, loc[:-1]))
+                section = _strip(_annotation(root, steps[:-1]))
                 if get_origin(section) is tuple:
                     yield loc[:-1], f"{_key(loc[:-1])}: must be a list of {len(get_args(section))}"
                     continue
                 description = section.model_fields[str(loc[-1])].description
                 yield loc, f"{_key(loc)}: required, and not given. {description}"
             case "extra_forbidden":
-                yield loc, fault_line(loc, item["input"], _unknown_key(root, loc))
+                yield loc, fault_line(loc, item["input"], _unknown_key(root, steps))
             case _:
+                text = _valid(item["msg"], item["input"], _annotation(root, steps))
                 loc = _keys_only(loc, data)
-                yield loc, fault_line(loc, item["input"], _valid(item["msg"], item["input"], _annotation(root, loc)))
+                yield loc, fault_line(loc, item["input"], text)
 
 
 def _keys_only(loc: Loc, data: Any) -> Loc:
@@ -102,14 +104,14 @@ def _valid(message: str, value: Any, annotation: Any) -> str:
     return text + (" (or null)" if type(None) in get_args(annotation) else "")
 
 
-def _unknown_key(root: type[BaseModel], loc: Loc) -> str:
-    section = _strip(_annotation(root, loc[:-1]))
+def _unknown_key(root: type[BaseModel], steps: Loc) -> str:
+    section, loc = _strip(_annotation(root, steps[:-1])), _untagged(root, steps)
     assert isinstance(section, type) and issubclass(section, BaseModel), f"unknown key below {section}"
     key = str(loc[-1])
     near = difflib.get_close_matches(key, section.model_fields, n=1)
     if near:
         return f"unknown key; did you mean {'.'.join(map(str, (*loc[:-1], near[0])))}?"
-    elsewhere = [".".join(path) for path in _all_keys(root) if path[-1] == key]
+    elsewhere = list(dict.fromkeys(".".join(path) for path in _all_keys(root) if path[-1] == key))
     if elsewhere:
         return f"unknown key; did you mean {' or '.join(elsewhere)}?"
     return f"unknown key; valid keys here: {', '.join(section.model_fields)}"
@@ -118,15 +120,31 @@ def _unknown_key(root: type[BaseModel], loc: Loc) -> str:
 def _all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in model.model_fields.items():
         yield (*prefix, name)
-        inner = _strip(field.annotation)
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _all_keys(inner, (*prefix, name))
+        for inner in _members(field.annotation).values() or [_strip(field.annotation)]:
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _all_keys(inner, (*prefix, name))
 
 
-def _annotation(root: type[BaseModel], loc: Loc) -> Any:
-    """The type at `loc`, its optional None kept at the last step; Any where the path leaves the models."""
+def _members(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections of a union that a `name` tells apart, by name; {} of any other type."""
+    arguments = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
+    if not arguments or not all(isinstance(part, type) and issubclass(part, BaseModel) for part in arguments):
+        return {}
+    return {part.model_fields["name"].default: part for part in arguments}
+
+
+def _untagged(root: type[BaseModel], steps: Loc) -> Loc:
+    """The keys of `steps`: pydantic says the name of a union's section as if it were a key."""
+    return tuple(step for end, step in enumerate(steps) if step not in _members(_annotation(root, steps[:end])))
+
+
+def _annotation(root: type[BaseModel], steps: Loc) -> Any:
+    """The type at `steps`, its optional None kept at the last one; Any where the path leaves the models."""
     current: Any = root
-    for step in loc:
+    for step in steps:
+        if step in (members := _members(current)):
+            current = members[step]
+            continue
         current = _strip(current)
         if isinstance(current, type) and issubclass(current, BaseModel):
             field = current.model_fields.get(str(step))

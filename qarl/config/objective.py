@@ -1,227 +1,127 @@
-"""What is maximised."""
+"""The `objective` section: one of the registered objectives, chosen by its name."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from qarl.config.base import Fault, Field, Section
-from qarl.config.limits import FACTOR, SMALLEST_TEMPERATURE
+from pydantic import BeforeValidator
 
-Ratio = Literal["train", "rollout", "shadow", "one"]
-DvpOutside = Literal["response", "token"]
+from qarl.config.base import Fault, Field, refusal
+from qarl.objectives.base import DEFAULT, ObjectiveConfig, RatioObjective
+from qarl.objectives.registry import BY_NAME, OBJECTIVES
 
-# What each objective reads, with its default (TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest: PPO's
-# 0.2 and dual clip's 3). Keys that every objective reads are not listed.
-_PPO: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-_GSPO: dict[str, Any] = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
-_CLIP = {"loss": "clip"}
-OBJECTIVE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tbpo": {
-        "seq_clip_ratio_high": 4e-4,
-        "seq_clip_ratio_low": 3e-4,
-        "neg_seq_clip_ratio_high": 7e-4,
-        "neg_seq_clip_ratio_low": 3e-4,
-        "seq_tis_imp_ratio_cap": 2.0,
-    },
-    "grpo": _PPO | _CLIP,
-    "dapo": _PPO | {"clip_ratio_high": 0.28} | _CLIP,
-    "dual_clip_grpo": _PPO | {"clip_ratio_c": 3.0} | _CLIP,
-    "gspo": _GSPO,
-    "mis_gspo": _GSPO | {"mis_ratio_low": 0.5, "mis_ratio_high": 2.0},
-    "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
-    "positive_only": _PPO | _CLIP,
-    "on_policy": {},
-    "reinforce": {},
-    "rloo": {},
-}
-RATIO_OBJECTIVES = ("grpo", "dapo", "dual_clip_grpo", "positive_only", "gspo", "mis_gspo", "sapo")
-CLIPPED_OBJECTIVES = ("grpo", "dapo", "dual_clip_grpo", "positive_only")  # token by token
-SEQUENCE_OBJECTIVES = ("gspo", "mis_gspo", "tbpo")  # whose ratio is one of the response
+if TYPE_CHECKING:
+    from qarl.config.config import Config
+
 # Group baselines: with one response a group every advantage would be 0.
 GROUP_ADVANTAGES = ("grpo", "grpo_no_std", "rloo")
 
-_ADVANTAGE = {"rloo": "rloo", "reinforce": "reinforce"}
-_AGGREGATION = {"dapo": "token-mean", "reinforce": "seq-mean-token-sum", "rloo": "seq-mean-token-sum"}
+_SHARED = set(ObjectiveConfig.model_fields)
+_WITH_RATIO = [name for name, objective in BY_NAME.items() if issubclass(objective, RatioObjective)]
+_WITHOUT_RATIO = [
+    name for name, objective in BY_NAME.items() if name not in _WITH_RATIO and objective.own_ratio == "one"
+]
 
 
-class ObjectiveConfig(Section):
-    """The surrogate. A key that the chosen objective does not read stays null."""
+def _chosen(data: Any) -> Any:
+    """What a user wrote, as the keys of the objective that it names.
 
-    name: Literal[
-        "tbpo",
-        "grpo",
-        "dapo",
-        "dual_clip_grpo",
-        "gspo",
-        "mis_gspo",
-        "sapo",
-        "positive_only",
-        "on_policy",
-        "reinforce",
-        "rloo",
-    ] = Field(
-        "tbpo",
-        description="tbpo (QaRL); token-level PPO clip: grpo, dapo, dual_clip_grpo, positive_only; sequence-level "
-        "ratio: gspo, mis_gspo; sapo (smooth gate); without ratio: on_policy, reinforce, rloo.",
-    )
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce"] | None = Field(
-        None,
-        description="Group mean and std, group mean only (Dr. GRPO), leave-one-out, or batch whitening; null: rloo "
-        "for rloo (and no other), reinforce for reinforce, else grpo.",
-    )
-    aggregation: (
-        Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
-    ) = Field(
-        None,
-        description="How token values become one number; null: token-mean for dapo, seq-mean-token-sum for reinforce "
-        "and rloo, else seq-mean-token-mean.",
-    )
-    ratio: Ratio | None = Field(
-        None,
-        description="Of the objectives that clip or gate one. train: learner now over learner at the snapshot; "
-        "rollout: learner now over the sampler (bypass); shadow: the sampler's arithmetic now over the sampler, with "
-        "the learner's gradient; one: 1. null: that of correction.preset, or train.",
-    )
-    loss: Literal["clip", "detach", "detach_center", "no_clip"] | None = Field(
-        None,
-        description="grpo, dapo, dual_clip_grpo and positive_only. clip (default); detach: the clipped surrogate as a "
-        "constant weight of the log-prob; detach_center: that minus its mean over the minibatch; no_clip: bounds of "
-        "10 on both sides.",
-    )
-    seq_clip_ratio_high: float | None = Field(
-        None, ge=0, le=FACTOR, description="tbpo, A > 0: no gain from a sequence ratio above 1 + this (default 4e-4)."
-    )
-    seq_clip_ratio_low: float | None = Field(
-        None, ge=0, lt=1, description="tbpo, A > 0: the paper's lower bound; it never binds (default 3e-4)."
-    )
-    neg_seq_clip_ratio_high: float | None = Field(
-        None, ge=0, le=FACTOR, description="tbpo, A < 0: responses above 1 + this give no gradient (default 7e-4)."
-    )
-    neg_seq_clip_ratio_low: float | None = Field(
-        None, ge=0, lt=1, description="tbpo, A < 0: responses below 1 - this give no gradient (default 3e-4)."
-    )
-    seq_tis_imp_ratio_cap: float | None = Field(
-        None, ge=1, le=FACTOR, description="tbpo: the mismatch weight is clipped to [1 / this, this] (default 2)."
-    )
-    clip_ratio_low: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="Ratios are clipped at 1 - this: grpo, dapo, dual_clip_grpo (default 0.2), gspo and mis_gspo "
-        "(default 3e-4). For positive_only it never binds.",
-    )
-    clip_ratio_high: float | None = Field(
-        None,
-        ge=0,
-        le=FACTOR,
-        description="Ratios are clipped at 1 + this: grpo, dual_clip_grpo, positive_only (default 0.2), dapo (default "
-        "0.28), gspo and mis_gspo (default 4e-4).",
-    )
-    clip_ratio_c: float | None = Field(
-        None, gt=1, le=FACTOR, description="dual_clip_grpo, A < 0: no gradient above this ratio (default 3)."
-    )
-    sapo_tau_pos: float | None = Field(
-        None, ge=SMALLEST_TEMPERATURE, le=FACTOR, description="sapo, A > 0: temperature of the gate (default 1)."
-    )
-    sapo_tau_neg: float | None = Field(
-        None, ge=SMALLEST_TEMPERATURE, le=FACTOR, description="sapo, A < 0: temperature of the gate (default 1.05)."
-    )
-    mis_ratio_low: float | None = Field(
-        None,
-        gt=0,
-        le=FACTOR,
-        description="mis_gspo: responses whose mean mismatch ratio is below this are dropped (default 0.5).",
-    )
-    mis_ratio_high: float | None = Field(
-        None,
-        gt=0,
-        le=FACTOR,
-        description="mis_gspo: responses whose mean mismatch ratio is above this are dropped (default 2).",
-    )
-    kl_coef: float = Field(
-        0.0, ge=0, le=FACTOR, description="Weight of the KL to the policy the run started from; 0 is off."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
-        None, description="Of that KL, per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (default)."
-    )
-    entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")
-    dvp_rho: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Dynamic vocabulary pruning: sampler and learner drop tokens less probable than this fraction of "
-        "the most probable, each by its own logits; the paper uses exp(-13) = 2.26e-6. null: rollout.min_p.",
-    )
-    dvp_outside: DvpOutside | None = Field(
-        None,
-        description="What a sampled token outside the learner's set takes with it, as ratio 0: the whole response, or "
-        "that token alone. null: response where the ratio is the response's (gspo, mis_gspo, tbpo, weights of level "
-        "sequence or geometric, and reinforce and rloo but with token weights), else token.",
-    )
-
-    @property
-    def own_keys(self) -> dict[str, Any]:
-        """The keys that this objective reads and others do not, with their defaults (`loss` considered)."""
-        read = OBJECTIVE_DEFAULTS[self.name]
-        if self.loss == "no_clip":
-            return {key: value for key, value in read.items() if key not in _PPO}
-        return read
-
-    @property
-    def clips(self) -> bool:
-        """Some ratios lose their gradient: the objective has a band."""
-        token = self.name in CLIPPED_OBJECTIVES and self.loss not in ("detach", "detach_center")
-        return token or self.name in SEQUENCE_OBJECTIVES
-
-    def faults(self) -> Iterator[Fault]:
-        read = self.own_keys
-        for key in dict.fromkeys(key for keys in OBJECTIVE_DEFAULTS.values() for key in keys):
-            value = getattr(self, key)
-            if value is None or key in read:
-                continue
-            if key in OBJECTIVE_DEFAULTS[self.name]:
-                yield Fault((key,), value, f"is not read with loss {self.loss}; leave null, or use loss clip")
-                continue
-            reads = f"{self.name} reads {', '.join(read)}" if read else "leave null"
-            yield Fault((key,), value, f"is read by {_readers(key)}, not by {self.name}; {reads}")
-        if self.ratio not in (None, "train") and self.name not in RATIO_OBJECTIVES:
-            yield Fault(
-                ("ratio",), self.ratio, f"is read by {_listed(RATIO_OBJECTIVES)}, not by {self.name}; leave null"
-            )
-        if self.name == "rloo" and self.advantage not in (None, "rloo"):
-            yield Fault(
-                ("advantage",), self.advantage, "rloo is reinforce with advantage rloo; leave null, or use reinforce"
-            )
-        low, high = (getattr(self, key) or read.get(key) for key in ("mis_ratio_low", "mis_ratio_high"))
-        if self.name == "mis_gspo" and low >= high:
-            yield Fault(("mis_ratio_low",), low, f"must be below objective.mis_ratio_high ({high:g})")
-        if self.kl_estimator is not None and self.kl_coef == 0:
-            yield Fault(("kl_estimator",), self.kl_estimator, "has no effect with kl_coef 0; set objective.kl_coef")
-
-    def resolved(self) -> dict[str, Any]:
-        defaults = dict(self.own_keys)
-        defaults["advantage"] = _ADVANTAGE.get(self.name, "grpo")
-        defaults["aggregation"] = _AGGREGATION.get(self.name, "seq-mean-token-mean")
-        if self.kl_coef > 0:
-            defaults["kl_estimator"] = "k3"
-        return {key: value for key, value in defaults.items() if getattr(self, key) is None}
-
-
-def dvp_outside_of(name: str, level: str | None) -> DvpOutside:
-    """The default of dvp_outside: `response` where the ratio of the estimator is the response's (DVP, equation 22).
-
-    name: objective.name. level: correction.level. reinforce and rloo have no ratio of their own: without a weight their
-    estimator is the paper's, over trajectories, and with one it is the weight's.
+    A text is the path of the user's own one. A null is the default, and at a key of another objective nothing: resolved
+    configurations once had every key of every objective, null where it was not read. So is `ratio: train` there.
+    Raises a refusal: no such objective, a key of another one.
     """
-    if name in SEQUENCE_OBJECTIVES or level in ("sequence", "geometric"):
-        return "response"
-    return "response" if name in ("reinforce", "rloo") and level != "token" else "token"
+    if isinstance(data, str):
+        if ":" not in data:
+            known = data if data in BY_NAME else DEFAULT
+            text = f"must be a mapping of keys, as {{name: {known}}}, or file.py:name of your own"
+            raise refusal([Fault((), data, text)])
+        return {"name": "custom", "path": data}
+    if not isinstance(data, dict):
+        return data
+    name = data.get("name", DEFAULT)
+    objective = BY_NAME.get(name) if isinstance(name, str) else None
+    if objective is None:
+        raise refusal([Fault(("name",), name, _no_such(name))])
+    own, given, faults = objective.model_fields, {"name": name}, []
+    for key, value in data.items():
+        known = any(key in other.model_fields for other in OBJECTIVES)
+        if known and (value is None or (key == "ratio" and value == "train" and key not in own)):
+            continue
+        if known and key not in own:
+            faults.append(Fault((key,), value, _of_others(key, name)))
+        given[key] = value
+    if faults:
+        raise refusal(faults)
+    return given
 
 
-def _readers(key: str) -> str:
-    return _listed([name for name, keys in OBJECTIVE_DEFAULTS.items() if key in keys])
+AnyObjective = Annotated[
+    Union[OBJECTIVES],  # noqa: UP007 (a tuple of any length)
+    Field(discriminator="name"),
+    BeforeValidator(_chosen),
+]
 
 
-def _listed(names: list[str] | tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def objective_faults(config: Config) -> Iterator[Fault]:
+    """What the objective, the correction and the sampling of a configuration demand of each other."""
+    objective, correction = config.objective, config.correction
+    yield from objective.faults_in(config)
+    name, preset, wanted = objective.name, correction.preset, correction.expansion.ratio
+    ratio = objective.ratio if isinstance(objective, RatioObjective) else None
+    if wanted == "rollout" and name not in _WITH_RATIO:
+        text = f"trains with objective.ratio rollout, which {name} does not read; use {', '.join(_WITH_RATIO)}"
+        yield Fault(("correction", "preset"), preset, text)
+    elif wanted is not None and ratio not in (None, wanted):
+        text = f"correction.preset {preset} is with ratio {wanted}; leave null, or write the correction out"
+        yield Fault(("objective", "ratio"), ratio, text)
+    elif (ratio or wanted) in ("rollout", "shadow") and correction.level != "none":
+        key, value = correction.weight_key
+        text = f"with objective.ratio {ratio or wanted} the ratio holds the mismatch already; correction.level must be"
+        yield Fault(("correction", key), value, f"{text} none (reject and veto may stay)")
+    if objective.ratio_kind != "one":
+        others = listed(_WITHOUT_RATIO, "or")
+        if correction.expansion.policy_gradient:
+            text = f"is for a policy gradient without a ratio, and {name} has one; use {others}"
+            yield Fault(("correction", "preset"), preset, text)
+        elif correction.signal == "rollout" and correction.level != "none":
+            text = f"the ratio of {name} holds the learner's movement; use corr, or {others}"
+            yield Fault(("correction", "signal"), correction.signal, text)
+    if objective.dvp_rho is not None and config.rollout.min_p not in (0.0, objective.dvp_rho):
+        text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
+        yield Fault(("rollout", "min_p"), config.rollout.min_p, text)
+    if objective.dvp_outside is not None and not config.truncated:
+        text = "no token is outside of a distribution that is not truncated; leave null, or set objective.dvp_rho"
+        yield Fault(("objective", "dvp_outside"), objective.dvp_outside, text)
+
+
+def resolved_objective(config: Config) -> ObjectiveConfig:
+    """The section with the values that the correction decides: the ratio, and dvp_outside under truncation."""
+    objective, found = config.objective, {}
+    if isinstance(objective, RatioObjective) and objective.ratio is None:
+        found["ratio"] = config.correction.expansion.ratio or "train"
+    if config.truncated and objective.dvp_outside is None:
+        found["dvp_outside"] = objective.default_pruning(config.correction.level)
+    return objective.model_copy(update=found) if found else objective
+
+
+def listed(names: list[str], last: str = "and") -> str:
+    """`a, b and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"
+
+
+def _no_such(name: Any) -> str:
+    if isinstance(name, str) and ":" in name:
+        return "is no built-in objective; your own is name: custom, with path: file.py:name"
+    near = difflib.get_close_matches(name, BY_NAME, n=1) if isinstance(name, str) else []
+    text = f"must be {listed([repr(known) for known in BY_NAME], 'or')}"
+    return f"{text}; did you mean {near[0]}?" if near else text
+
+
+def _of_others(key: str, name: str) -> str:
+    """Of a key that `name` does not read: who does."""
+    readers = listed([other for other, objective in BY_NAME.items() if key in objective.model_fields])
+    own = [own for own in BY_NAME[name].model_fields if own not in _SHARED]
+    reads = f" ({name} reads {', '.join(own)})" if own else ""
+    return f"is read by {readers}, not by {name}; leave null{reads}"

@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from qarl_formats.scheme import Scheme, is_ignored, make_scheme
+from pydantic import AfterValidator, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticKnownError
+from qarl_formats.scheme import (
+    CHANNEL,
+    DEFAULT_GROUP_SIZE,
+    GRIDS,
+    GROUP_SIZES,
+    SCALE_DTYPES,
+    Scheme,
+    grouped_names,
+    is_ignored,
+    make_scheme,
+    scheme_class,
+    scheme_names,
+)
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import ITEMS, NAME
 
-WEIGHT_INT4 = ("w4a16", "w4a8")
-QUANTIZED_ACTIVATIONS = ("w8a8", "fp8", "w4a8")
+GROUPED = " and ".join(grouped_names())
+ZERO_POINTS = " and ".join(scheme_names(lambda kind: kind.zero_points))
+
+
+def _known(name: str) -> str:
+    """As a `Literal` of the registered schemes refuses, but schemes that are registered later count too."""
+    names = scheme_names()
+    if name not in names:
+        *most, last = (f"'{known}'" for known in names)
+        near = difflib.get_close_matches(name, names, n=1)
+        text = f"{', '.join(most)} or {last}" + (f"; did you mean {near[0]}?" if near else "")
+        raise PydanticKnownError("literal_error", {"expected": text})
+    return name
+
+
+class _Names:
+    """The choices of a scheme's name, for the JSON schema."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": list(scheme_names()), "type": "string"}
+
+
+SchemeName = Annotated[str, Field(max_length=NAME), AfterValidator(_known), _Names]
 
 
 class QuantConfig(Section):
     """Quantization. The four regimes: scheme bf16 is BF16 RL; otherwise `learner` chooses quantized-rollout training
     (full_precision), QAT (fake_quant) or QaRL (aligned)."""
 
-    scheme: Literal["bf16", "w4a16", "w8a8", "fp8", "w4a8"] = Field(
+    scheme: SchemeName = Field(
         "w4a16", description="What the sampler runs. Weights: per group (w4*) or channel; activations: per token."
     )
-    group_size: Literal[32, 64, 128, -1] | None = Field(
+    group_size: Literal[*GROUP_SIZES, CHANNEL] | None = Field(
         None,
-        description="Input features that share a scale, for w4a16 and w4a8 (default 128; -1: one group per channel); "
-        "must divide the input size of every quantized layer. Null for other schemes.",
+        description=f"Input features that share a scale, for {GROUPED} (default {DEFAULT_GROUP_SIZE}; -1: one group "
+        "per channel); must divide the input size of every quantized layer. Null for other schemes.",
     )
-    symmetric: bool = Field(True, description="No zero points; false only for w4a16.")
-    grid: Literal["compressed-tensors", "symmetric7"] = Field(
-        "compressed-tensors",
+    symmetric: bool = Field(True, description=f"No zero points; false only for {ZERO_POINTS}.")
+    grid: Literal[*GRIDS] = Field(
+        GRIDS[0],
         description="int4 grid: codes [-8, 7] with absmax / 7.5, or [-7, 7] with absmax / 7 (symmetric w4* only).",
     )
-    scale_dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Stored dtype of the scales; codes are computed with the rounded scale."
+    scale_dtype: Literal[*SCALE_DTYPES] = Field(
+        SCALE_DTYPES[0], description="Stored dtype of the scales; codes are computed with the rounded scale."
     )
     ignore: list[Annotated[str, Field(max_length=NAME)]] = Field(
         ["lm_head"],
@@ -57,21 +95,22 @@ class QuantConfig(Section):
     )
 
     def faults(self) -> Iterator[Fault]:
-        int4 = self.scheme in WEIGHT_INT4
-        if self.group_size is not None and not int4:
-            valid = f"scheme {self.scheme} has no groups; leave null, or use w4a16 or w4a8"
+        kind = scheme_class(self.scheme)
+        if self.group_size is not None and not kind.group_sizes:
+            valid = f"scheme {self.scheme} has no groups; leave null, or use {' or '.join(grouped_names())}"
             yield Fault(("group_size",), self.group_size, valid)
-        if not self.symmetric and self.scheme != "w4a16":
-            yield Fault(("symmetric",), False, f"only scheme w4a16 has zero points; must be true for {self.scheme}")
-        if self.grid == "symmetric7" and not (int4 and self.symmetric):
+        if not self.symmetric and not kind.zero_points:
+            valid = f"only scheme {ZERO_POINTS} has zero points; must be true for {self.scheme}"
+            yield Fault(("symmetric",), False, valid)
+        if self.grid not in kind.grids or (self.grid != GRIDS[0] and not self.symmetric):
             given = self.scheme if self.symmetric else f"asymmetric {self.scheme}"
-            yield Fault(("grid",), self.grid, f"is for symmetric w4a16 and w4a8; use compressed-tensors with {given}")
-        if self.scheme == "bf16" and self.learner == "fake_quant":
-            yield Fault(
-                ("learner",), self.learner, "scheme bf16 has nothing to quantize; use aligned or full_precision"
-            )
+            names = " and ".join(scheme_names(lambda other: self.grid in other.grids))
+            yield Fault(("grid",), self.grid, f"is for symmetric {names}; use {GRIDS[0]} with {given}")
+        if kind.weight_bits is None and self.learner == "fake_quant":
+            text = f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision"
+            yield Fault(("learner",), self.learner, text)
         if self.ste_input == "dequantized":
-            if self.scheme not in QUANTIZED_ACTIVATIONS:
+            if kind.activation is None:
                 yield Fault(("ste_input",), self.ste_input, f"scheme {self.scheme} keeps activations; use unquantized")
             elif self.learner == "full_precision":
                 yield Fault(
@@ -83,8 +122,8 @@ class QuantConfig(Section):
             yield Fault(("ignore",), self.ignore, "must contain lm_head: the output layer is never quantized")
 
     def resolved(self) -> dict[str, Any]:
-        if self.group_size is None and self.scheme in WEIGHT_INT4:
-            return {"group_size": 128}
+        if self.group_size is None and scheme_class(self.scheme).group_sizes:
+            return {"group_size": DEFAULT_GROUP_SIZE}
         return {}
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator
 
 from pydantic import JsonValue
 
 from qarl.config.base import Fault, Field, Section, path_faults
 from qarl.config.limits import FACTOR, ITEMS, SECONDS, WORKERS
+from qarl.inputs.code import REFERENCE, file_of
 from qarl.inputs.paths import PATH_BYTES
 
 BUILTIN_REWARDS = ("math", "exact", "regex", "length", "format", "reasoning_gym")
-_USER_FUNCTION = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 
 class RewardFunction(Section):
@@ -30,12 +29,11 @@ class RewardFunction(Section):
     @property
     def file(self) -> str | None:
         """Path of the Python file, for `file.py:function`; else None."""
-        path = self.name.rpartition(":")[0]
-        return path if path.endswith(".py") else None
+        return file_of(self.name)
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("name", self.file)
-        if self.name in BUILTIN_REWARDS or _USER_FUNCTION.fullmatch(self.name):
+        if self.name in BUILTIN_REWARDS or REFERENCE.fullmatch(self.name):
             return
         near = difflib.get_close_matches(self.name, BUILTIN_REWARDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(BUILTIN_REWARDS)}"

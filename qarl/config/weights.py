@@ -30,6 +30,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _STORED = {
     "int8": "I8",
+    "uint8": "U8",
     "int32": "I32",
     "int64": "I64",
     "float8_e4m3fn": "F8_E4M3",
@@ -159,7 +160,7 @@ def _quantized(
     except ValueError as error:
         place = f"{directory / 'config.json'}: quantization_config"
         raise UserError(f"{place}: {error}; give another checkpoint") from error
-    unpacked = scheme.packed and scheme.symmetric and any(f"{name}.weight" in found for name in linears)
+    unpacked = scheme.unpackable and any(f"{name}.weight" in found for name in linears)
     wanted: dict[str, Wanted] = {}
     for name, wish in _plain(architecture).items():
         module = name.removesuffix(".weight")
@@ -167,7 +168,7 @@ def _quantized(
             wanted[name] = wish
             continue
         for suffix, spec in tensor_specs(scheme, *linears[module], unpacked=unpacked).items():
-            dtypes = _SCALES if suffix == "weight_scale" else (_STORED[spec.dtype],)
+            dtypes = _SCALES if suffix == "weight_scale" and scheme.scale_dtypes else (_STORED[spec.dtype],)
             wanted[f"{module}.{suffix}"] = Wanted(spec.shape, dtypes)
     return wanted
 

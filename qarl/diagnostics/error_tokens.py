@@ -13,13 +13,16 @@ garbled     8 or more tokens in a row whose mean log-prob is below -4 nats under
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qarl.objectives.segments import Segments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_PERIOD = 32
 MIN_TOKENS, MIN_PERIODS = 24, 4
@@ -110,6 +113,17 @@ def error_examples(
         }
         for index, (start, stop, kind) in longest[:limit]
     ]
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """The text of one sequence of token ids."""
+
+    def decode(token_ids: list[int]) -> str:
+        text = tokenizer.decode(token_ids)
+        assert isinstance(text, str), "one sequence gives one text"
+        return text
+
+    return decode
 
 
 def _repetitive(ids: np.ndarray, response: np.ndarray) -> np.ndarray:

@@ -96,8 +96,8 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
     parts = {"tail": ~infinite & (probability < 0.1), "head": ~infinite & (probability >= 0.9)}
     for name, part in parts.items():
         metrics[f"mismatch/{name}_delta_mean"] = delta.masked_fill(~part, 0.0).sum() / part.sum().clamp(min=1)
-    values = torch.stack([value.double() for value in (*metrics.values(), *(x.sum() for x in parts.values()))])
-    *values, tail, head = values.cpu().tolist()
+    stacked = torch.stack([value.double() for value in (*metrics.values(), *(x.sum() for x in parts.values()))])
+    *values, tail, head = stacked.cpu().tolist()
     left_out = {f"mismatch/{name}_delta_mean" for name, n in (("tail", tail), ("head", head)) if not n}
     return {name: value for name, value in zip(metrics, values, strict=True) if name not in left_out}
 

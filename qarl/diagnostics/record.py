@@ -59,7 +59,7 @@ def diagnostics_record(
     sign of A (`precision/phantom_lost_frac`, `phantom_frac`); null without a band, and the two without a shadow.
     """
     count = tokens.logp.numel()
-    chosen = range(count)
+    chosen: range | list[int] = range(count)
     if count > max_tokens:
         chosen = sorted(random.Random(f"diagnostics-{seed}-{step}").sample(range(count), max_tokens))
     outside = phantom = either = None

@@ -111,24 +111,13 @@ def _summary(target: Target, scheme: Scheme, base: str) -> str:
 def _weights(
     target: Target, scheme: Scheme, dtype: str, file_format: str | None, tensor_bytes: int, bf16_bytes: int
 ) -> list[tuple[str, str]]:
-    rows = [("Scheme", _scheme_text(scheme))]
+    rows = [("Scheme", scheme.text)]
     if file_format is not None:
         rows.append(("Format", f"compressed-tensors, {file_format}"))
         rows.append((f"In {dtype}", ", ".join(["embeddings, norms, biases", *target.quant.ignore])))
     else:
         rows.append(("Dtype", dtype))
     return [*rows, ("Size", f"{tensor_bytes / 1e6:,.1f} MB, {tensor_bytes / bf16_bytes:.3f} of that in bfloat16")]
-
-
-def _scheme_text(scheme: Scheme) -> str:
-    if not scheme.quantized:
-        return "none"
-    scales = "a scale per row" if scheme.group_size is None else f"a scale per {scheme.group_size} inputs"
-    kind = f"int{scheme.weight_bits}" if scheme.weight_type == "int" else "float8_e4m3fn"
-    zero = "" if scheme.symmetric else " and a zero point"
-    grid = ", codes -7 to 7" if scheme.grid == "symmetric7" else ""
-    inputs = "inputs not quantized" if scheme.activation is None else f"inputs in {scheme.activation}, per token"
-    return f"{scheme.name}: {kind} weights with {scales} ({scheme.scale_dtype}){zero}{grid}; {inputs}"
 
 
 def _on_hub(target: Target) -> bool:

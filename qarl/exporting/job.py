@@ -9,7 +9,7 @@ import torch
 from qarl_formats.compressed import quantization_config
 from qarl_formats.scheme import is_ignored
 
-from qarl.config.quant import scheme_of
+from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.card import model_card
 from qarl.exporting.writer import ExportReport, export_checkpoint
@@ -35,8 +35,8 @@ def export_target(
     which of them to fall back to is the user's to say.
     """
     scheme = scheme_of(target.quant)
-    if unpacked and not (scheme.packed and scheme.symmetric):
-        raise UserError(f"--unpacked: is for symmetric w4a16 and w4a8, not {scheme.name}; leave it out")
+    if unpacked and not scheme.unpackable:
+        raise UserError(f"--unpacked: is for symmetric {GROUPED}, not {scheme.name}; leave it out")
     masters = _open(target)
     if target.run is None:
         _check_options(target, masters)

@@ -23,7 +23,7 @@ from qarl_formats.quantize import unpack_codes
 from safetensors import safe_open
 
 from qarl.config import QuantConfig
-from qarl.config.quant import QUANTIZED_ACTIVATIONS
+from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.exporting.readers import (
     Reading,
@@ -45,11 +45,6 @@ from qarl.types import Prompt
 
 MAX_TOKENS = 24
 PROMPTS = ("The capital of France is", "2 + 2 =", "Once upon a time, there was", "def add(a, b):\n    return")
-
-# Mean |delta log-prob| per token up to which two programs count as running the same policy. Different kernels sum in
-# another order and round at other places; where activations are quantized a small difference crosses rounding steps
-# and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more.
-BOUND = {"bf16": 0.1, "w4a16": 0.1, "w8a8": 0.3, "fp8": 0.3, "w4a8": 0.4}
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,8 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     del opened
     release_memory()
     responses = reference.token_ids
-    scheme = target.quant.scheme
-    drops = scheme in QUANTIZED_ACTIVATIONS
+    scheme = scheme_of(target.quant)
+    drops = scheme.activation is not None
     readers: list[tuple[str, Callable[[], Reading]]] = [
         ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
         ("transformers", lambda: read_transformers(out, prompts, responses, MAX_TOKENS, where, drops)),
@@ -116,7 +111,7 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     ]
     for name, read in readers:
         try:
-            found.append(compare(name, reference, read(), 0.0 if name == "qarl" and exact else BOUND[scheme]))
+            found.append(compare(name, reference, read(), 0.0 if name == "qarl" and exact else scheme.tolerance))
         except Unsupported as why:
             found.append(Agreement(name, "skipped", str(why)))
         except (UserError, ValueError, RuntimeError, OSError, ImportError, StrictDataclassError) as error:
@@ -173,7 +168,6 @@ def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Ag
 def _codes(snapshot: Snapshot, out: Path) -> Agreement:
     """The library's own unpacking of the files against the run's tensors, every one of them."""
     import compressed_tensors
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     where = {name: stored.file for name, stored in stored_tensors(out).items()}
 
@@ -183,15 +177,14 @@ def _codes(snapshot: Snapshot, out: Path) -> Agreement:
 
     version = compressed_tensors.__version__
     for module, weight in snapshot.weights.items():
-        names = {suffix: f"{module}.{suffix}" for suffix in ("weight_packed", "weight", "weight_scale")}
+        names = {suffix: f"{module}.{suffix}" for suffix in (*weight.tensors, "weight")}
         if names["weight_scale"] not in where:
             return Agreement("codes", "differs", f"{module}: not in the files", version)
-        if names["weight_packed"] in where:
-            codes = unpack_from_int32(read(names["weight_packed"]), 4, torch.Size(weight.shape))
-        else:
-            codes = read(names["weight"])
+        stored = {suffix: read(name) for suffix, name in names.items() if name in where}
+        codes = weight.scheme.library_codes(stored, weight.shape)
         same = torch.equal(codes.view(torch.int8), unpack_codes(weight).cpu().view(torch.int8))
-        if not same or not torch.equal(read(names["weight_scale"]), weight.tensors["weight_scale"].cpu()):
+        rest = stored.keys() - {"weight", "weight_packed"}
+        if not same or any(not torch.equal(stored[suffix], weight.tensors[suffix].cpu()) for suffix in rest):
             return Agreement("codes", "differs", f"{module}: codes or scales are not those of the run", version)
     quantized = {f"{m}.{s}" for m, w in snapshot.weights.items() for s in w.tensors}
     for name, tensor in snapshot.tensors.items():

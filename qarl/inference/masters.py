@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.fused import shared_scales
 from qarl.inference.target import Target
 from qarl.policy.load import load_generation_config, load_model, load_model_config, model_weights
 from qarl.policy.skeleton import linear_names, skeleton
@@ -50,12 +51,13 @@ class Masters:
         """
         scheme = scheme_of(quant)
         self.check(scheme, quant.ignore)
+        modules = [name.removesuffix(".weight") for name in self.shapes if name.endswith(".weight")]
+        quantized = [module for module in modules if self._quantized(module, scheme, quant.ignore)]
+        shared = shared_scales(quantized, scheme, self.read)
+        low_bit = {f"{module}.weight" for module in quantized}
         for name in self.shapes:
-            low_bit = name.endswith(".weight") and self._quantized(name.removesuffix(".weight"), scheme, quant.ignore)
-            yield (
-                name,
-                published(name, self.read(name).to(device), scheme if low_bit else None, dtype, self.version or 0),
-            )
+            own, master = scheme if name in low_bit else None, self.read(name).to(device)
+            yield name, published(name, master, own, dtype, self.version or 0, shared=shared.get(name))
 
     def specs(self, quant: QuantConfig, dtype: torch.dtype, unpacked: bool = False) -> dict[str, dict[str, TensorSpec]]:
         """Parameter name -> the tensors that are stored of what `forms` will give for it; reads nothing.

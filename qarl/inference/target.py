@@ -82,14 +82,14 @@ def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
         scheme, ignore = parse_quantization_config(stored)
     except ValueError as error:
         raise UserError(f"{path / 'config.json'}: quantization_config: {error}; give another checkpoint") from error
-    group = {"group_size": scheme.group_size or -1} if scheme.packed else {}
+    group = {"group_size": scheme.group_size or -1} if scheme.group_sizes else {}
     return _quant(
         {
             "scheme": scheme.name,
             **group,
             "symmetric": scheme.symmetric,
             "ignore": ignore,
-            "scale_dtype": _scale_dtype(path),
+            **({"scale_dtype": _scale_dtype(path)} if scheme.scale_dtypes else {}),
         }
     )
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from qarl.objectives.base import AdvantageKind
 from qarl.objectives.segments import Segments
-
-AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
 
 
 def compute_advantages(rewards: Tensor, groups: Tensor, kind: AdvantageKind, eps: float = 1e-6) -> Tensor:

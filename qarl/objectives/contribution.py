@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qarl.objectives.pruning import Pruned
 from qarl.objectives.ratios import clamped_exp, log_ratio
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Stats, stat
-from qarl.objectives.tokens import TokenLogProbs
+from qarl.objectives.tokens import Pruned, TokenLogProbs
 
 
 @torch.no_grad()

@@ -2,65 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qarl.objectives.aggregate import Aggregation, Totals, aggregate
+from qarl.objectives.aggregate import Totals, aggregate
 from qarl.objectives.band import Band
+from qarl.objectives.base import ObjectiveConfig, PruningLevel, SurrogateFunction
 from qarl.objectives.contribution import contribution_stats
+from qarl.objectives.correction.combined import Correction
 from qarl.objectives.proximal import RatioKind, proximal_log_ratio
-from qarl.objectives.pruning import Pruned, PruningLevel, outside_tokens, prune, without
+from qarl.objectives.pruning import outside_tokens, prune, without
 from qarl.objectives.ratios import MAX_EXPONENT, log_ratio
-from qarl.objectives.regularizers import Estimator, k_estimate, kl_to_reference
+from qarl.objectives.regularizers import k_estimate, kl_to_reference
 from qarl.objectives.segments import Segments
-from qarl.objectives.surrogate import Stats, Surrogate, present, stat
-from qarl.objectives.tokens import Constants, Needs, TokenLogProbs
-
-if TYPE_CHECKING:
-    from qarl.correction import Correction
-
-SurrogateOf = Callable[[Tensor, Tensor, Tensor, Segments, float, Pruned], Surrogate]
-"""(log ratio with gradient [T], logp [T], advantages [R], segments, center, pruned) -> surrogate."""
+from qarl.objectives.surrogate import Stats, present, stat
+from qarl.objectives.tokens import Constants, Needs, Pruned, SurrogateInputs, TokenLogProbs
 
 
 @dataclass(frozen=True)
 class Objective:
     """What is maximised, built by `build_objective`.
 
-    pruning: what a token outside the learner's truncated distribution takes with it (`pruning.py`).
-    band: where the ratio still gives gradient; None if nothing ever loses its gradient.
-    centered: W per token, whose mean over the minibatch is `Constants.center`; None if nothing is centred.
+    config: the section, with the objective's class. surrogate: what it makes of a micro-batch's tokens.
+    correction: what multiplies that. pruning: what a token outside the learner's truncated distribution takes with it
+    (`pruning.py`).
     """
 
-    surrogate: SurrogateOf
-    ratio: RatioKind
-    aggregation: Aggregation
+    config: ObjectiveConfig
+    surrogate: SurrogateFunction
     correction: Correction
-    pruning: PruningLevel = "token"
-    band: Band | None = None
-    centered: Callable[[Tensor, Tensor, Segments, Pruned], Tensor] | None = None
-    kl_coef: float = 0.0
-    kl_estimator: Estimator = "k3"
-    entropy_coef: float = 0.0
+    pruning: PruningLevel
+
+    @property
+    def ratio(self) -> RatioKind:
+        """The ratio that the surrogate works with."""
+        return self.config.ratio_kind
+
+    @property
+    def band(self) -> Band | None:
+        """Where that ratio still gives gradient; None if nothing ever loses its gradient."""
+        return self.config.band
 
     @property
     def needs(self) -> Needs:
         """What the learner has to bring beside the three log-probs."""
         return Needs(
             shadow=self.ratio == "shadow",
-            reference=self.kl_coef > 0.0,
-            entropy=self.entropy_coef > 0.0,
-            minibatch=self.centered is not None or self.correction.normalize,
+            reference=self.config.kl_coef > 0.0,
+            entropy=self.config.entropy_coef > 0.0,
+            minibatch=self.config.centers or self.correction.normalize,
         )
 
     @property
     def zero_advantage_is_idle(self) -> bool:
         """A response with advantage 0 gives exactly no gradient, so it needs no backward."""
-        return self.centered is None and self.kl_coef == 0.0 and self.entropy_coef == 0.0
+        config = self.config
+        return config.idle_at_zero and not config.centers and config.kl_coef == 0.0 and config.entropy_coef == 0.0
 
     @torch.no_grad()
     def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:
@@ -81,9 +80,9 @@ class Objective:
     def constants(self, logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Constants:
         """The constants of a whole minibatch: logps and segments of all its responses, advantages (R,). No gradient."""
         pruned, center = self.pruned(logps, segments), 0.0
-        if self.centered is not None and logps.logp.numel():
-            log_ratio = proximal_log_ratio(without(logps, pruned), self.ratio)
-            center = float(self.centered(log_ratio, advantages, segments, pruned).double().mean())
+        if self.config.centers and logps.logp.numel():
+            inputs = self._inputs(logps, advantages, segments, pruned)
+            center = float(self.config.weights_to_center(inputs).double().mean())
         normalize = self.correction.normalize
         return Constants(center, self.correction.weight_mean(logps, segments, pruned) if normalize else 1.0)
 
@@ -102,25 +101,29 @@ class Objective:
         loss, and their stats by `add_stats`; `finish_stats` makes metrics of the sum.
         """
         pruned = self.pruned(logps, segments)
-        inside = without(logps, pruned)
-        surrogate = self.surrogate(
-            proximal_log_ratio(inside, self.ratio), inside.logp, advantages, segments, constants.center, pruned
-        )
+        surrogate = self.surrogate(self._inputs(logps, advantages, segments, pruned, constants.center))
         value, stats = surrogate.value, surrogate.stats | _token_stats(logps, advantages, segments, pruned)
         if not self.correction.empty:
             corrected = self.correction(logps, segments, constants.weight_mean, pruned)
             value, stats = value * corrected.weights, stats | corrected.stats
         value = value.masked_fill(pruned.tokens, 0.0)
-        if self.kl_coef > 0.0:
+        config = self.config
+        if config.kl_coef > 0.0:
             assert logps.logp_ref is not None, "kl_coef needs logp_ref"
-            kl = kl_to_reference(logps.logp, logps.logp_ref, self.kl_estimator)
+            kl = kl_to_reference(logps.logp, logps.logp_ref, config.kl_estimator)
             beyond = log_ratio(logps.logp, logps.logp_ref).abs() > MAX_EXPONENT
-            value = value - self.kl_coef * kl
+            value = value - config.kl_coef * kl
             stats = stats | {"policy/kl_ref": stat(kl), "policy/kl_ref_clamped_frac": stat(beyond)}
-        if self.entropy_coef > 0.0:
+        if config.entropy_coef > 0.0:
             assert logps.entropy is not None, "entropy_coef needs the entropy"
-            value = value + self.entropy_coef * logps.entropy
-        return -aggregate(value, segments, self.aggregation, *totals), stats
+            value = value + config.entropy_coef * logps.entropy
+        return -aggregate(value, segments, config.aggregation, *totals), stats
+
+    def _inputs(
+        self, logps: TokenLogProbs, advantages: Tensor, segments: Segments, pruned: Pruned, center: float = 0.0
+    ) -> SurrogateInputs:
+        inside = without(logps, pruned)
+        return SurrogateInputs(inside, proximal_log_ratio(inside, self.ratio), advantages, segments, pruned, center)
 
 
 @torch.no_grad()

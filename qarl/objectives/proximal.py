@@ -6,12 +6,14 @@ each counts; the score, d logp, is always the learner's own.
 
 from __future__ import annotations
 
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from qarl.objectives.ratios import log_ratio, score
-from qarl.objectives.tokens import TokenLogProbs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.objectives.tokens import TokenLogProbs
 
 RatioKind = Literal["train", "rollout", "shadow", "one"]
 

@@ -9,23 +9,14 @@ value, no gradient. What is pruned keeps its place in the denominators of the ag
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qarl.objectives.base import PruningLevel
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import present
-from qarl.objectives.tokens import TokenLogProbs
-
-PruningLevel = Literal["response", "token"]
-
-
-class Pruned(NamedTuple):
-    """bool masks. tokens: (T,) those of weight 0. responses: (R,) those whose tokens all are, for one of them."""
-
-    tokens: Tensor
-    responses: Tensor
+from qarl.objectives.tokens import Pruned, TokenLogProbs
 
 
 def outside_tokens(logps: TokenLogProbs) -> Tensor:
@@ -59,10 +50,3 @@ def without(logps: TokenLogProbs, pruned: Pruned) -> TokenLogProbs:
     columns = ("logp", "logp_old", "logp_sampler", "logp_shadow")
     found = {name: x for name in columns if (x := getattr(logps, name)) is not None}
     return replace(logps, **{name: x.masked_fill(pruned.tokens, 0.0) for name, x in found.items()})
-
-
-def counted(segments: Segments, pruned: Pruned | None, per_token: bool) -> Tensor | None:
-    """bool (T,) or (R,): what enters statistics of ratios, not empty and not pruned. None is every token."""
-    if per_token:
-        return None if pruned is None else ~pruned.tokens
-    return present(segments) if pruned is None else present(segments) & ~pruned.responses

@@ -6,10 +6,13 @@ log-prob (a token outside a truncated distribution) gives finite values and no g
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
-from qarl.objectives.segments import Segments
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.objectives.segments import Segments
 
 MAX_EXPONENT = 20.0
 """Exponents are clamped to +-20 before exp, and the clamped ones are counted (`*_clamped_frac`)."""
@@ -24,10 +27,10 @@ def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
 
     Two equal infinities have ratio 1. A token with an infinite log-prob gets no gradient.
     """
-    both_infinite = torch.isinf(logp) & (logp == logp_reference)
+    both_infinite = logp.isinf() & (logp == logp_reference)
     difference = (logp - logp_reference).masked_fill(both_infinite, 0.0)
-    difference = difference.masked_fill(difference == torch.inf, _INFINITE)
-    return difference.masked_fill(difference == -torch.inf, -_INFINITE)
+    difference = difference.masked_fill(difference == math.inf, _INFINITE)
+    return difference.masked_fill(difference == -math.inf, -_INFINITE)
 
 
 def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +44,7 @@ def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:
 
 def score(logp: Tensor) -> Tensor:
     """logp - stop(logp): [T] -> [T], zeros with d/d logp = 1. Infinite log-probs get no gradient."""
-    finite = logp.masked_fill(torch.isinf(logp), 0.0)
+    finite = logp.masked_fill(logp.isinf(), 0.0)
     return finite - finite.detach()
 
 

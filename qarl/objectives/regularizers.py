@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from qarl.objectives.ratios import MAX_EXPONENT, log_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -32,5 +32,5 @@ def kl_to_reference(logp: Tensor, logp_ref: Tensor, estimator: Estimator) -> Ten
 
     A token that the learner's or the reference's truncation cuts has no finite estimate: it counts 0, without gradient.
     """
-    cut = torch.isinf(logp) | torch.isinf(logp_ref)
+    cut = logp.isinf() | logp_ref.isinf()
     return k_estimate(log_ratio(logp_ref, logp), estimator).masked_fill(cut, 0.0)

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Segments:
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Segments:
         """Segments of responses with these token counts, packed in this order."""
+        import torch
+
         counts = torch.tensor(lengths, dtype=torch.int64)
         index = torch.repeat_interleave(torch.arange(len(lengths)), counts)
         return cls(index.to(device), counts.to(device))
@@ -41,6 +45,8 @@ class Segments:
     @cached_property
     def position(self) -> Tensor:
         """int64 [T]: the place of each token in its response, from 0."""
+        import torch
+
         starts = self.lengths.cumsum(0) - self.lengths
         return torch.arange(self.index.shape[0], device=self.index.device) - starts[self.index]
 

@@ -6,31 +6,41 @@ the result does not depend on how a minibatch was cut; `finish_stats` divides on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from qarl.objectives.segments import Segments
+    from qarl.objectives.segments import Segments
 
-Stats = dict[str, Tensor]
+Stats = dict[str, "Tensor"]
 """Metric name -> float64 [2]: the sum and the count of what was summed."""
 
 WEIGHT_MEAN = "correction/weight_mean"
 _WEIGHT_SQ_MEAN = "correction/weight_sq_mean"  # only a step on the way to the effective sample size
 _ESS = "correction/ess"
 
+RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_frac")
+"""What `ratio_stats` reports."""
+
 
 @dataclass(frozen=True)
 class Surrogate:
-    """value: [T], to maximise, with gradient to the learner's log-probs. stats: of this micro-batch."""
+    """What an objective makes of a micro-batch.
+
+    value: (T,) what each token is worth, to maximise (minus a loss), with gradient to the learner's log-probs.
+    stats: what it counted, of `stat`, by the metric's name.
+    """
 
     value: Tensor
-    stats: Stats
+    stats: Stats = field(default_factory=dict)
 
 
 def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """(sum, count) of `values` (any shape, bool counts as 0 and 1), of those under the bool `mask` if one is given."""
+    import torch
+
     values = values.detach().double()
     if mask is None:
         return torch.stack([values.sum(), values.new_tensor(float(values.numel()))])
@@ -42,11 +52,7 @@ def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | 
 
     ratio, clipped (bool), clamped (bool), mask (bool or None): per token or per response, as the objective works.
     """
-    return {
-        "policy/ratio_mean": stat(ratio, mask),
-        "policy/clip_frac": stat(clipped, mask),
-        "policy/ratio_clamped_frac": stat(clamped, mask),
-    }
+    return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
 
 
 def weight_stats(weights: Tensor, mask: Tensor | None = None) -> Stats:
@@ -76,6 +82,8 @@ def finish_stats(total: Stats) -> dict[str, float]:
     `correction/ess` = (sum w)^2 / (n sum w^2), in (0, 1]: 1 for equal weights, and 0.0 if every weight is 0.
     One transfer from the device.
     """
+    import torch
+
     if not total:
         return {}
     rows = torch.stack(list(total.values())).cpu().tolist()

@@ -7,9 +7,12 @@ truncated distribution does not hold.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.objectives.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,49 @@ class TokenLogProbs:
     logp_shadow: Tensor | None = None
     logp_ref: Tensor | None = None
     entropy: Tensor | None = None
+
+
+class Pruned(NamedTuple):
+    """bool masks. tokens: (T,) those of weight 0. responses: (R,) those whose tokens all are, for one of them."""
+
+    tokens: Tensor
+    responses: Tensor
+
+
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """What an objective is given of a micro-batch: T tokens of R responses, packed end to end.
+
+    logps: log-probs of the tokens. What is pruned is equal in every column there, so that its ratio is 1.
+    log_ratio: (T,) log of the ratio that `objective.ratio` names, with the gradient of `logps.logp`; zeros in value
+    where the objective has no ratio.
+    advantages: (R,). segments: which token is of which response.
+    pruned: tokens outside the learner's truncated distribution, whose value counts 0 whatever it is; None is none.
+    center: the mean of `ObjectiveConfig.weights_to_center` over the minibatch, 0 where nothing is centred.
+    """
+
+    logps: TokenLogProbs
+    log_ratio: Tensor
+    advantages: Tensor
+    segments: Segments
+    pruned: Pruned | None = None
+    center: float = 0.0
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """(T,): of each token, the advantage of its response."""
+        return self.segments.expand(self.advantages)
+
+    @property
+    def counted_tokens(self) -> Tensor | None:
+        """bool (T,): tokens that enter statistics, those that are not pruned; None is every token."""
+        return None if self.pruned is None else ~self.pruned.tokens
+
+    @property
+    def counted_responses(self) -> Tensor:
+        """bool (R,): responses that enter statistics, not empty and not pruned."""
+        present = self.segments.lengths > 0
+        return present if self.pruned is None else present & ~self.pruned.responses
 
 
 class Needs(NamedTuple):

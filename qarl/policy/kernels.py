@@ -8,8 +8,6 @@ from qarl_formats.scheme import Scheme
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 
-FP8_CAPABILITY = (8, 9)
-
 
 def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether quantization, aligned products and the output layer run on Triton kernels.
@@ -20,9 +18,10 @@ def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: 
     if quant.kernels == "reference" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     capability = torch.cuda.get_device_capability(device)
-    if scheme.weight_type == "float" and capability < FP8_CAPABILITY:
+    if capability < scheme.capability:
+        needed = f"{scheme.capability[0]}.{scheme.capability[1]}"
         raise UserError(
-            f"quant.scheme: {scheme.name} kernels need compute capability 8.9 (Ada, Hopper), and this GPU has "
+            f"quant.scheme: {scheme.name} kernels need compute capability {needed} or later, and this GPU has "
             f"{capability[0]}.{capability[1]}; use w8a8, or set quant.kernels: reference (plain torch, slow)"
         )
     return True

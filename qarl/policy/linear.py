@@ -8,21 +8,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
-from qarl.policy.operand import dequantized_input
 from qarl.policy.view import Role
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, master, bias_master, bias, operand, keep_dequantized_input):
+    def forward(ctx, x, master, bias_master, bias, operand, keep_dequantized_input, role):
         ctx.save_for_backward(x)
         ctx.operand, ctx.keep_dequantized_input = operand, keep_dequantized_input
+        ctx.master, ctx.role = master, role
         ctx.has_bias = bias_master is not None
         return operand(x, bias)
 
@@ -35,36 +33,13 @@ class _StraightThrough(torch.autograd.Function):
             grad_x = input_grad(grad, operand.dequantized(x.dtype))
         if ctx.needs_input_grad[1]:
             if ctx.keep_dequantized_input:
-                x = dequantized_input(x, operand.activation)
-            grad_weight = weight_grad(grad, x, _open_gradient(ctx.next_functions[1][0]))
+                x = operand.rounded_input(x)
+            sums = ctx.role.gradients
+            if sums is None or not sums.add_product(ctx.master, grad, x):
+                grad_weight = weight_grad(grad, x)
         if ctx.has_bias:
             grad_bias = grad.float().sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _open_gradient(node: Any) -> Tensor | None:
-    """The gradient that a master holds already, where the next may be added to it at once; else None.
-
-    From the second micro batch on, this saves a float32 matrix of the weight's size and a pass over two of them. It
-    goes behind autograd's back, so only where nobody would see the difference: the master is a leaf with a plain
-    float32 gradient, no hook waits for what arrives, no graph of the backward is made, and the gradient goes into
-    `.grad` (and is not what `torch.autograd.grad` returns). Hooks on the node itself cannot be seen from here:
-    wrappers that put one there (DistributedDataParallel) are not used.
-
-    node: what the graph sends the master's gradient to.
-    """
-    if torch.is_grad_enabled() or type(node).__name__ != "AccumulateGrad":
-        return None
-    master = node.variable
-    into = master.grad
-    if into is None or into.layout != torch.strided or into.dtype != torch.float32 or not into.is_contiguous():
-        return None
-    if into.shape != master.shape or master._backward_hooks or master._post_accumulate_grad_hooks:
-        return None
-    try:
-        return into if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # torch's way of saying that `torch.autograd.grad` was asked for this gradient
-        return None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class QuantLinear(nn.Module):
@@ -84,7 +59,9 @@ class QuantLinear(nn.Module):
         operand, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
-            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input)
+            y = _StraightThrough.apply(
+                rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input, self.role
+            )
         else:
             y = operand(rows, bias)
         return y.view(*x.shape[:-1], self.out_features)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.prepared import PreparedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
+from qarl.fused import shared_scales
 from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
@@ -127,9 +128,11 @@ class Policy:
 
         Sampler and reference stay where they are. Raises UserError naming the tensor when a master is not finite.
         """
+        masters = dict(self.named_parameters())
+        shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
         forms = (
-            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels))
-            for name, master in self.named_parameters()
+            (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)))
+            for name, master in masters.items()
         )
         self.version, self.current = version, build_snapshot(version, forms)
         self._install_learner()
@@ -166,11 +169,12 @@ class Policy:
     def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor that the sampler's forward stands on, by published name, read from the operands themselves."""
         for name, operand in self.sampler_view.operands.items():
-            if isinstance(operand.source, QuantizedWeight):
-                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in operand.held().items())
-            else:
-                assert operand.source is not None
-                yield f"{name}.weight", operand.source
+            assert isinstance(operand, PreparedWeight), f"{name}: the sampler multiplies what is published"
+            try:
+                held = operand.held()
+            except ValueError as error:
+                raise PublishError(f"publish of version {self.version}: {name}: {error}") from error
+            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in held.items())
         yield from self.sampler_view.values.items()
 
     def keep_reference(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qarl.policy.kernel_operand import KernelOperand
+    from qarl.policy.gradients import GradientAccumulator
     from qarl.policy.operand import Operand
 
 
@@ -30,17 +30,21 @@ class View:
     output layer), in the compute dtype. head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` takes it.
     """
 
-    operands: Mapping[str, Operand | KernelOperand]
+    operands: Mapping[str, Operand]
     values: Mapping[str, Tensor]
     head: Tensor
 
 
 class Role:
-    """Which view a forward reads: one object shared by a policy's modules."""
+    """Which view a forward reads: one object shared by a policy's modules.
+
+    gradients: what adds up the weight gradients of the backward that is running; None where autograd does.
+    """
 
     def __init__(self, view: View | None = None) -> None:
         self._view = view
         self.sampling = False
+        self.gradients: GradientAccumulator | None = None
 
     @property
     def view(self) -> View:

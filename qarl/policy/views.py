@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight
 from torch import Tensor, nn
 
 from qarl.config import QuantConfig
 from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand, operand_of
+from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand
 from qarl.policy.view import View
 from qarl.publish.snapshot import Snapshot, published
-
-if TYPE_CHECKING:
-    from qarl.policy.kernel_operand import KernelOperand
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class ViewMaker:
     """Makes the views of one policy.
 
     parameters: the masters by name; linears: the modules among them that multiply; head: the output layer's name.
-    dtype: of what is published; learner_dtype: of the learner's forward. kernels: see `operand_of`.
+    dtype: of what is published; learner_dtype: of the learner's forward. kernels: see `prepare`.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -50,13 +47,13 @@ class ViewMaker:
 
     def sampling(self, snapshot: Snapshot, learner: View) -> View:
         """A snapshot in the sampler's arithmetic. learner: its learner's view, for what the two have in common."""
-        operands = {name: operand_of(_form(snapshot, name), self.dtype, self.kernels) for name in self.linears}
+        operands = {name: prepare(_form(snapshot, name), self.dtype, self.kernels) for name in self.linears}
         if self.learner_dtype == self.dtype:
             return View(operands, learner.values, learner.head)
         values = {name: snapshot.tensors[name] for name in self._unquantized()}
         return View(operands, values, self._head(values))
 
-    def _learner_operand(self, name: str, snapshot: Snapshot) -> Operand | KernelOperand:
+    def _learner_operand(self, name: str, snapshot: Snapshot) -> Operand:
         form, master = _form(snapshot, name), f"{name}.weight"
         if self.quant.learner == "fake_quant" and isinstance(form, QuantizedWeight):
             return fake_quant_operand(form, self.learner_dtype)
@@ -64,7 +61,7 @@ class ViewMaker:
             return full_precision_operand(self._rounded(master, snapshot.version), self.learner_dtype)
         if self.quant.learner == "full_precision":
             return full_precision_operand(self.parameters[master], self.dtype)
-        return operand_of(form, self.dtype, self.kernels)
+        return prepare(form, self.dtype, self.kernels)
 
     def _rounded(self, name: str, version: int) -> Tensor:
         """A master in the learner's dtype, finite, sharing no memory with it."""

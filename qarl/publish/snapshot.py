@@ -44,21 +44,23 @@ class Snapshot:
 
 
 def published(
-    name: str, master: Tensor, scheme: Scheme | None, dtype: torch.dtype, version: int, kernels: bool = False
+    name: str,
+    master: Tensor,
+    scheme: Scheme | None,
+    dtype: torch.dtype,
+    version: int,
+    kernels: bool = False,
+    shared: Tensor | None = None,
 ) -> QuantizedWeight | Tensor:
     """What is published of one master: codes and scales in `scheme`, or with None the values rounded to `dtype`.
 
     name: the parameter's. master: float32, not changed; the result shares no memory with it. kernels: quantize with
-    Triton, for a master on a GPU; the tensors are the same.
+    Triton, for a master on a GPU; the tensors are the same. shared: see `qarl.fused.shared_scales`.
     Raises UserError naming the tensor when a value is not finite or the scheme does not fit the shape.
     """
     if scheme is not None:
         try:
-            if kernels:
-                from qarl.publish.kernels import quantize_with_kernels  # imports Triton, which the CPU does not need
-
-                return quantize_with_kernels(master.detach(), scheme, name)
-            return quantize_weight(master.detach(), scheme, name)
+            return quantize_weight(master.detach(), scheme, name, kernels, shared)
         except ValueError as error:
             raise UserError(f"quantize version {version}: {error}") from error
     value = master.detach().to(dtype, copy=True)

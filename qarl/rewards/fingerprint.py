@@ -1,33 +1,17 @@
-"""What a run's rewards are made of, as digests: an edited reward file is another reward.
-
-Nothing is imported: the sources are found as the worker's import would find them, and read as bytes.
-"""
+"""What a run's rewards are made of, as digests: an edited reward file is another reward."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.machinery
 import json
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qarl.errors import UserError
-from qarl.inputs.files import Unreadable, read_bytes
-from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs.sources import source_parts
 from qarl.rewards.builtin import BUILTINS
-from qarl.rewards.loader import is_file, labels
+from qarl.rewards.loader import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_SUFFIXES = importlib.machinery.all_suffixes()  # .py first, then extension modules and bytecode
-
-
-SOURCE_BYTES = 2**30  # of one module; an extension may be large
+    from collections.abc import Mapping, Sequence
 
 
 class NamedFunction(Protocol):
@@ -58,82 +42,7 @@ def reward_fingerprint(config: Functions) -> dict[str, str]:
 
 
 def _digest(function: NamedFunction) -> str:
-    module, _, name = function.name.rpartition(":")
-    parts: list[Any] = [name, function.options]
+    parts: list[Any] = [function.name.rpartition(":")[2], function.options]
     if function.name not in BUILTINS:
-        place = f"reward.functions: `{function.name}`"
-        try:
-            if is_file(module):
-                with path_errors(place):
-                    path = user_path(module, place).resolve()
-                parts.append(_sources(path, path.parent, None))
-            elif (found := _find_module(module)) is not None:  # else a frozen or built-in one, or not there at all
-                parts += [module, _sources(*found, module.partition(".")[0])]
-        except Unreadable as error:
-            raise UserError(f"{place}: {error}") from error
+        parts += source_parts(function.name, f"reward.functions: `{function.name}`")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _sources(path: Path, root: Path, package: str | None) -> dict[str, str]:
-    """SHA-256 of `path` and of what it imports under `root`, by relative path. package: only imports of this one."""
-    found: dict[str, str] = {}
-    waiting = [path]
-    while waiting:
-        path = waiting.pop()
-        key = "" if not found else path.relative_to(root).as_posix()  # the file's own name may change
-        if key in found:
-            continue
-        content = read_bytes(path, SOURCE_BYTES)
-        found[key] = hashlib.sha256(content).hexdigest()
-        if path.suffix == ".py":
-            for name in _imports(content, path, root):
-                if package in (None, name.partition(".")[0]):
-                    waiting += _module_files(root, name)
-    return found
-
-
-def _imports(content: bytes, path: Path, root: Path) -> Iterator[str]:
-    """Absolute names of the modules that a source may import; of `from a import b` both a and a.b."""
-    try:
-        nodes: Iterable[ast.AST] = ast.walk(ast.parse(content))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the worker will say what is wrong with it
-        return
-    here = path.relative_to(root).parent.parts
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = here[: len(here) - node.level + 1] if node.level else ()
-            base = ".".join([*start, *([node.module] if node.module else [])])
-            if base:
-                yield base
-            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
-
-
-def _module_files(root: Path, name: str) -> list[Path]:
-    """The files of module `name` under `root`, its packages' __init__ first; [] if it is not there."""
-    parts = name.split(".")
-    if not all(part.isidentifier() for part in parts):  # `from a import *`
-        return []
-    files = []
-    for end in range(1, len(parts) + 1):
-        stem = root.joinpath(*parts[:end])
-        candidates = [stem / f"__init__{suffix}" for suffix in _SUFFIXES]
-        candidates += [stem.with_name(stem.name + suffix) for suffix in _SUFFIXES]
-        found = [path for path in candidates if os.path.isfile(path)][:1]  # Path's would raise for a name too long
-        if not found and not os.path.isdir(stem):
-            break
-        files += found
-    return files
-
-
-def _find_module(name: str) -> tuple[Path, Path] | None:
-    """The file of module `name` and the directory of the path that it was found in, as the worker searches."""
-    parts = name.split(".")
-    for entry in [*sys.path, os.getcwd()]:
-        root = Path(entry or os.getcwd()).resolve()
-        stem = root.joinpath(*parts)
-        for path in [stem / "__init__.py", *(stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)]:
-            if os.path.isfile(path):
-                return path, root
-    return None

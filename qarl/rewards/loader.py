@@ -6,30 +6,17 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs import code
 from qarl.rewards.builtin import BUILTINS
 
 # f(completions, prompts, columns), options bound
 RewardFunction = Callable[[list[str], list[str], dict[str, list]], list[float]]
-
-
-def is_file(module: str) -> bool:
-    """Whether the part before the colon names a file, not a module."""
-    return module.endswith(".py") or "/" in module
 
 
 def labels(names: list[str]) -> list[str]:
@@ -47,24 +34,15 @@ def labels(names: list[str]) -> list[str]:
 
 def check_reference(name: str) -> None:
     """Raises UserError if `name` is no built-in, has no function part, or names a file that is not there."""
-    module, _, function = name.rpartition(":")
-    if not module:
-        if name in BUILTINS:
-            return
+    if name.rpartition(":")[0]:
+        code.check_reference(name, f"reward.functions: `{name}`")
+    elif name not in BUILTINS:
         close = get_close_matches(name, BUILTINS, n=1)
         raise UserError(
             f"reward.functions: `{name}` is no built-in reward"
             + (f" (did you mean `{close[0]}`?)" if close else "")
             + f"; known are {', '.join(BUILTINS)}; yours is path/to/file.py:function or package.module:function"
         )
-    if not function.isidentifier():
-        raise UserError(f"reward.functions: `{name}`: after the colon must stand a function's name")
-    if is_file(module):
-        place = f"reward.functions: `{name}`"
-        path = user_path(module, place)
-        with path_errors(place):
-            if not path.is_file():
-                raise UserError(f"{place}: no file `{module}` (working directory {Path.cwd()})")
 
 
 def load_function(name: str, options: dict[str, Any], columns: Collection[str] | None) -> RewardFunction:
@@ -75,64 +53,9 @@ def load_function(name: str, options: dict[str, Any], columns: Collection[str] |
     """
     check_reference(name)
     try:
-        return _bind(name, _find(BUILTINS.get(name, name)), options, columns)
+        return _bind(name, code.find(BUILTINS.get(name, name)), options, columns)
     except UserError as error:
         raise UserError(f"reward.functions: `{name}`: {error}") from error
-
-
-def describe(error: BaseException) -> str:
-    """One line: the exception, its message, and the line of the user's code it passed first."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # an exception of the user's may fail at that, too
-        text = "its message cannot be shown"
-    ours = (str(Path(__file__).parent), "<frozen", importlib.__file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    where = f" ({Path(frames[0].filename).name}:{frames[0].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
-
-
-def _find(reference: str) -> Callable[..., Any]:
-    module_name, _, attribute = reference.rpartition(":")
-    try:
-        module = _import_file(Path(module_name)) if is_file(module_name) else _import_module(module_name)
-        function = getattr(module, attribute, None)
-    except UserError:
-        raise
-    except BaseException as error:  # whatever the user's module does while it is imported, SystemExit too
-        raise UserError(f"does not import: {describe(error)}") from error
-    if function is None:
-        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        raise UserError(f"there is no `{attribute}` in it; its functions: {', '.join(functions) or 'none'}")
-    if not callable(function):
-        raise UserError(f"`{attribute}` is {type(function).__name__}, not a function")
-    return function
-
-
-def _import_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script's path lacks the directory the user stands in
-    return importlib.import_module(name)
-
-
-def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # two files may share a stem
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that it can import its neighbours, as a script can
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError("a reward file must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # as `import` does: half a module must not be found the next time
-        raise
-    return module
 
 
 def _bind(

@@ -27,8 +27,9 @@ from contextlib import suppress
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.inputs.code import describe
 from qarl.rewards.frames import Frames, frame, unpack
-from qarl.rewards.loader import RewardFunction, describe, load_function
+from qarl.rewards.loader import RewardFunction, load_function
 
 # Of a score, and of a score times its weight. Squares of this many times a million responses are within a float32.
 SCORE_LIMIT = 1e9

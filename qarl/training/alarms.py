@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from qarl.config import Config
-from qarl.config.correction import RejectRule
 from qarl.objectives import Objective
+from qarl.objectives.correction.config import RejectRule
 
 MOST = 0.5
 IN_A_ROW = 10

@@ -1,10 +1,12 @@
-"""From scored rollouts to what the learner trains on."""
+"""A step's scored responses: what the learner trains on, and the parts of it that one forward runs over."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,115 +15,208 @@ from qarl.objectives import Segments, compute_advantages
 from qarl.objectives.advantages import AdvantageKind
 from qarl.types import Prompt, Rollout
 
+CPU = torch.device("cpu")
+
+
+class Column:
+    """A float32 value for each response token of a batch, filled and read a part at a time.
+
+    Kept on the CPU without gradient, one tensor (T_r,) for each response, so that parts may be cut in any way.
+    """
+
+    def __init__(self, values: Sequence[Tensor | None]) -> None:
+        self._values = list(values)
+
+    @classmethod
+    def empty(cls, responses: int) -> Column:
+        return cls([None] * responses)
+
+    def fill(self, part: Part, packed: Tensor) -> None:
+        """packed: (T,) of the part's responses, one after the other, on any device."""
+        lengths = [len(response) for response in part.responses]
+        for index, values in zip(part.indices, packed.detach().cpu().split(lengths), strict=True):
+            self._values[index] = values
+
+    def known(self, part: Part) -> bool:
+        """Whether all of the part's responses are filled in."""
+        return all(self._values[index] is not None for index in part.indices)
+
+    def read(self, part: Part) -> Tensor:
+        """(T,) of the part's responses, one after the other, on the part's device."""
+        return torch.cat([self[index] for index in part.indices]).to(part.device)
+
+    def __getitem__(self, response: int) -> Tensor:
+        values = self._values[response]
+        assert values is not None, f"response {response} was not filled in yet"
+        return values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
+
 
 @dataclass
 class Batch:
     """Scored responses of one step; index r counts responses, in the order the sampler gave them.
 
+    version: of the policy that drew them all. device: where its parts are read, the learner's.
     prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the
     position of its prompt in the step.
-    advantages: (R,) float32. logp_sampler: R tensors (T_r,) float32, as the sampler reported (behaviour policy).
-    logp_old: R tensors (T_r,) float32 or None until the learner has recomputed them at the rollout's snapshot.
-    logp: the same of the learner's last training forward over each response. logp_ref: of the reference policy, None
-    where nobody asked.
+    advantages: (R,) float32 on the CPU. logp_sampler: as the sampler reported (behaviour policy). logp_old: the learner
+    at `version`, the rollout's snapshot, from its first forward over each response. logp: of its last training forward.
+    logp_ref: of the reference policy, where an objective asks for it.
     """
 
+    version: int
+    device: torch.device
     prompts: list[list[int]]
     responses: list[list[int]]
     groups: list[int]
     advantages: Tensor
-    logp_sampler: list[Tensor]
-    logp_old: list[Tensor | None]
-    logp: list[Tensor | None]
-    logp_ref: list[Tensor | None]
+    logp_sampler: Column
+    logp_old: Column = field(init=False)
+    logp: Column = field(init=False)
+    logp_ref: Column = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logp_old, self.logp, self.logp_ref = (Column.empty(len(self)) for _ in range(3))
 
     def __len__(self) -> int:
         return len(self.responses)
 
-    def forward_tokens(self, indices: list[int]) -> int:
-        """Tokens of one forward over `indices`: each response, and its prompt unless its left neighbour shares it."""
-        before = [None, *indices]
-        return sum(
-            len(self.responses[i]) + (0 if j is not None and self.groups[i] == self.groups[j] else len(self.prompts[i]))
-            for j, i in zip(before, indices, strict=False)
-        )
+    def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
+        return Part(self, tuple(indices), self.device if device is None else device)
 
-    def segments(self, indices: list[int], device: torch.device) -> Segments:
-        return Segments.from_lengths([len(self.responses[i]) for i in indices], device)
+    def whole(self, device: torch.device | None = None) -> Part:
+        """All responses, in their order."""
+        return self.part(range(len(self)), device)
 
-    def ends(self, indices: list[int], stop_token_ids: Set[int]) -> Tensor:
-        """bool (T,): tokens that end a response, as `packed` lays them out."""
-        return torch.tensor([t in stop_token_ids for i in indices for t in self.responses[i]], dtype=torch.bool)
+    def minibatches(self, size: int, seed: int, step: int, epoch: int) -> list[Part]:
+        """The batch cut into minibatches of `size`, shuffled as a function of (seed, step, epoch) alone.
 
-    def texts(self, indices: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and responses of `indices`, as `Policy.logprobs` takes them."""
-        return [self.prompts[i] for i in indices], [self.responses[i] for i in indices]
+        Whole groups are shuffled where `size` is a multiple of the group size, so that responses keep sharing their
+        prompt's forward; single responses otherwise.
+        """
+        count, members = len(self), self.groups.count(self.groups[0])
+        unit = members if size % members == 0 else 1
+        units = [list(range(start, start + unit)) for start in range(0, count, unit)]
+        if size < count:
+            random.Random(f"minibatch-{seed}-{step}-{epoch}").shuffle(units)
+        order = [index for unit_ in units for index in unit_]
+        return [self.part(order[start : start + size]) for start in range(0, count, size)]
 
-    def split(self, values: Tensor, indices: list[int]) -> tuple[Tensor, ...]:
-        """What `packed` put together: one tensor (T_r,) on the CPU for each of `indices`, without gradient."""
-        return values.detach().cpu().split([len(self.responses[i]) for i in indices])
 
-    def packed(self, values: list[Tensor | None], indices: list[int], device: torch.device) -> Tensor:
-        """The per-response tensors of `indices`, one after the other: (T,)."""
-        return torch.cat([values[i] for i in indices]).to(device)
+@dataclass(frozen=True)
+class Part:
+    """Some responses of a batch in an order of their own: a minibatch, or the micro-batch that one forward runs.
+
+    indices: of the responses in the batch. device: where its segments, advantages and columns are read.
+    """
+
+    batch: Batch
+    indices: tuple[int, ...]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self.batch.prompts[i] for i in self.indices]
+
+    @property
+    def responses(self) -> list[list[int]]:
+        return [self.batch.responses[i] for i in self.indices]
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return sum(map(len, self.responses))
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of one forward: each response, and its prompt unless its left neighbour shares it."""
+        groups = [self.batch.groups[i] for i in self.indices]
+        shared = [False, *(a == b for a, b in pairwise(groups))]
+        return self.tokens + sum(len(p) for p, known in zip(self.prompts, shared, strict=False) if not known)
+
+    @cached_property
+    def segments(self) -> Segments:
+        return Segments.from_lengths([len(response) for response in self.responses], self.device)
+
+    @property
+    def advantages(self) -> Tensor:
+        """(R,) of the part."""
+        return self.batch.advantages[list(self.indices)].to(self.device)
+
+    @property
+    def logp_old(self) -> Tensor:
+        return self.batch.logp_old.read(self)
+
+    @property
+    def logp_sampler(self) -> Tensor:
+        return self.batch.logp_sampler.read(self)
+
+    def ends(self, stop_token_ids: Set[int]) -> Tensor:
+        """bool (T,): tokens that end a response."""
+        ends = [token in stop_token_ids for response in self.responses for token in response]
+        return torch.tensor(ends, dtype=torch.bool, device=self.device)
+
+    def where(self, keep: Callable[[float], bool]) -> Part:
+        """The responses whose advantage `keep` takes."""
+        advantages = self.batch.advantages.tolist()
+        return self.batch.part([i for i in self.indices if keep(advantages[i])], self.device)
+
+    def micro_batches(self, max_tokens: int) -> list[Part]:
+        """Cut into parts whose forward runs at most `max_tokens` tokens (one response at least).
+
+        Responses to one prompt stay side by side, and groups of similar length come together.
+        """
+        batch = self.batch
+        longest: dict[int, int] = {}  # of each group, prompt and longest response
+        for i in self.indices:
+            group = batch.groups[i]
+            longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
+        parts: list[list[int]] = []
+        used = 0
+        for i in sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i)):
+            shares = bool(parts) and batch.groups[parts[-1][-1]] == batch.groups[i]
+            cost = len(batch.responses[i]) + (0 if shares else len(batch.prompts[i]))
+            if not parts or used + cost > max_tokens:
+                parts.append([])
+                used, cost = 0, len(batch.responses[i]) + len(batch.prompts[i])
+            parts[-1].append(i)
+            used += cost
+        return [batch.part(part, self.device) for part in parts]
 
 
 def build_batch(
-    prompts: list[Prompt], rollouts: list[Rollout], rewards: list[float], advantage: AdvantageKind
+    prompts: list[Prompt],
+    rollouts: list[Rollout],
+    rewards: list[float],
+    advantage: AdvantageKind,
+    version: int,
+    device: torch.device = CPU,
 ) -> Batch:
     """Rollouts (n for each prompt, in order) and their rewards -> a `Batch` with advantages over each prompt's group.
 
-    A prompt that was dealt twice in the step is two groups.
+    A prompt that was dealt twice in the step is two groups. version: the policy's, before it learns from them; every
+    rollout must be of it, and this is the one place where that is checked.
     """
     n = len(rollouts) // len(prompts)
     by_group = [p for p in prompts for _ in range(n)]
     groups = [i for i in range(len(prompts)) for _ in range(n)]
     assert [p.id for p in by_group] == [r.prompt_id for r in rollouts], "rollouts are not in the order of the prompts"
+    drawn_at = {rollout.version for rollout in rollouts}
+    assert drawn_at == {version}, f"rollouts of policy versions {sorted(drawn_at)} for a learner at version {version}"
     return Batch(
+        version=version,
+        device=device,
         prompts=[p.token_ids for p in by_group],
         responses=[r.token_ids for r in rollouts],
         groups=groups,
         advantages=compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage),
-        logp_sampler=[torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts],
-        logp_old=[None] * len(rollouts),
-        logp=[None] * len(rollouts),
-        logp_ref=[None] * len(rollouts),
+        logp_sampler=Column([torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts]),
     )
-
-
-def minibatches(groups: list[int], size: int, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """Response indices cut into minibatches of `size`, shuffled as a function of (seed, step, epoch) alone.
-
-    groups: of each response, members side by side. Whole groups are shuffled where `size` is a multiple of the group
-    size, so that responses keep sharing their prompt's forward; single responses otherwise.
-    """
-    count = len(groups)
-    members = groups.count(groups[0])
-    unit = members if size % members == 0 else 1
-    units = [list(range(start, start + unit)) for start in range(0, count, unit)]
-    if size < count:
-        random.Random(f"minibatch-{seed}-{step}-{epoch}").shuffle(units)
-    order = [index for unit_ in units for index in unit_]
-    return [order[start : start + size] for start in range(0, count, size)]
-
-
-def micro_batches(batch: Batch, indices: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut a minibatch into parts whose forward runs at most `max_tokens` tokens (one response at least).
-
-    Responses to one prompt stay side by side, and groups of similar length come together.
-    """
-    longest: dict[int, int] = {}  # of each group, prompt and longest response
-    for i in indices:
-        group = batch.groups[i]
-        longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
-    parts: list[list[int]] = []
-    used = 0
-    for i in sorted(indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i)):
-        shares = bool(parts) and batch.groups[parts[-1][-1]] == batch.groups[i]
-        cost = len(batch.responses[i]) + (0 if shares else len(batch.prompts[i]))
-        if not parts or used + cost > max_tokens:
-            parts.append([])
-            used, cost = 0, batch.forward_tokens([i])
-        parts[-1].append(i)
-        used += cost
-    return parts

@@ -140,7 +140,7 @@ class RunConsole:
                 first, last = _mean(history[:quarter], name), _mean(history[-quarter:], name)
                 lines.append(f"{name}: {_format(first)} over the first {span}, {_format(last)} over the last")
             gaps = [record.get("mismatch/delta_abs_max") for record in history]
-            worst = None if None in gaps else max(gaps)  # null in the file: not finite
+            worst = None if None in gaps else max(gap for gap in gaps if gap is not None)  # null: not finite
             agreement = "in every step: sampler and learner agree bit for bit" if worst == 0 else "at most"
             lines.append(f"mismatch/delta_abs_max: {_format(worst)} {agreement}")
         width = max((len(purpose) for purpose, _ in next_commands), default=0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
+from qarl.objectives.custom import Custom
 from qarl.policy.load import stop_token_ids
 from qarl.publish.snapshot import Manifest, describe
 from qarl.rewards.fingerprint import reward_fingerprint
@@ -23,10 +24,11 @@ def input_digests(config: Config, model: PreTrainedModel, tokenizer: PreTrainedT
 
     model: as it was loaded, before anything is rounded or quantized. Under `model`: weights (the masters' origin, and
     the reference of a KL term), vocabulary, and stop tokens (generation_config.json); under `reward`:
-    `reward_fingerprint`. Raises UserError for a reward file that cannot be read.
+    `reward_fingerprint`; under `objective` the source of a user's own one, where there is one. Raises UserError for a
+    file that cannot be read.
     """
     own_stop = sorted(stop_token_ids(model.generation_config, tokenizer))
-    return {
+    digests = {
         "model": {
             "weights": tensors_digest(model.named_parameters()),
             "vocabulary": _digest(sorted(tokenizer.get_vocab().items())),
@@ -34,6 +36,9 @@ def input_digests(config: Config, model: PreTrainedModel, tokenizer: PreTrainedT
         },
         "reward": reward_fingerprint(config.reward),
     }
+    if isinstance(config.objective, Custom):
+        digests["objective"] = config.objective.fingerprint()
+    return digests
 
 
 def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from qarl.rewards import RewardResult
+from qarl.training.observer import Observer, Phase
+from qarl.types import Prompt, Rollout
 
 
 class Interrupted(BaseException):
@@ -31,7 +36,7 @@ class InterruptGuard:
         self.say = say
         self.signum: int | None = None
         self._deferred = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}  # as `signal.signal` gave them
 
     def __enter__(self) -> InterruptGuard:
         main = threading.current_thread() is threading.main_thread()
@@ -59,6 +64,30 @@ class InterruptGuard:
             self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops at once, unsaved")
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came."""
+        """Raise `Interrupted` if a signal came. The one place where stopping is decided; see `decisions`."""
         if self.signum is not None:
             raise Interrupted(self.signum)
+
+
+class SafePoints(Observer):
+    """Where a signal may end a step: before its first update, when nothing but the data's position has changed."""
+
+    def __init__(self, guard: InterruptGuard) -> None:
+        self._guard = guard
+        self._updated = False
+
+    @contextmanager
+    def phase(self, name: Phase, responses: int | None) -> Iterator[None]:
+        if name == "rollout":
+            self._guard.check()
+        yield
+
+    def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
+        self._guard.check()
+
+    def progress(self, responses: int) -> None:
+        if not self._updated:
+            self._guard.check()
+
+    def update(self, grad_norm: float) -> None:
+        self._updated = True

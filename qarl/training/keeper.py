@@ -72,6 +72,10 @@ class Keeper:
         same = "the same command"
         return same if self.config.resume == "auto" else f"{same} with checkpoint.resume=auto"
 
+    def learned(self, step: int, metrics: dict[str, float]) -> None:
+        """The weights are those after `step`, whose metrics are not on the disk yet. metrics: are filled further."""
+        self.unrecorded = step, metrics
+
     def finish(self, step: int) -> None:
         """The run is now exactly after `step`, and its metrics are on the disk."""
         run = self.run

@@ -1,4 +1,4 @@
-"""The RL step, and the loop around it."""
+"""A training run: the loop around the RL step, its checkpoints and its records."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from qarl.config import Config
-from qarl.diagnostics.crossings import crossing_metrics, crossings
-from qarl.rewards import RewardResult
+from qarl.diagnostics.probe import Probe
+from qarl.policy.device import pick_device
 from qarl.storage.rundir import RunDirectory
 from qarl.storage.runs import read_metrics
 from qarl.training.alarms import Alarms
-from qarl.training.batch import build_batch
 from qarl.training.console import RunConsole
+from qarl.training.decisions import save_is_due
+from qarl.training.display import StepDisplay
 from qarl.training.faults import memory_errors
-from qarl.training.interrupt import Interrupted, InterruptGuard
+from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
 from qarl.training.keeper import Keeper
-from qarl.training.metrics import (
-    Clock,
-    peak_memory_gib,
-    response_metrics,
-    reward_metrics,
-    token_metrics,
-)
+from qarl.training.metrics import Clock
 from qarl.training.noise import quiet_libraries, rewards_logged
-from qarl.training.probe import Probe
+from qarl.training.observer import Observers
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run, build_run
-from qarl.training.trace import Trace, trace_of
-from qarl.types import Prompt, Rollout
+from qarl.training.step import rl_step
+from qarl.training.step_record import StepRecord
 
 
 def train(config: Config) -> int:
@@ -50,7 +44,7 @@ def train(config: Config) -> int:
                     f"{config.objective.name}: {config.train.steps} steps in {directory.path}"
                 )
                 rewards_log = directory.path / "rewards.log"
-                run = build_run(config, console, rewards_log)
+                run = build_run(config, pick_device(config.model.device), console, rewards_log)
                 try:
                     with rewards_logged(rewards_log):
                         code = Loop(config, run, directory, console, guard).run_all()
@@ -104,12 +98,9 @@ class Loop:
                     self.evaluate(step, recorder)
                     if step >= config.train.steps:
                         break
-                    prompts, rollouts, scores = self.draw(step)
-                    due = recorder.rollouts_due(step + 1)
-                    metrics, trace = self.learn(step, prompts, rollouts, scores, due)
+                    self.take(step, recorder)
                     step += 1
-                    self.record(step, metrics, trace, rollouts, recorder)
-                    if step % config.checkpoint.every == 0:
+                    if save_is_due(step, config.checkpoint):
                         keeper.save()
                 if config.checkpoint.save_final:
                     keeper.save()
@@ -131,76 +122,40 @@ class Loop:
             self.keeper.save()  # first, since an evaluation may take long
         run.evaluation.at(step, run.engine, run.policy, self.console, self.guard.check, recorder.track)
 
-    def draw(self, step: int) -> tuple[list[Prompt], list[Rollout], RewardResult]:
-        """Sample and score: the first half of an RL step, which changes nothing but the data position.
+    def take(self, step: int, recorder: Recorder) -> None:
+        """One RL step, with what watches it, and its records. step: counted from 0.
 
-        So a signal may end it anywhere (`Interrupted`), and neither a sampler that cannot go on nor a reward that is
-        out of order loses a finished step.
+        A sampler that refuses the new version is raised only after the step's records are written: the masters are
+        this step's already.
         """
-        config, run = self.config, self.run
-        self.clock = Clock()
-        self.guard.check()
-        prompts = run.stream.next(config.train.prompts_per_step)
-        rollouts = self._sample(prompts, step)
-        self.clock.lap("rollout")
-        scores = self._score(prompts, rollouts)
-        self.clock.lap("reward")
-        self.guard.check()
-        return prompts, rollouts, scores
+        config, run, keeper = self.config, self.run, self.keeper
+        due, rollouts_due = config.diagnostics.due(step + 1), recorder.rollouts_due(step + 1)
+        objective, truncation, stop = run.learner.objective, run.sampling.truncation, run.sampling.stop_token_ids
+        clock = Clock()
+        probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop)
+        record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
+        # The record comes last: it takes the probe's numbers, and once it is told the step counts as learned from.
+        watch = Observers([clock, StepDisplay(self.console), SafePoints(self.guard), probe, record])
+        failure: Exception | None = None
+        try:
+            rl_step(config, run, step, watch)
+        except Exception as error:
+            if record.trace is None:
+                raise
+            failure = error
+        clock.move(watch.seconds["learner"], "learner", "diagnostics")
+        tokens = record.rollout_tokens, run.learner.totals.forward_tokens
+        record.metrics |= clock.metrics(*tokens) | run.engine.metrics
+        self.record(step + 1, record, recorder, failure)
 
-    def learn(
-        self, step: int, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, rollouts_due: bool
-    ) -> tuple[dict[str, float], Trace]:
-        """Learn: the second half. Returns the step's metrics and what else there is to record.
+    def record(self, step: int, record: StepRecord, recorder: Recorder, failure: Exception | None) -> None:
+        """Write down a step that was learned from, which is then finished. step: counted from 1.
 
-        Until the first optimizer step the policy is what it was, and a signal may end the step (`Interrupted`).
+        failure: what ended the step after it was learned from, or None. It, or a disk that refuses the rollouts, is
+        raised once the step's metrics are written.
         """
-        config, run, clock = self.config, self.run, self.clock
-        metrics = reward_metrics(scores) | response_metrics(rollouts)
-        batch = build_batch(prompts, rollouts, scores.total, config.objective.advantage)
-        published, skipped = run.policy.current, run.learner.skipped_in_a_row
-        due, truncation = config.diagnostics.due(step + 1), run.sampling.truncation
-        probe = Probe(
-            run.policy,
-            run.learner.objective,
-            config,
-            truncation,
-            due,
-            bool(due) or rollouts_due,
-            run.sampling.stop_token_ids,
-        )
-        run.engine.sleep()
-        with self.console.phase("learner", run.learner.forwards(len(batch))) as advance:
-
-            def progress(responses: int) -> None:
-                advance(responses)
-                if run.policy.version == published.version and run.learner.skipped_in_a_row == skipped:
-                    self.guard.check()
-
-            metrics |= run.learner.learn(batch, step, progress, probe)
-            self.learner_tokens = metrics.pop("learner_tokens")
-            # From here on the step is done, whatever becomes of its records.
-            self.keeper.unrecorded = (step + 1, metrics)
-        run.engine.wake()
-        clock.lap("learner")
-        clock.move(probe.seconds, "learner", "diagnostics")
-
-        crossed = crossings(published, run.policy.current)
-        metrics |= token_metrics(batch) | crossing_metrics(crossed) | probe.metrics
-        metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
-        trace = trace_of(batch, prompts, rollouts, scores, rollouts_due, probe, crossed, run.tokenizer.decode)
-        clock.lap("diagnostics")
-        return metrics, trace
-
-    def record(
-        self, step: int, metrics: dict[str, float], trace: Trace, rollouts: list[Rollout], recorder: Recorder
-    ) -> None:
-        """Publish and record a step that was learned from, which is then finished.
-
-        A sampler that refuses the new version, or a disk the rollouts, is raised only after the step's metrics are
-        written: the masters are this step's already.
-        """
-        failure = self.publish(metrics, rollouts)
+        trace, metrics = record.trace, record.metrics
+        assert trace is not None, "a step that was learned from has its trace"
         try:
             trace.write(step, metrics, self.config, recorder)
         except Exception as error:
@@ -216,45 +171,6 @@ class Loop:
             self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one of each prompt
         self.console.step(step, metrics)
         self.alarms.step(step, metrics)
-
-    def publish(self, metrics: dict[str, float], rollouts: list[Rollout]) -> Exception | None:
-        """Hand the new version to the sampler, and complete the step's metrics. Returns what was raised, if anything:
-        the step is done all the same."""
-        failure = None
-        try:
-            self.run.engine.publish(self.run.policy.current)
-        except Exception as error:
-            failure = error
-        self.clock.lap("publish")
-        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        metrics |= self.clock.metrics(tokens, self.learner_tokens) | self.run.engine.metrics
-        return failure
-
-    def _sample(self, prompts: list[Prompt], step: int) -> list[Rollout]:
-        run, finished = self.run, 0
-        sampling = replace(run.sampling, seed=run.sampling.seed + step)
-        with self.console.phase("rollout", len(prompts) * sampling.n) as advance:
-
-            def progress(done: int, tokens: int) -> None:
-                nonlocal finished
-                self.guard.check()
-                advance(done - finished)
-                finished = done
-
-            return run.engine.generate(prompts, sampling, run.policy.version, progress)
-
-    def _score(self, prompts: list[Prompt], rollouts: list[Rollout]) -> RewardResult:
-        by_response = [p for p in prompts for _ in range(self.config.rollout.n)]
-        columns = {name: [p.columns[name] for p in by_response] for name in prompts[0].columns}
-        with self.console.phase("rewards"):
-            scores = self.run.rewards.score(
-                [r.text for r in rollouts], [p.text for p in by_response], columns, [r.token_ids for r in rollouts]
-            )
-        for message in scores.messages[:3]:
-            self.console.warn(message)
-        if len(scores.messages) > 3:
-            self.console.warn(f"and {len(scores.messages) - 3} more failed rewards in this step, see rewards.log")
-        return scores
 
 
 def next_commands(config: Config) -> list[tuple[str, str]]:

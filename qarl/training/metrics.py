@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,24 @@ from qarl.averages import deviation, mean
 from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.rewards import RewardResult
-from qarl.training.batch import Batch
+from qarl.training.batch import CPU, Batch
+from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 
 
-class Clock:
-    """Wall time of a step's phases, in seconds."""
+class Clock(Observer):
+    """Wall time of a step's phases, in seconds; starts when it is made."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
         self.laps: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: Phase, responses: int | None) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.lap(name)
 
     def lap(self, phase: str) -> None:
         """The time since the last lap (or the start) belongs to `phase`."""
@@ -38,8 +47,8 @@ class Clock:
         self.laps[source] -= seconds
         self.laps[target] = self.laps.get(target, 0.0) + seconds
 
-    def metrics(self, rollout_tokens: int, learner_tokens: float) -> dict[str, float]:
-        """rollout_tokens: sampled in this step. learner_tokens: run by the learner, see `Batch.forward_tokens`."""
+    def metrics(self, rollout_tokens: int, learner_tokens: int) -> dict[str, float]:
+        """rollout_tokens: sampled in this step. learner_tokens: run by the learner, see `Part.forward_tokens`."""
         named = {f"time/{phase}_s": seconds for phase, seconds in self.laps.items()}
         return {
             "time/step_s": time.perf_counter() - self._start,
@@ -70,11 +79,11 @@ def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 def token_metrics(batch: Batch) -> dict[str, float]:
     """What the sampled tokens show: `mismatch/*`, the learner at the rollout's snapshot against what the sampler
     reported, and `error_tokens/*`."""
-    everything = list(range(len(batch)))
-    segments = batch.segments(everything, torch.device("cpu"))
-    old, sampler = (batch.packed(x, everything, segments.index.device) for x in (batch.logp_old, batch.logp_sampler))
+    whole = batch.whole(CPU)
     ids = torch.tensor([token for response in batch.responses for token in response])
-    return mismatch_metrics(old, sampler, segments) | error_token_metrics(ids, sampler, batch.advantages, segments)
+    sampler, segments = whole.logp_sampler, whole.segments
+    mismatch = mismatch_metrics(whole.logp_old, sampler, segments)
+    return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -118,14 +127,14 @@ def rollout_rows(
     return rows
 
 
-def rollout_tensors(batch: Batch, rewards: list[float], version: int) -> dict[str, Tensor]:
+def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
     """The responses of a step for rollouts/NNNNNN.safetensors, R responses with T tokens together, in order.
 
     int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
     prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
     learner's last training forward. version: int64 (1), of the policy that sampled.
     """
-    everything, cpu = list(range(len(batch))), torch.device("cpu")
+    whole = batch.whole(CPU)
 
     def integers(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32)
@@ -136,10 +145,10 @@ def rollout_tensors(batch: Batch, rewards: list[float], version: int) -> dict[st
         "prompt_tokens": integers(token for prompt in batch.prompts for token in prompt),
         "response_tokens": integers(token for response in batch.responses for token in response),
         "groups": integers(batch.groups),
-        "logp_sampler": batch.packed(batch.logp_sampler, everything, cpu),
-        "logp_old": batch.packed(batch.logp_old, everything, cpu),
-        "logp": batch.packed(batch.logp, everything, cpu),
+        "logp_sampler": whole.logp_sampler,
+        "logp_old": whole.logp_old,
+        "logp": batch.logp.read(whole),
         "advantages": batch.advantages.float(),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "version": torch.tensor([version]),
+        "version": torch.tensor([batch.version]),
     }

@@ -12,31 +12,15 @@ alike; torch's other choice, `original`, gives updates whose size shrinks with t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from qarl.config import OptimConfig
 from qarl.policy.device import DTYPES
-
-
-class OptimOptions(Protocol):
-    """The `optim` section of the configuration."""
-
-    name: Literal["adamw", "muon"]
-    lr: float
-    weight_decay: float
-    betas: Sequence[float]
-    eps: float
-    momentum: float
-    adamw_lr: float | None
-    schedule: Literal["constant", "linear", "cosine"]
-    warmup_steps: int
-    min_lr_ratio: float
-    master_dtype: Literal["float32", "bfloat16", "float16"]
-
 
 # What torch keeps of a parameter, by the name of the part.
 _STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
@@ -76,13 +60,6 @@ class Optimizer:
         for part, _ in self._parts.values():
             for group in part.param_groups:
                 group["lr"] = group["initial_lr"] * factor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, (part, _) in self._parts.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, (part, _) in self._parts.items():
-            part.load_state_dict(state[name])
 
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state as named tensors, `model.layers.0.mlp.up_proj.weight/exp_avg`, and JSON-able meta.
@@ -136,7 +113,7 @@ class Optimizer:
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg: OptimOptions) -> Optimizer:
+def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg: OptimConfig) -> Optimizer:
     """The optimizer of the `optim` section over these parameters; those that need no gradient are left out.
 
     AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
@@ -178,7 +155,7 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _adamw(
-    named: list[tuple[str, Parameter]], lr: float, optim_cfg: OptimOptions
+    named: list[tuple[str, Parameter]], lr: float, optim_cfg: OptimConfig
 ) -> tuple[torch.optim.Optimizer, list[str]]:
     decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
     plain = [(name, parameter) for name, parameter in named if parameter.ndim < 2]
@@ -187,11 +164,12 @@ def _adamw(
         for members, decay in ((decayed, optim_cfg.weight_decay), (plain, 0.0))
         if members
     ]
-    part = torch.optim.AdamW(groups, lr=lr, betas=tuple(optim_cfg.betas), eps=optim_cfg.eps, fused=True)
+    part = torch.optim.AdamW(groups, lr=lr, betas=optim_cfg.betas, eps=optim_cfg.eps, fused=True)
     return part, [name for name, _ in decayed + plain]
 
 
-def _muon(named: list[tuple[str, Parameter]], optim_cfg: OptimOptions) -> tuple[torch.optim.Optimizer, list[str]]:
+def _muon(named: list[tuple[str, Parameter]], optim_cfg: OptimConfig) -> tuple[torch.optim.Optimizer, list[str]]:
+    assert optim_cfg.momentum is not None, "a checked configuration of muon says its momentum"
     group = {"params": [parameter for _, parameter in named], "initial_lr": optim_cfg.lr}
     part = torch.optim.Muon(
         [group],
@@ -207,7 +185,7 @@ def _parameters(part: torch.optim.Optimizer) -> list[Parameter]:
     return [parameter for group in part.param_groups for parameter in group["params"]]
 
 
-def lr_at(step: int, total_steps: int, optim_cfg: OptimOptions) -> float:
+def lr_at(step: int, total_steps: int, optim_cfg: OptimConfig) -> float:
     """The learning rate's factor at training step `step`, counted from 0, of `total_steps` training steps.
 
     All optimizer steps of a training step share it.

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Recorder:
         self.step = step
         self.track(step, record)
 
-    def track(self, step: int, metrics: dict[str, float | None]) -> None:
+    def track(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Pass the finite values to the trackers alone; metrics.jsonl stays as it is."""
         numbers = {name: _number(value) for name, value in metrics.items() if name != "step" and value is not None}
         finite = {name: value for name, value in numbers.items() if value is not None}

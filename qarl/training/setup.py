@@ -20,7 +20,7 @@ from qarl.data import PromptStream, build_prompts
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
-from qarl.policy.device import DTYPES, pick_device
+from qarl.policy.device import DTYPES
 from qarl.policy.load import load_architecture, load_model, load_model_config, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
@@ -69,17 +69,17 @@ def set_determinism(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
     # Filling every new tensor with NaN costs a pass over it; nothing here reads memory it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def build_run(config: Config, console: RunConsole, rewards_log: Path) -> Run:
+def build_run(config: Config, device: torch.device, console: RunConsole, rewards_log: Path) -> Run:
     """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit.
 
-    rewards_log: gets what the reward functions print.
+    device: the learner's; nothing below picks one of its own. rewards_log: gets what the reward functions print.
     """
     set_determinism(config)
-    device = pick_device(config.model.device)
     require_trackers(config.logging)
+    config.objective.bind()  # a user's own one is refused now, and not after the model
     if device.type == "cpu":
         keep_freed_memory()
     with console.phase("tokenizer and data"):

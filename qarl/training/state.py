@@ -93,7 +93,11 @@ def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
     elif state.data.columns_fingerprint not in (None, run.stream.columns_fingerprint):
         changed.append(("data", "the columns beside the prompts (answers)"))
     for kind, parts in state.inputs.items():
-        named = {"model": "model.path: its {}", "reward": "reward.functions: the source of `{}`"}.get(kind, kind)
+        named = {
+            "model": "model.path: its {}",
+            "reward": "reward.functions: the source of `{}`",
+            "objective": "objective.path: the source of `{}`",
+        }.get(kind, kind)
         here = run.inputs.get(kind, {})
         different = [part for part in {**parts, **here} if parts.get(part) != here.get(part)]
         changed += [(kind, named.format(part)) for part in different]

@@ -8,56 +8,23 @@ size of a model's tensors can be known without them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import CHANNEL, LAYOUTS, Scheme, make_scheme
+from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec, make_scheme, scheme_class, scheme_names
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from qarl_formats.quantize import QuantizedWeight
 
-_FORMATS = {"w4a16": "pack-quantized", "w4a8": "pack-quantized", "w8a8": "int-quantized", "fp8": "float-quantized"}
-_ITEM_BYTES = {"int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4, "int64": 8}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype (torch's name of it) of a stored tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * _ITEM_BYTES[self.dtype]
-
 
 def tensor_specs(scheme: Scheme, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
     """The tensors of one Linear [out_features, in_features], by suffix, in the order in which they are stored.
 
-    A packed dimension that eight does not divide is padded, as the library pads it. unpacked: int4 codes one to a
-    byte (int-quantized), which symmetric schemes alone have: what vLLM's W4A8 kernel for CPUs reads.
+    unpacked: int4 codes one to a byte (int-quantized), which symmetric schemes alone have: what vLLM's W4A8 kernel for
+    CPUs reads.
     """
-    assert scheme.quantized, f"scheme {scheme.name} stores the plain weight"
-    assert scheme.symmetric or not unpacked, "zero points are stored with packed codes only"
-    scales = (out_features, scheme.num_groups(in_features))
-    if unpacked or not scheme.packed:
-        codes = "int8" if scheme.weight_type == "int" else "float8_e4m3fn"
-        return {
-            "weight": TensorSpec((out_features, in_features), codes),
-            "weight_scale": TensorSpec(scales, scheme.scale_dtype),
-        }
-    specs = {
-        "weight_packed": TensorSpec((out_features, -(-in_features // 8)), "int32"),
-        "weight_scale": TensorSpec(scales, scheme.scale_dtype),
-    }
-    if not scheme.symmetric:
-        specs["weight_zero_point"] = TensorSpec((-(-out_features // 8), scales[1]), "int32")
-    specs["weight_shape"] = TensorSpec((2,), "int64")
-    return specs
+    return scheme.tensor_specs(out_features, in_features, unpacked and scheme.packed)
 
 
 def to_state_dict(name: str, quantized: QuantizedWeight, unpacked: bool = False) -> dict[str, Tensor]:
@@ -84,15 +51,15 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     """
     from qarl_formats.quantize import QuantizedWeight
 
-    if scheme.packed and f"{name}.weight" in tensors:
+    if scheme.unpackable and f"{name}.weight" in tensors:
         tensors = _packed(name, tensors)
-    source = f"{name}.weight_shape" if scheme.packed else f"{name}.weight"
+    source = f"{name}.{scheme.shape_suffix}"
     if source not in tensors:
         raise ValueError(f"{source}: missing; scheme {scheme.name} stores it")
-    shape_from = tensors[source]
-    if shape_from.ndim != (1 if scheme.packed else 2) or (scheme.packed and shape_from.numel() != 2):
-        raise ValueError(f"{source}: of shape {list(shape_from.shape)}, which no matrix has")
-    out_features, in_features = (int(size) for size in (shape_from if scheme.packed else shape_from.shape))
+    shape = scheme.shape_from(tensors[source])
+    if shape is None:
+        raise ValueError(f"{source}: of shape {list(tensors[source].shape)}, which no matrix has")
+    out_features, in_features = shape
     found = {}
     for suffix, spec in tensor_specs(scheme, out_features, in_features).items():
         tensor = tensors.get(f"{name}.{suffix}")
@@ -123,7 +90,7 @@ def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = False) -> dict[str, Any]:
     """The `quantization_config` entry of config.json for a model whose Linears, but for `ignore`, are in `scheme`.
 
-    Built by the library's own classes from the values of its presets W4A16, W4A16_ASYM, W4A8, W8A8 and FP8_DYNAMIC,
+    Built by the library's own classes from the values of its presets (W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC, ...),
     and written as `ModelCompressor.update_config` writes it. The format is set by name: left to infer it, the
     library would store W4A8 unpacked as int-quantized. The file does not record the scale dtype or the grid: the
     first is that of the stored tensors, the second is no matter for the reader. unpacked: see `tensor_specs`.
@@ -140,18 +107,10 @@ def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = Fals
         QuantizationStatus,
     )
 
-    weights = QuantizationArgs(
-        num_bits=scheme.weight_bits,
-        type=scheme.weight_type,
-        symmetric=scheme.symmetric,
-        strategy="channel" if scheme.group_size is None else "group",
-        group_size=scheme.group_size,
-    )
-    activations = None
-    if scheme.activation is not None:
-        kind = "int" if scheme.activation == "int8" else "float"
-        activations = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
-    file_format = "int-quantized" if unpacked else _FORMATS[scheme.name]
+    given = scheme.activation_arguments()
+    weights = QuantizationArgs(**scheme.weight_arguments())
+    activations = None if given is None else QuantizationArgs(**given)
+    file_format = "int-quantized" if unpacked else scheme.file_format
     group = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations, format=file_format)
     config = QuantizationConfig(
         config_groups={"group_0": group},
@@ -188,38 +147,53 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
     weights, activations = _mapping(groups[0].get("weights"), "weights"), groups[0].get("input_activations")
     if groups[0].get("output_activations") is not None:
         raise ValueError("quantized outputs cannot be read; only weights and input activations can")
-    kind = None
-    if activations is not None:
-        activations = _mapping(activations, "input_activations")
-        kind = {"int": "int8", "float": "fp8"}.get(_text(activations, "type"))
-        settings = {"num_bits": 8, "dynamic": True, "strategy": "token"}
-        if any(activations.get(key) != value for key, value in settings.items()) or not activations.get(
-            "symmetric", True
-        ):
-            raise ValueError("activations must be 8 bits, dynamic, per token, symmetric")
-    bits, kind_of_weights, strategy = weights.get("num_bits"), _text(weights, "type"), _text(weights, "strategy")
-    names = [name for name, known in LAYOUTS.items() if known == (bits, kind_of_weights, kind)]
-    if not names:
-        raise ValueError(
-            f"{_shown(bits)}-bit {kind_of_weights} weights with {kind or 'unquantized'} activations have no scheme"
-        )
-    strategies = ("group", "channel") if bits == 4 else ("channel",)
-    if strategy not in strategies or weights.get("actorder"):
-        raise ValueError(f"weight strategy {strategy!r} (actorder {str(weights.get('actorder'))[:20]}) cannot be read")
+    kind = _scheme_of(weights, activations)
     symmetric, size, ignore = weights.get("symmetric"), weights.get("group_size"), config.get("ignore") or []
     if not isinstance(symmetric, bool):
         raise ValueError(f"symmetric is {_shown(symmetric)}, expected true or false")
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
         raise ValueError(f"ignore is {_shown(ignore)}, expected a list of names")
-    if strategy == "group" and (not isinstance(size, int) or isinstance(size, bool)):
+    grouped = bool(kind.group_sizes) and weights["strategy"] == "group"
+    if grouped and (not isinstance(size, int) or isinstance(size, bool)):
         raise ValueError(f"group_size is {_shown(size)}, expected a number")
-    formats = [_FORMATS[names[0]], *(["int-quantized"] if bits == 4 and symmetric else [])]
+    by_channel = CHANNEL if kind.group_sizes else None
+    found = make_scheme(kind.name, size if grouped else by_channel, symmetric)
+    formats = [found.file_format, *(["int-quantized"] if found.unpackable else [])]
     if config.get("format") not in formats:
         raise ValueError(
-            f"format {_shown(config.get('format'))} is not that of scheme {names[0]} ({' or '.join(formats)})"
+            f"format {_shown(config.get('format'))} is not that of scheme {kind.name} ({' or '.join(formats)})"
         )
-    by_channel = CHANNEL if bits == 4 else None
-    return make_scheme(names[0], size if strategy == "group" else by_channel, symmetric), list(ignore)
+    for key, value in found.weight_arguments().items():
+        if weights.get(key) != value:
+            raise ValueError(f"weights with {key} {_shown(weights.get(key))} have no scheme; {kind.name} has {value!r}")
+    return found, list(ignore)
+
+
+def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
+    """The scheme whose weights and activations are of these types. Raises ValueError."""
+    quantized = None
+    if activations is not None:
+        activations = _mapping(activations, "input_activations")
+        quantized = {"int": "int8", "float": "fp8"}.get(_text(activations, "type"))
+    bits, weight_type, strategy = weights.get("num_bits"), _text(weights, "type"), _text(weights, "strategy")
+    layout = (bits, weight_type, quantized)
+    kinds = [kind for kind in map(scheme_class, scheme_names()) if _layout(kind) == layout]
+    if not kinds:
+        raise ValueError(
+            f"{_shown(bits)}-bit {weight_type} weights with {quantized or 'unquantized'} activations have no scheme"
+        )
+    kinds = [kind for kind in kinds if strategy in kind.strategies]
+    if not kinds or weights.get("actorder"):
+        raise ValueError(f"weight strategy {strategy!r} (actorder {str(weights.get('actorder'))[:20]}) cannot be read")
+    wanted = kinds[0]().activation_arguments()
+    if wanted is not None and any(activations.get(key, True) != value for key, value in wanted.items()):
+        per = "token" if wanted["strategy"] == "token" else f"group of {wanted['group_size']}"
+        raise ValueError(f"activations must be 8 bits, dynamic, per {per}, symmetric")
+    return kinds[0]
+
+
+def _layout(kind: type[Scheme]) -> tuple[int | None, str | None, str | None]:
+    return kind.weight_bits, kind.weight_type, kind.activation
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

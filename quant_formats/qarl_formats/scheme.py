@@ -1,41 +1,113 @@
-"""What a quantization scheme is. Imports no torch, so that a configuration can be checked without it."""
+"""What a quantization scheme is, and the registry of all of them. Imports no torch: a configuration is checked without.
+
+A scheme is a class in `qarl_formats.schemes`, one file each, that `register` makes known by its name:
+
+    names, shapes, config.json     tensor_specs, weight_arguments, activation_arguments, file_format
+    arithmetic                     quantize, dequantize, codes
+    products                       operands, multiply, stored: on the CPU in plain torch, on a GPU by Triton kernels
+    what it takes and what it is   the class attributes
+
+Lists of schemes (configuration, command line, comparisons, benchmarks) are read from the registry.
+"""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "w4a8")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qarl_formats.prepared import PreparedWeight
+    from qarl_formats.quantize import QuantizedWeight
+
 GROUP_SIZES = (32, 64, 128)
 CHANNEL = -1
 DEFAULT_GROUP_SIZE = 128
 GRIDS = ("compressed-tensors", "symmetric7")
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
+_ITEM_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "bfloat16": 2,
+    "float16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+}
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """How the Linear layers of a model are stored and multiplied. Build one with `make_scheme`.
+class TensorSpec:
+    """Shape and dtype (torch's name of it) of a stored tensor."""
 
-    Args:
-        name: one of `SCHEMES`.
-        weight_bits: 4 or 8; None for bf16.
-        weight_type: "int" or "float" (e4m3fn); None for bf16.
-        group_size: input features that share a scale; None = the whole row (per channel).
-        symmetric: False stores a zero point per group.
-        grid: "compressed-tensors" (absmax / 7.5, codes -8..7) or "symmetric7" (absmax / 7, codes -7..7).
-        activation: dtype the activations are quantized to, per token and dynamically; None = not quantized.
-        scale_dtype: dtype the weight scales are stored in; codes are computed from the stored value.
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """How the Linear layers of a model are stored and multiplied. Build one with `make_scheme`, which checks.
+
+    group_size: input features that share a scale; None = the whole row (per channel), or what the scheme fixes.
+    symmetric: False stores a zero point per group.
+    grid: "compressed-tensors" (absmax / 7.5, codes -8..7) or "symmetric7" (absmax / 7, codes -7..7).
+    scale_dtype: dtype the weight scales are stored in; codes are computed from the stored value.
+
+    Methods with an argument `kernels` run Triton kernels where it is True, for tensors on a GPU (or in Triton's
+    interpreter) and 16-bit activations, and plain torch where it is False; stored tensors are the same to the bit.
     """
 
-    name: str
-    weight_bits: int | None
-    weight_type: str | None
-    group_size: int | None
-    symmetric: bool
-    grid: str
-    activation: str | None
-    scale_dtype: str
+    group_size: int | None = None
+    symmetric: bool = True
+    grid: str = GRIDS[0]
+    scale_dtype: str = SCALE_DTYPES[0]
+
+    # --- what it is
+    name: ClassVar[str]
+    description: ClassVar[str]
+    """One line for help and documentation."""
+    weight_bits: ClassVar[int | None] = None
+    weight_type: ClassVar[str | None] = None
+    """"int" or "float"; None: weights are not quantized."""
+    activation: ClassVar[str | None] = None
+    """dtype that activations are quantized to, dynamically; None: they are not."""
+
+    # --- what it takes
+    group_sizes: ClassVar[tuple[int, ...]] = ()
+    """Group sizes to choose from, beside CHANNEL; none: there is nothing to choose."""
+    zero_points: ClassVar[bool] = False
+    scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
+    """Stored dtypes of `weight_scale` to choose from; none: the scheme fixes it, and `scale_dtype` means nothing."""
+    grids: ClassVar[tuple[str, ...]] = GRIDS[:1]
+
+    # --- where it runs
+    capability: ClassVar[tuple[int, int]] = (0, 0)
+    """Compute capability that its Triton kernels need, beyond what they all do."""
+    vllm_cpu: ClassVar[bool] = True
+    """Whether vLLM's build for CPUs has a product of its own for it."""
+    row_block: ClassVar[int] = 1
+    """Output features that share a scale. Layers that vLLM fuses have whole blocks of them."""
+    tolerance: ClassVar[float]
+    """Mean |delta log-prob| a token up to which another program's product of an export counts as the same policy.
+    Other kernels sum in another order and round at other places; where activations are quantized a small difference
+    crosses rounding steps and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more."""
+
+    # --- what compressed-tensors calls it
+    file_format: ClassVar[str]
+    strategies: ClassVar[tuple[str, ...]] = ("channel",)
+    shape_suffix: ClassVar[str] = "weight"
+    """The stored tensor that `shape_from` reads."""
 
     @property
     def quantized(self) -> bool:
@@ -43,88 +115,234 @@ class Scheme:
 
     @property
     def packed(self) -> bool:
-        """Whether codes are stored eight to an int32 (`weight_packed`) rather than one to a byte (`weight`)."""
+        """Whether codes are stored several to a word (`weight_packed`) rather than one to a byte (`weight`)."""
         return self.weight_bits == 4
 
+    @property
+    def unpackable(self) -> bool:
+        """Whether packed codes may be stored one to a byte as well, which vLLM's kernels for CPUs read."""
+        return False
+
     def num_groups(self, in_features: int) -> int:
-        """Scales per output row of a Linear with `in_features` inputs."""
+        """Scales per output row (or block of rows) of a Linear with `in_features` inputs."""
         return 1 if self.group_size is None else in_features // self.group_size
 
+    def shape_fault(self, out_features: int, in_features: int) -> str | None:
+        """Why a weight of this shape cannot be stored, and what would do; None where it can."""
+        if self.group_size is None or in_features % self.group_size == 0:
+            return None
+        fits = [str(size) for size in self.group_sizes if in_features % size == 0] + ["-1 (one group a row)"]
+        return f"group_size {self.group_size} does not divide its {in_features} input features; use {' or '.join(fits)}"
 
-# name -> (weight_bits, weight_type, activation)
-LAYOUTS: dict[str, tuple[int | None, str | None, str | None]] = {
-    "bf16": (None, None, None),
-    "w4a16": (4, "int", None),
-    "w8a8": (8, "int", "int8"),
-    "fp8": (8, "float", "fp8"),
-    "w4a8": (4, "int", "int8"),
-}
+    # --- on disk
+
+    @abstractmethod
+    def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
+        """The tensors of one Linear by suffix, in the order in which they are stored. unpacked: see `unpackable`."""
+
+    def shape_from(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(N, K) by the stored tensor `shape_suffix`; None where no weight has one of its shape."""
+        return tuple(tensor.shape) if tensor.ndim == 2 else None  # type: ignore[return-value]
+
+    def weight_arguments(self) -> dict[str, Any]:
+        """How compressed-tensors describes the weights: arguments of its `QuantizationArgs`."""
+        strategy = "channel" if self.group_size is None else "group"
+        return {
+            "num_bits": self.weight_bits,
+            "type": self.weight_type,
+            "symmetric": self.symmetric,
+            "strategy": strategy,
+            "group_size": self.group_size,
+        }
+
+    def activation_arguments(self) -> dict[str, Any] | None:
+        """The same for the activations; None where they are not quantized."""
+        if self.activation is None:
+            return None
+        kind = "int" if self.activation.startswith("int") else "float"
+        return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+
+    @property
+    def text(self) -> str:
+        """One line for the card of an export."""
+        scales = "a scale per row" if self.group_size is None else f"a scale per {self.group_size} inputs"
+        kind = f"int{self.weight_bits}" if self.weight_type == "int" else "float8_e4m3fn"
+        zero = "" if self.symmetric else " and a zero point"
+        grid = "" if self.grid == GRIDS[0] else ", codes -7 to 7"
+        inputs = "inputs not quantized" if self.activation is None else f"inputs in {self.activation}, per token"
+        return f"{self.name}: {kind} weights with {scales} ({self.scale_dtype}){zero}{grid}; {inputs}"
+
+    def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        """`codes` of stored tensors as compressed-tensors' own code unpacks them, for proofs of exported files."""
+        return stored["weight"]
+
+    # --- arithmetic
+
+    def shared(self, weights: Iterable[Tensor]) -> Tensor | None:
+        """What weights that an engine multiplies as one are quantized with in common, from their float32 masters.
+
+        None where there is nothing of the kind; `weights` may make its tensors as they are asked for.
+        """
+        return None
+
+    @abstractmethod
+    def quantize(
+        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Quantize a float32 master [N, K] that fits (`qarl_formats.quantize.quantize_weight` is what callers use).
+
+        Returns the stored tensors by suffix, in the order of `tensor_specs`, and how many values are NaN or infinite
+        (a scalar on the device; unless it is 0 the tensors mean nothing). shared: what `shared` gave for this weight
+        and those that it is multiplied with; None: it stands alone.
+        """
+
+    @abstractmethod
+    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
+        """The values [N, K] that the codes stand for, computed in float32 and rounded once to `dtype`."""
+
+    @abstractmethod
+    def codes(self, weight: QuantizedWeight) -> Tensor:
+        """The codes one element each, [N, K] of the dtype of a code."""
+
+    def changed(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
+        """How many codes differ between the stored tensors of two versions: int64 [] on their device."""
+        key = "weight_packed" if self.packed else "weight"
+        import torch
+
+        difference = before[key].view(torch.uint8) ^ after[key].view(torch.uint8)
+        if self.packed:
+            return (difference & 0x0F).count_nonzero() + (difference & 0xF0).count_nonzero()
+        return difference.count_nonzero()
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """x after its quantization and back, in x's dtype; x itself where activations are not quantized."""
+        if self.activation is None:
+            return x
+        from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+
+        codes, scale = (quantize_activation_int8 if self.activation == "int8" else quantize_activation_fp8)(x)
+        return (codes.float() * scale).to(x.dtype)
+
+    # --- products
+
+    @abstractmethod
+    def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
+        """A weight as `multiply` reads it, by name. dtype: of the activations. Stored tensors stand as themselves."""
+
+    def kernel_bytes(self, out_features: int, in_features: int) -> int:
+        """Bytes of a GPU's operands of one weight beside its stored tensors."""
+        return 0
+
+    @classmethod
+    @abstractmethod
+    def multiply(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
+    ) -> Tensor:
+        """The product, whose rows keep their bits in every batch.
+
+        x: (M, K) of the compute dtype, contiguous; bias: (N,) or None. Returns (M, N) of x's dtype.
+        """
+
+    @abstractmethod
+    def stored(
+        self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+    ) -> dict[str, Tensor]:
+        """The stored tensors by suffix, read back from `operands`: undoes `operands`, whatever its values are."""
+
+    @abstractmethod
+    def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
+        """W (N, K) for the backward: the values of `dequantize`, on the CPU held in float32."""
+
+
+# --- the registry ----------------------------------------------------------------------------------------------------
+
+_SCHEMES: dict[str, type[Scheme]] = {}
+S = TypeVar("S", bound=type[Scheme])
+
+
+def register(kind: S) -> S:
+    """Make a scheme known by its `name`; to be used as a decorator. Raises ValueError where the name is taken."""
+    if kind.name in _SCHEMES:
+        raise ValueError(f"scheme {kind.name!r} is registered already ({_SCHEMES[kind.name].__module__})")
+    _SCHEMES[kind.name] = kind
+    return kind
+
+
+def _schemes() -> dict[str, type[Scheme]]:
+    import qarl_formats.schemes  # noqa: F401 (registers those that come with qarl)
+
+    return _SCHEMES
+
+
+def scheme_class(name: str) -> type[Scheme]:
+    """The scheme called `name`. Raises ValueError."""
+    if name not in _schemes():
+        raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(_SCHEMES)}")
+    return _SCHEMES[name]
+
+
+def scheme_names(of: Callable[[type[Scheme]], bool] = lambda kind: True) -> tuple[str, ...]:
+    """The names of all schemes, or of those for which `of` holds."""
+    return tuple(name for name, kind in _schemes().items() if of(kind))
+
+
+def grouped_names() -> tuple[str, ...]:
+    """Schemes whose group size is to be chosen."""
+    return scheme_names(lambda kind: bool(kind.group_sizes))
 
 
 def make_scheme(
     name: str,
     group_size: int | None = None,
     symmetric: bool = True,
-    grid: str = "compressed-tensors",
-    scale_dtype: str = "bfloat16",
+    grid: str = GRIDS[0],
+    scale_dtype: str = SCALE_DTYPES[0],
 ) -> Scheme:
     """Build the scheme `name`, refusing combinations that no kernel or file format has.
 
     Args:
-        name: one of `SCHEMES`.
-        group_size: 32, 64, 128 or -1 (per channel), for w4a16 and w4a8 only; None means 128 there.
-        symmetric: False for w4a16 only.
-        grid: "symmetric7" for symmetric w4a16 and w4a8 only.
+        name: one of `scheme_names()`.
+        group_size: 32, 64, 128 or -1 (per channel), for schemes with groups; None means 128 there.
+        symmetric: False for schemes with zero points only.
+        grid: "symmetric7" for symmetric int4 only.
         scale_dtype: one of `SCALE_DTYPES`.
 
     Raises:
         ValueError: one line that names the argument, its value and what is valid.
     """
-    if name not in LAYOUTS:
-        raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(SCHEMES)}")
-    bits, weight_type, activation = LAYOUTS[name]
+    kind = scheme_class(name)
     if scale_dtype not in SCALE_DTYPES:
         raise ValueError(f"scale_dtype {scale_dtype!r} is unknown; choose one of {', '.join(SCALE_DTYPES)}")
     if grid not in GRIDS:
         raise ValueError(f"grid {grid!r} is unknown; choose one of {', '.join(GRIDS)}")
-    if bits != 4 and group_size is not None:
+    if not kind.group_sizes and group_size is not None:
         raise ValueError(f"group_size {group_size} does not apply to scheme {name}; leave it out (null)")
-    if bits == 4 and group_size not in (None, CHANNEL, *GROUP_SIZES):
-        raise ValueError(f"group_size {group_size} is not supported; choose 32, 64, 128 or -1 (one group a row)")
-    if not symmetric and name != "w4a16":
-        raise ValueError(f"symmetric false does not apply to scheme {name}; only w4a16 stores zero points")
-    if grid == "symmetric7" and (bits != 4 or not symmetric):
+    if kind.group_sizes and group_size not in (None, CHANNEL, *kind.group_sizes):
+        sizes = ", ".join(map(str, kind.group_sizes))
+        raise ValueError(f"group_size {group_size} is not supported; choose {sizes} or -1 (one group a row)")
+    if not symmetric and not kind.zero_points:
+        others = " and ".join(scheme_names(lambda other: other.zero_points))
+        raise ValueError(f"symmetric false does not apply to scheme {name}; only {others} stores zero points")
+    if grid not in kind.grids or (grid != GRIDS[0] and not symmetric):
         given = name if symmetric else f"{name} with symmetric false"
-        raise ValueError(f"grid symmetric7 needs symmetric w4a16 or w4a8, not {given}")
-    if bits == 4 and group_size is None:
+        others = " or ".join(scheme_names(lambda other: grid in other.grids))
+        raise ValueError(f"grid {grid} needs symmetric {others}, not {given}")
+    if kind.group_sizes and group_size is None:
         group_size = DEFAULT_GROUP_SIZE
-    return Scheme(
-        name=name,
-        weight_bits=bits,
-        weight_type=weight_type,
-        group_size=None if group_size == CHANNEL else group_size,
-        symmetric=symmetric,
-        grid=grid,
-        activation=activation,
-        scale_dtype=scale_dtype,
-    )
+    return kind(None if group_size == CHANNEL else group_size, symmetric, grid, scale_dtype)
 
 
 def check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:
     """Check that a Linear with weight [out_features, in_features] can be stored in `scheme`.
 
     Raises:
-        ValueError: the group size does not divide `in_features`; names the layer and the group sizes that do.
+        ValueError: the shape does not fit, as a group size that does not divide `in_features`; names the layer and
+            what would do.
     """
     if out_features < 1 or in_features < 1:
         raise ValueError(f"{name}: weight [{out_features}, {in_features}] is empty; add the layer to the ignore list")
-    if scheme.group_size is None or in_features % scheme.group_size == 0:
-        return
-    fits = [str(size) for size in GROUP_SIZES if in_features % size == 0] + ["-1 (one group a row)"]
-    raise ValueError(
-        f"{name}: group_size {scheme.group_size} does not divide its {in_features} input features; "
-        f"use {' or '.join(fits)}, or add the layer to the ignore list"
-    )
+    if fault := scheme.shape_fault(out_features, in_features):
+        raise ValueError(f"{name}: {fault}, or add the layer to the ignore list")
 
 
 def is_ignored(name: str, ignore: list[str]) -> bool:

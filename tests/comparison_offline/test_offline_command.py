@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from qarl_formats.compressed import quantization_config
-from qarl_formats.scheme import make_scheme
+from qarl_formats.scheme import make_scheme, scheme_names
 from safetensors.torch import save_file
 
 from qarl import cli
@@ -17,7 +17,7 @@ from qarl.comparison.offline.command import compare_offline
 from qarl.comparison.offline.page import comparison_charts
 from qarl.errors import UserError
 
-ALL = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+ALL = list(scheme_names())
 
 
 def result_in(out):

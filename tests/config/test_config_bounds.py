@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from config_walk import leaves, plain_numbers
+from config_walk import leaves, plain_numbers, put
 from pydantic import ValidationError
 
 from qarl.comparison.study import Study
@@ -23,6 +23,7 @@ FREE = {
     "data.task",
     "reward.functions.[].options",
     "rollout.vllm.args",
+    "objective.custom.kwargs",
     "config",
     "profiles.{}",
     "variants.{}",
@@ -71,12 +72,8 @@ def test_the_schema_shows_the_tops():
 
 
 def _at(root: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    *sections, last = path.split(".")
     data = json.loads(json.dumps(root))
-    here = data
-    for name in sections:
-        here = here.setdefault(name, {})
-    here[last] = value
+    put(data, path, value)
     return data
 
 
@@ -154,7 +151,7 @@ def _nested(levels: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("key", ["data.task", "rollout.vllm.args"])
+@pytest.mark.parametrize("key", ["data.task", "rollout.vllm.args", "objective.custom.kwargs"])
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -191,7 +188,7 @@ def test_a_lone_surrogate_is_refused_in_every_text(path, text):
         Config.model_validate(_at(BASE, path, text))
 
 
-PATHS = ["model.path", "data.source", "train.run_dir", "checkpoint.resume"]
+PATHS = ["model.path", "data.source", "train.run_dir", "checkpoint.resume", "objective.custom.path"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import subprocess
+import sys
 
-from qarl.config import CorrectionConfig, ObjectiveConfig, load_config
-from qarl.config.correction_presets import PRESETS
-from qarl.config.objective import OBJECTIVE_DEFAULTS
+import pytest
+import yaml
+from objective_sections import objective_config
+
+from qarl.config import Config, CorrectionConfig, ObjectiveConfig, load_config
+from qarl.errors import UserError
+from qarl.objectives.correction.presets import PRESETS
+from qarl.objectives.registry import BY_NAME
 
 
 @pytest.mark.parametrize(
@@ -26,30 +33,91 @@ from qarl.config.objective import OBJECTIVE_DEFAULTS
     ],
 )
 def test_advantage_and_aggregation_are_those_of_the_objective_unless_given(name, advantage, aggregation):
-    config = ObjectiveConfig(name=name)
+    config = objective_config(name=name)
     assert (config.advantage, config.aggregation) == (advantage, aggregation)
-    assert ObjectiveConfig(name=name, aggregation="seq-mean-token-sum-norm").aggregation == "seq-mean-token-sum-norm"
+    assert objective_config(name=name, aggregation="seq-mean-token-sum-norm").aggregation == "seq-mean-token-sum-norm"
     if name != "rloo":
-        assert ObjectiveConfig(name=name, advantage="grpo_no_std").advantage == "grpo_no_std"
+        assert objective_config(name=name, advantage="grpo_no_std").advantage == "grpo_no_std"
 
 
-@pytest.mark.parametrize("name", OBJECTIVE_DEFAULTS)
-def test_an_objective_s_own_keys_get_its_defaults_and_others_stay_null(name):
-    config = ObjectiveConfig(name=name)
-    own = OBJECTIVE_DEFAULTS[name]
-    every = {key for keys in OBJECTIVE_DEFAULTS.values() for key in keys}
-    assert {key: getattr(config, key) for key in every} == dict.fromkeys(every) | own
+PPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss": "clip", "ratio": None}
+GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "ratio": None}
+OWN_KEYS = {  # TBPO: QaRL appendix, GSPO, SAPO and DAPO: their papers, the rest: PPO's 0.2 and dual clip's 3
+    "tbpo": {
+        "seq_clip_ratio_high": 4e-4,
+        "seq_clip_ratio_low": 3e-4,
+        "neg_seq_clip_ratio_high": 7e-4,
+        "neg_seq_clip_ratio_low": 3e-4,
+        "seq_tis_imp_ratio_cap": 2.0,
+    },
+    "grpo": PPO,
+    "dapo": PPO | {"clip_ratio_high": 0.28},
+    "dual_clip_grpo": PPO | {"clip_ratio_c": 3.0},
+    "gspo": GSPO,
+    "mis_gspo": GSPO | {"mis_ratio_low": 0.5, "mis_ratio_high": 2.0},
+    "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "ratio": None},
+    "positive_only": PPO,
+    "on_policy": {},
+    "reinforce": {},
+    "rloo": {},
+}
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_an_objective_has_its_own_keys_with_their_defaults_and_no_others(name):
+    given = objective_config(name=name).model_dump()
+    shared = set(ObjectiveConfig.model_fields)
+    assert {key: value for key, value in given.items() if key not in shared} == OWN_KEYS[name]
+
+
+def test_every_registered_objective_is_looked_at_here():
+    assert set(BY_NAME) == {*OWN_KEYS, "custom"}
+
+
+EVERY_KEY = {key for keys in OWN_KEYS.values() for key in keys}
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_null_is_the_default_and_at_anothers_key_nothing_as_runs_once_wrote_it(load, tmp_path, name):
+    """config.yaml once had every key of every objective, null where it was not read."""
+    more = ["train.minibatch_size=null"]
+    config = load(f"objective.name={name}", *more)
+    stored = yaml.safe_load(config.to_yaml())
+    stored["objective"] = dict.fromkeys(EVERY_KEY) | stored["objective"]
+    copy = tmp_path / "config.yaml"
+    copy.write_text(yaml.safe_dump(stored))
+    assert load_config(copy) == config
+    assert load(f"objective={json.dumps(dict.fromkeys(EVERY_KEY) | {'name': name})}", *more) == config
+    assert load(f"objective={{name: {name}, ratio: train}}", *more).objective.ratio_kind in ("train", "one")
+
+
+def test_another_name_on_the_command_line_brings_its_own_defaults(load):
+    assert load("objective.name=dapo").objective == load("objective={name: dapo}").objective
+    changed = load("objective={name: grpo, kl_coef: 0.5}", "objective.name=gspo").objective
+    assert (changed.name, changed.kl_coef, changed.clip_ratio_high) == ("gspo", 0.5, 4e-4)
+    with pytest.raises(UserError, match=r"objective\.clip_ratio_c = 3\.0: is read by dual_clip_grpo, not by gspo"):
+        load("objective={name: dual_clip_grpo, clip_ratio_c: 3.0}", "objective.name=gspo")
+
+
+def test_a_users_objective_is_a_path_in_one_word_or_a_section(load, tmp_path):
+    short = load("objective=mine/own.py:f")
+    assert short == load("objective={name: custom, path: 'mine/own.py:f'}")
+    assert (short.objective.file, short.objective.kwargs, short.objective.ratio) == ("mine/own.py", {}, "train")
+    assert load("objective={name: custom, path: 'pkg.own:f', kwargs: {a: [1]}}").objective.file is None
+    copy = tmp_path / "config.yaml"
+    copy.write_text(short.to_yaml())
+    assert load_config(copy) == short
 
 
 def test_dapo_clips_higher_and_no_clip_reads_no_bounds():
-    assert ObjectiveConfig(name="dapo").clip_ratio_high == 0.28
-    config = ObjectiveConfig(name="dual_clip_grpo", loss="no_clip")
+    assert objective_config(name="dapo").clip_ratio_high == 0.28
+    config = objective_config(name="dual_clip_grpo", loss="no_clip")
     assert (config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c) == (None, None, 3.0)
 
 
 def test_the_kl_estimator_is_k3_where_there_is_a_kl():
-    assert ObjectiveConfig(kl_coef=0.1).kl_estimator == "k3"
-    assert ObjectiveConfig().kl_estimator is None
+    assert objective_config(kl_coef=0.1).kl_estimator == "k3"
+    assert objective_config().kl_estimator is None
 
 
 NONE = "no correction"
@@ -91,7 +159,7 @@ def test_every_preset_has_an_expansion_here():
 def test_a_preset_expands_and_its_yaml_loads_back_to_an_equal_config(load, tmp_path, preset):
     name = "rloo" if PRESETS[preset].policy_gradient else "grpo"
     config = load(f"objective.name={name}", f"correction.preset={preset}")
-    assert (str(config.correction), config.objective.ratio) == EXPANSIONS[preset]
+    assert (str(config.correction), getattr(config.objective, "ratio", None)) == EXPANSIONS[preset]
     copy = tmp_path / "config.yaml"
     copy.write_text(config.to_yaml())
     assert load_config(copy) == config
@@ -110,12 +178,23 @@ def test_keys_given_beside_a_preset_replace_its_own():
         (["objective={name: gspo, ratio: shadow}"], "shadow"),
         (["objective={name: sapo, ratio: rollout}", "correction.preset=bypass"], "rollout"),
         (["objective={name: grpo, ratio: one}", "correction.preset=tis"], "one"),
-        (["objective.name=tbpo"], None),
-        (["objective.name=rloo", "correction.preset=tis-srs-k3-corr"], None),
     ],
 )
 def test_the_ratio_is_the_given_one_or_the_preset_s_or_train(load, overrides, ratio):
-    assert load(*overrides).objective.ratio == ratio
+    assert load(*overrides).objective.ratio == load(*overrides).objective.ratio_kind == ratio
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        (["objective.name=tbpo"], "train"),
+        (["objective.name=rloo", "correction.preset=tis-srs-k3-corr"], "one"),
+        (["objective.name=on_policy"], "one"),
+    ],
+)
+def test_an_objective_of_one_ratio_has_no_key_for_it(load, overrides, kind):
+    objective = load(*overrides).objective
+    assert not hasattr(objective, "ratio") and objective.ratio_kind == kind
 
 
 def test_rules_and_veto_go_with_a_ratio_that_holds_the_mismatch_and_with_tbpo(load):
@@ -158,3 +237,19 @@ def test_a_token_outside_takes_its_response_where_the_ratio_is_the_response_s(lo
     copy = tmp_path / "config.yaml"
     copy.write_text(config.to_yaml())
     assert load_config(copy) == config
+
+
+def test_the_sections_of_all_objectives_are_read_without_torch():
+    code = "import sys, qarl.objectives, qarl.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_schema_is_a_union_by_name_in_which_only_the_default_needs_none():
+    schema = Config.model_json_schema()
+    section = schema["properties"]["objective"]
+    assert section["discriminator"]["propertyName"] == "name" and set(section["discriminator"]["mapping"]) == set(
+        BY_NAME
+    )
+    for name, reference in section["discriminator"]["mapping"].items():
+        member = schema["$defs"][reference.rpartition("/")[2]]
+        assert ("name" in member.get("required", ())) == (name != "tbpo")

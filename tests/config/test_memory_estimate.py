@@ -41,8 +41,9 @@ def sizes(device="cpu", **sections) -> dict[str, int]:
         (make_scheme("w4a16", 32, symmetric=False), 64 * 96 // 2 + 64 * 3 * 2 + 64 // 8 * 4 * 3),
         (make_scheme("w8a8", scale_dtype="float32"), 64 * 96 + 64 * 4),
         (make_scheme("fp8"), 64 * 96 + 64 * 2),
+        (make_scheme("fp8_block"), 64 * 96 + 2),
     ],
-    ids=["group", "channel", "zero_points", "int8", "fp8"],
+    ids=["group", "channel", "zero_points", "int8", "fp8", "fp8_block"],
 )
 def test_stored_weight(scheme, expected):
     assert memory.quantized_weight_bytes(scheme, 64, 96) == expected
@@ -81,7 +82,7 @@ def test_gpu_without_kernels_keeps_dequantized_weights_in_the_compute_dtype():
 def test_gpu_kernels_keep_int4_weights_in_blocks_of_16_by_128():
     rows = 2 * (64 + 2 * 32 + 64 + 2 * 128 + 64)  # every matrix has one block along its 64 or 128 inputs
     assert sizes("cuda")["GEMM operands"] == rows * (128 // 2 + 4 * 4)  # codes, and 4 bytes for each of 4 groups of 32
-    for scheme in ("w8a8", "fp8"):
+    for scheme in ("w8a8", "fp8", "fp8_block"):
         assert sizes("cuda", quant={"scheme": scheme, "group_size": None})["GEMM operands"] == 0
 
 

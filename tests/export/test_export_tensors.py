@@ -85,7 +85,7 @@ def test_the_provenance_names_run_step_scheme_and_every_tensor(exported):
     }
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8"])
+@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8", "fp8_block"])
 def test_transformers_loads_the_dequantized_weights(name, tiny_model, tmp_path):
     run = save_run(tmp_path / "run", tiny_model(), **SCHEMES[name])
     run.export(tmp_path / "out")

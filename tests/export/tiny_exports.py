@@ -31,6 +31,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8": {"scheme": "w8a8"},
     "fp8": {"scheme": "fp8"},
     "w4a8": {"scheme": "w4a8", "group_size": 32},
+    "fp8_block": {"scheme": "fp8_block"},
 }
 
 

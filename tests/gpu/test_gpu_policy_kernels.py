@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from qarl.policy.kernel_operand import KernelOperand
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import Scheme, make_scheme
 from qarl_kernels.logprob import Truncation, logits_of
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from qarl.config import ModelConfig, QuantConfig
 from qarl.errors import UserError
-from qarl.policy.kernel_operand import KernelOperand
+from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
 from qarl.policy.operand import operand_of
@@ -195,10 +196,14 @@ def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) ->
 
 def test_a_second_micro_batch_is_added_in_place(tiny_model) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32)
-    _logprobs(policy).sum().backward()
-    once = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
-    addresses = {name: linear.weight.grad.data_ptr() for name, linear in policy.linears.items()}
-    _logprobs(policy).sum().backward()
-    assert addresses == {name: linear.weight.grad.data_ptr() for name, linear in policy.linears.items()}
-    for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-3, atol=1e-5 * float(once[name].abs().max()))
+    names, masters = zip(*policy.named_parameters(), strict=True)
+    weights = [number for number, name in enumerate(names) if name.removesuffix(".weight") in policy.linears]
+    sums = GradientAccumulator(policy.role, masters)
+    sums.backward(_logprobs(policy).sum())
+    first = sums.peek()
+    once, addresses = [total.clone() for total in first], [first[number].data_ptr() for number in weights]
+    sums.backward(_logprobs(policy).sum())
+    twice = sums.take()
+    assert addresses == [twice[number].data_ptr() for number in weights]
+    for found, expected in zip(twice, once, strict=True):
+        torch.testing.assert_close(found, 2 * expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))

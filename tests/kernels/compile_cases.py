@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from qarl_kernels import dequantize, digest, fp8_block, gemm, noise, quantize, tile, tuning, w4a8, w4a16
+from qarl_kernels import (
+    dequantize,
+    digest,
+    fp8_block,
+    gemm,
+    noise,
+    nvfp4_weights,
+    nvfp4a16,
+    quantize,
+    tile,
+    tuning,
+    w4a8,
+    w4a16,
+)
 from qarl_kernels.launch import capability_of
 from torch import Tensor
 
@@ -107,7 +120,9 @@ def _is_wgmma(tile_: tuning.Tile) -> bool:
 
 def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
     m, int8, e4m3 = 4096, torch.int8, torch.float8_e4m3fn
-    if family in ("w4a16", "w4a8"):
+    if family == "nvfp4a16":
+        nvfp4a16.fused(empty(m, k), *tiled_fp4(n, k), empty(1, dtype=FP32), n, None, BF16, tile_)
+    elif family in ("w4a16", "w4a8"):
         blocks = -(-k // 128)
         tiled = empty(-(-n // 16), blocks, 16, 16, dtype=torch.int32)
         meta = empty(blocks, -(-n // 16) * 16, dtype=torch.int32 if family == "w4a16" else FP32)
@@ -123,6 +138,11 @@ def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
         dtype = {"dense": BF16, "w8a8": int8, "fp8": e4m3}[family]
         scales = (None, None) if family == "dense" else (empty(m, 1, dtype=FP32), empty(n, 1))
         gemm.run(empty(m, k, dtype=dtype), empty(n, k, dtype=dtype), *scales, None, empty(m, n), tile_)
+
+
+def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
+    blocks, rows = -(-k // 128), -(-n // 16)
+    return empty(rows, blocks, 16, 16, dtype=torch.int32), empty(2 * blocks, 16 * rows, dtype=torch.int32)
 
 
 def groups_and_dtypes() -> Iterator[str]:
@@ -161,3 +181,22 @@ def int8() -> Iterator[str]:
 def fp8() -> Iterator[str]:
     yield from products("fp8")
     yield from products("fp8_block")
+
+
+def fp4_weights() -> Iterator[str]:
+    """Quantize and dequantize NVFP4, with and without the global scale."""
+    divisor = empty(1, dtype=FP32)
+    for n, k in ((4096, 12_288), (1001, 1008)):
+        packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
+        for dtype in (BF16, torch.float16):
+            nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
+            nvfp4_weights.scaled_nvfp4(packed, scale, dtype)
+        yield f"nvfp4 {n}x{k}"
+
+
+def fp4() -> Iterator[str]:
+    yield from products("nvfp4a16")
+    for tile_ in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
+        x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
+        nvfp4a16.fused(x, *tiled_fp4(4096, 4096), empty(1, dtype=FP32), 4096, bias, torch.float16, tile_)
+        yield f"nvfp4a16 float16 {tile_.way}"

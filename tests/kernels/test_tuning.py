@@ -23,7 +23,8 @@ def test_an_entry_serves_rows_up_to_its_limit_and_the_last_one_all_more() -> Non
 
 @pytest.mark.parametrize("device", SHIPPED)
 def test_shipped_tables_hold_tiles_that_their_kernels_take(device: str) -> None:
-    ways = {"w4a16": {"narrow", "wide", "dequantized"}, "w4a8": {"wide"}, "dense": {"x_first", "w_first", "library"}}
+    fused = {"narrow", "wide", "dequantized"}
+    ways = {"w4a16": fused, "nvfp4a16": fused, "w4a8": {"wide"}, "dense": {"x_first", "w_first", "library"}}
     entries = list(tuning.entries(device))
     assert {family for family, *_ in entries} == set(FAMILIES)
     for family, n, k, entry in entries:

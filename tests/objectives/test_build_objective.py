@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from objective_sections import objective_config
 from ragged import Batch, random_batch
 
-from qarl.config import CorrectionConfig, ObjectiveConfig
-from qarl.config.correction import RejectRule
+from qarl.config import CorrectionConfig
 from qarl.objectives import (
     Band,
     Constants,
@@ -21,6 +21,7 @@ from qarl.objectives import (
     build_objective,
     finish_stats,
 )
+from qarl.objectives.correction.config import RejectRule
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]
@@ -52,13 +53,13 @@ SETUPS = [
     ({"name": "rloo", **PENALTIES}, TOKEN),
 ]
 CASES = [
-    pytest.param(build_objective(ObjectiveConfig(**options), correction), id=f"{options['name']}{i}")
+    pytest.param(build_objective(objective_config(**options), correction), id=f"{options['name']}{i}")
     for i, (options, correction) in enumerate(SETUPS)
 ]
 
 
 def built(aggregation: str, options: dict, correction: CorrectionConfig):
-    return build_objective(ObjectiveConfig(**options, aggregation=aggregation), correction)
+    return build_objective(objective_config(**options, aggregation=aggregation), correction)
 
 
 CUT_CASES = [
@@ -168,7 +169,7 @@ def test_equal_rewards_give_no_gradient_exactly_where_the_objective_says_so(obje
 
 
 def test_a_response_of_advantage_zero_moves_under_a_centre():
-    objective = build_objective(ObjectiveConfig(name="grpo", loss="detach_center"), NONE)
+    objective = build_objective(objective_config(name="grpo", loss="detach_center"), NONE)
     assert not objective.zero_advantage_is_idle
     _, gradient, _ = evaluate(objective, random_batch([2, 2], [0.0, 1.0], 0.001))
     assert gradient[:2].all()
@@ -184,7 +185,7 @@ REJECT_ALL = [
 @pytest.mark.parametrize("correction", REJECT_ALL, ids=["rules", "token mask", "sequence mask"])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "on_policy", "rloo"])
 def test_with_every_token_rejected_the_loss_and_gradient_are_zero_and_counted(name, correction):
-    objective = build_objective(ObjectiveConfig(name=name), correction)
+    objective = build_objective(objective_config(name=name), correction)
     loss, gradient, metrics = evaluate(objective, random_batch(LENGTHS, ADVANTAGES, 0.1))
     assert loss == 0.0
     assert not gradient.any()
@@ -194,7 +195,7 @@ def test_with_every_token_rejected_the_loss_and_gradient_are_zero_and_counted(na
 
 def test_the_kl_is_not_weighted_by_the_correction():
     options = {"name": "grpo", "kl_coef": 0.5, "kl_estimator": "k1", "aggregation": "token-mean"}
-    objective = build_objective(ObjectiveConfig(**options), REJECT_ALL[0])
+    objective = build_objective(objective_config(**options), REJECT_ALL[0])
     batch = random_batch(LENGTHS, ADVANTAGES, 0.1)
     loss, gradient, metrics = evaluate(objective, batch)
     expected = (batch.logp.detach() - batch.logp_ref).mean().item()
@@ -211,14 +212,14 @@ def test_rejected_responses_keep_their_place_in_the_denominators():
     advantages, segments = torch.ones(2, dtype=torch.float64), Segments.from_lengths([2, 1])
     for aggregation, expected in [("token-mean", 1 / 3), ("seq-mean-token-mean", 1 / 4)]:
         logp.grad = None
-        objective = build_objective(ObjectiveConfig(name="grpo", aggregation=aggregation), rule)
+        objective = build_objective(objective_config(name="grpo", aggregation=aggregation), rule)
         objective(logps, advantages, segments, Totals(2, 3, 2))[0].backward()
         assert (-logp.grad).tolist() == pytest.approx([expected, expected, 0.0])
 
 
 def test_the_correction_multiplies_the_surrogate():
     objective = build_objective(
-        ObjectiveConfig(name="grpo", aggregation="token-mean"), CorrectionConfig(level="token", lower=0.5, upper=3.0)
+        objective_config(name="grpo", aggregation="token-mean"), CorrectionConfig(level="token", lower=0.5, upper=3.0)
     )
     logp = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
     sampler = torch.tensor([-1.0 - math.log(2.0), -1.0 + math.log(4.0), -1.0 - math.log(8.0)], dtype=torch.float64)
@@ -236,7 +237,7 @@ def test_the_correction_multiplies_the_surrogate():
 def test_the_loss_falls_when_a_rewarded_token_becomes_likelier(name):
     logp = torch.tensor([-1.0], requires_grad=True)
     one = torch.tensor([-1.0])
-    objective = build_objective(ObjectiveConfig(name=name), NONE)
+    objective = build_objective(objective_config(name=name), NONE)
     objective(TokenLogProbs(logp, one, one), torch.tensor([1.0]), Segments.from_lengths([1]), Totals(1, 1, 1))[
         0
     ].backward()
@@ -245,7 +246,7 @@ def test_the_loss_falls_when_a_rewarded_token_becomes_likelier(name):
 
 @pytest.mark.parametrize("loss", ["clip", "detach", "detach_center", "no_clip"])
 def test_positive_only_gives_punished_responses_no_gradient(loss):
-    objective = build_objective(ObjectiveConfig(name="positive_only", loss=loss), NONE)
+    objective = build_objective(objective_config(name="positive_only", loss=loss), NONE)
     _, gradient, _ = evaluate(objective, random_batch([2, 3, 1], [0.7, -0.9, -0.1], 0.001))
     assert gradient[:2].all()
     assert not gradient[2:].any()
@@ -264,7 +265,7 @@ def test_positive_only_gives_punished_responses_no_gradient(loss):
     ],
 )
 def test_needs_are_what_the_options_ask_for_and_no_more(options, correction, needs):
-    assert build_objective(ObjectiveConfig(**options), correction).needs == needs
+    assert build_objective(objective_config(**options), correction).needs == needs
 
 
 INFINITE = math.inf
@@ -291,8 +292,8 @@ INFINITE = math.inf
     ids=lambda x: "-".join(x.values()) if isinstance(x, dict) and all(isinstance(v, str) for v in x.values()) else "",
 )
 def test_the_band_is_that_of_the_options(options, band):
-    assert build_objective(ObjectiveConfig(**options), NONE).band == band
-    assert ObjectiveConfig(**options).clips == (band is not None)
+    assert build_objective(objective_config(**options), NONE).band == band
+    assert objective_config(**options).band == band
 
 
 BOUNDS = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
@@ -314,7 +315,7 @@ BOUNDS = {"clip_ratio_low": 0.02, "clip_ratio_high": 0.03}
     ids=lambda x: x["name"] if isinstance(x, dict) else "",
 )
 def test_a_token_is_outside_the_band_exactly_if_it_has_no_gradient(options, spread):
-    objective = build_objective(ObjectiveConfig(**options), NONE)
+    objective = build_objective(objective_config(**options), NONE)
     batch = random_batch(LENGTHS, ADVANTAGES, spread)
     _, gradient, _ = evaluate(objective, batch)
     advantage = batch.segments.expand(batch.advantages)
@@ -327,7 +328,7 @@ def test_a_token_is_outside_the_band_exactly_if_it_has_no_gradient(options, spre
 @pytest.mark.parametrize(("name", "kind"), [("grpo", "l - o"), ("on_policy", "0"), ("rloo", "0"), ("tbpo", "l - o")])
 def test_the_log_ratio_is_the_one_the_surrogate_works_with(name, kind):
     batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
-    got = build_objective(ObjectiveConfig(name=name), NONE).log_ratio(batch.logps, batch.segments)
+    got = build_objective(objective_config(name=name), NONE).log_ratio(batch.logps, batch.segments)
     expected = batch.logp.detach() - batch.logp_old if kind == "l - o" else torch.zeros(54, dtype=torch.float64)
     assert not got.requires_grad
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
@@ -335,14 +336,14 @@ def test_the_log_ratio_is_the_one_the_surrogate_works_with(name, kind):
 
 def test_without_correction_there_are_no_weights_and_constants_are_neutral():
     batch = random_batch(LENGTHS, ADVANTAGES, 0.05)
-    objective = build_objective(ObjectiveConfig(name="grpo"), NONE)
+    objective = build_objective(objective_config(name="grpo"), NONE)
     assert objective.weights(batch.logps, batch.segments) is None
     assert objective.constants(batch.logps, batch.advantages, batch.segments) == Constants()
 
 
 def test_contributions_are_means_by_the_sign_of_the_advantage():
     batch = random_batch(LENGTHS, ADVANTAGES, 0.1)
-    _, _, metrics = evaluate(build_objective(ObjectiveConfig(name="grpo"), NONE), batch)
+    _, _, metrics = evaluate(build_objective(objective_config(name="grpo"), NONE), batch)
     sums = {}
     for l, o, b, a in batch.responses():  # noqa: E741
         for x, y, z in zip(l, o, b, strict=True):
@@ -358,5 +359,5 @@ def test_kl_k3_is_of_the_learner_now_and_at_the_snapshot_for_every_ratio():
     x = [u - v for l, o, _, _ in batch.responses() for u, v in zip(l, o, strict=True)]  # noqa: E741
     expected = sum(math.exp(d) - 1 - d for d in x) / len(x)
     for options in ({"name": "grpo", "ratio": "rollout"}, {"name": "rloo"}, {"name": "gspo"}):
-        _, _, metrics = evaluate(build_objective(ObjectiveConfig(**options), NONE), batch)
+        _, _, metrics = evaluate(build_objective(objective_config(**options), NONE), batch)
         assert metrics["policy/kl_k3"] == pytest.approx(expected, rel=1e-12)

@@ -8,6 +8,7 @@ from qarl.objectives.band import Band
 from qarl.objectives.gspo import sequence_clipped
 from qarl.objectives.ratios import log_ratio
 from qarl.objectives.surrogate import finish_stats
+from qarl.objectives.tokens import SurrogateInputs
 
 LENGTHS = [4, 1, 0, 9, 3, 30, 2]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, 0.4]
@@ -20,8 +21,8 @@ def surrogate(l: list[float], o: list[float], a: float) -> float:  # noqa: E741
 
 
 def run(batch):
-    exponent = log_ratio(batch.logp, batch.logp_old)
-    return sequence_clipped(exponent, batch.logp, batch.advantages, batch.segments, BAND)
+    inputs = SurrogateInputs(batch.logps, log_ratio(batch.logp, batch.logp_old), batch.advantages, batch.segments)
+    return sequence_clipped(inputs, BAND)
 
 
 def test_value_matches_the_formula():

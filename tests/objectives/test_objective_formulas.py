@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from objective_sections import objective_config
 from ragged import random_batch
 from transcription import Response, correction, loss
 
-from qarl.config import CorrectionConfig, ObjectiveConfig
-from qarl.config.correction import RejectRule
+from qarl.config import CorrectionConfig
 from qarl.objectives import Totals, build_objective
+from qarl.objectives.correction.config import RejectRule
 
 LENGTHS = [4, 1, 0, 9, 3, 6, 2, 1]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0]
@@ -149,7 +150,7 @@ def computed(objective_cfg, correction_cfg, batch):
 
 @pytest.mark.parametrize(("options", "correction_options"), CASES)
 def test_the_loss_and_its_gradient_are_those_of_the_formula(options, correction_options):
-    objective_cfg, correction_cfg = ObjectiveConfig(**options), correction_config(correction_options)
+    objective_cfg, correction_cfg = objective_config(**options), correction_config(correction_options)
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
     got = computed(objective_cfg, correction_cfg, batch)
     got.backward()
@@ -178,8 +179,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(options, correction_
 def test_the_weights_are_those_of_the_formula_before_normalization(options):
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
     cfg = correction_config(options | {"normalize": False})
-    weights = build_objective(ObjectiveConfig(name="grpo"), cfg).weights(batch.logps, batch.segments)
-    expected = [x for row in correction(ObjectiveConfig(name="grpo"), cfg, responses_of(batch)) for x in row]
+    weights = build_objective(objective_config(name="grpo"), cfg).weights(batch.logps, batch.segments)
+    expected = [x for row in correction(objective_config(name="grpo"), cfg, responses_of(batch)) for x in row]
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
     assert int((weights != 1).sum()) > 0  # it corrects something
 
@@ -188,7 +189,7 @@ def test_a_weight_of_learner_now_over_sampler_is_the_bypass_policy_gradient():
     """min(prod_t l/b, C) A grad l, summed over the response, in a loop (verl's bypass mode with REINFORCE)."""
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
     cfg = correction_config({"preset": "bypass_pg_is", "upper": 1.4})
-    computed(ObjectiveConfig(name="reinforce"), cfg, batch).backward()
+    computed(objective_config(name="reinforce"), cfg, batch).backward()
     expected = []
     for l, _, b, a in batch.responses():  # noqa: E741
         weight = min(math.exp(math.fsum(x - y for x, y in zip(l, b, strict=True))), 1.4)
@@ -199,7 +200,7 @@ def test_a_weight_of_learner_now_over_sampler_is_the_bypass_policy_gradient():
 @pytest.mark.parametrize("options", [CORRECTIONS[1], CORRECTIONS[2]], ids=["token", "sequence"])
 def test_normalized_weights_have_mean_one_before_rules_and_veto(options):
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
-    objective = build_objective(ObjectiveConfig(name="grpo"), correction_config(options))
+    objective = build_objective(objective_config(name="grpo"), correction_config(options))
     constants = objective.constants(batch.logps, batch.advantages, batch.segments)
     weights = objective.weights(batch.logps, batch.segments) / constants.weight_mean
     if options["level"] == "sequence":  # one weight per response that is not empty
@@ -209,7 +210,7 @@ def test_normalized_weights_have_mean_one_before_rules_and_veto(options):
 
 def test_the_center_is_the_mean_of_w_over_the_minibatch():
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
-    objective = build_objective(ObjectiveConfig(name="grpo", loss="detach_center", **CLIP), CorrectionConfig())
+    objective = build_objective(objective_config(name="grpo", loss="detach_center", **CLIP), CorrectionConfig())
     total = 0.0
     for l, o, _, a in batch.responses():  # noqa: E741
         for x, y in zip(l, o, strict=True):
@@ -221,7 +222,7 @@ def test_the_center_is_the_mean_of_w_over_the_minibatch():
 
 def test_the_entropy_gets_its_coefficient_as_gradient_at_every_token_rejected_or_not():
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
-    options = ObjectiveConfig(name="grpo", entropy_coef=0.2, aggregation="token-mean")
+    options = objective_config(name="grpo", entropy_coef=0.2, aggregation="token-mean")
     rejects_all = correction_config({"reject": [{"estimator": "ratio", "aggregate": "mean", "lower": 1e6}]})
     loss_value = computed(options, rejects_all, batch)
     loss_value.backward()
@@ -232,15 +233,15 @@ def test_the_entropy_gets_its_coefficient_as_gradient_at_every_token_rejected_or
 def test_on_policy_has_ratio_one_and_the_gradient_of_reinforce():
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
     aggregation = {"aggregation": "token-mean"}
-    computed(ObjectiveConfig(name="on_policy", **aggregation), CorrectionConfig(), batch).backward()
+    computed(objective_config(name="on_policy", **aggregation), CorrectionConfig(), batch).backward()
     on_policy, batch.logp.grad = batch.logp.grad, None
-    computed(ObjectiveConfig(name="reinforce", **aggregation), CorrectionConfig(), batch).backward()
+    computed(objective_config(name="reinforce", **aggregation), CorrectionConfig(), batch).backward()
     assert torch.equal(on_policy, batch.logp.grad)
 
 
 def test_a_sapo_ratio_of_one_has_the_gradient_of_the_unclipped_ratio():
     batch = random_batch(LENGTHS, ADVANTAGES, SPREAD)
     batch.logp_old = batch.logp.detach().clone()
-    computed(ObjectiveConfig(name="sapo", aggregation="token-mean"), CorrectionConfig(), batch).backward()
+    computed(objective_config(name="sapo", aggregation="token-mean"), CorrectionConfig(), batch).backward()
     expected = -batch.segments.expand(batch.advantages) / sum(LENGTHS)
     torch.testing.assert_close(batch.logp.grad, expected, rtol=1e-15, atol=0)

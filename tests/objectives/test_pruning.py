@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from objective_sections import objective_config
 from ragged import random_batch
 from test_objective_formulas import (
     ADVANTAGES,
@@ -23,8 +24,7 @@ from test_objective_formulas import (
 )
 from transcription import loss
 
-from qarl.config import CorrectionConfig, ObjectiveConfig
-from qarl.config.objective import dvp_outside_of
+from qarl.config import CorrectionConfig
 from qarl.objectives import build_objective, finish_stats
 
 NONE = CorrectionConfig(level="none")
@@ -74,7 +74,7 @@ def test_loss_and_gradient_are_those_of_the_formula_wherever_tokens_are_outside(
     possible = CORRECTIONS + (POLICY_GRADIENT if options["name"] in ("reinforce", "rloo", "on_policy") else [])
     corrections = [{}] if options["name"] == "tbpo" else [{}, *draw.sample(possible, 3)]
     for correction in corrections:
-        objective_cfg = ObjectiveConfig(**options, dvp_outside=level)
+        objective_cfg = objective_config(**options, dvp_outside=level)
         correction_cfg = correction_config(correction) if correction else NONE
         batch = with_holes(draw.randrange(2**32))
         objective = build_objective(objective_cfg, correction_cfg)
@@ -84,7 +84,7 @@ def test_loss_and_gradient_are_those_of_the_formula_wherever_tokens_are_outside(
 
         responses = responses_of(batch)
         frozen = [list(r.l) for r in responses]
-        pruning = level or dvp_outside_of(objective_cfg.name, correction_cfg.level)
+        pruning = level or objective_cfg.default_pruning(correction_cfg.level)
 
         def formula() -> float:
             return loss(objective_cfg, correction_cfg, responses, frozen, MAX_TOKENS, pruning)  # noqa: B023
@@ -124,7 +124,7 @@ def test_one_token_outside_takes_the_response_exactly_where_the_ratio_is_the_res
     if snapshot:
         batch.logp_old[1] = -math.inf
     batch.logp = logp.requires_grad_()
-    objective = build_objective(ObjectiveConfig(**options), correction_config(correction))
+    objective = build_objective(objective_config(**options), correction_config(correction))
     value, stats = objective(batch.logps, batch.advantages, batch.segments, TOTALS)
     value.backward()
     gradient = batch.logp.grad
@@ -139,7 +139,7 @@ def test_one_token_outside_takes_the_response_exactly_where_the_ratio_is_the_res
 
 @pytest.mark.parametrize("name", ["tbpo", "gspo", "rloo", "grpo", "sapo", "on_policy"])
 def test_a_response_that_is_pruned_away_is_worth_exactly_nothing_and_stays_in_the_denominators(name):
-    objective = build_objective(ObjectiveConfig(name=name, dvp_outside="response"), NONE)
+    objective = build_objective(objective_config(name=name, dvp_outside="response"), NONE)
     batch = random_batch(LENGTHS, ADVANTAGES, 0.001)
     whole = batch.logp.detach().clone()
     alone = []
@@ -161,6 +161,6 @@ def test_a_nan_in_a_pruned_response_reaches_the_gradient():
         logp = batch.logp.detach().clone()
         logp[0], logp[1] = math.nan, -math.inf
         batch.logp = logp.requires_grad_()
-        objective = build_objective(ObjectiveConfig(name=name, dvp_outside="response"), NONE)
+        objective = build_objective(objective_config(name=name, dvp_outside="response"), NONE)
         value, _ = objective(batch.logps, batch.advantages, batch.segments, TOTALS)
         assert math.isnan(value.item())

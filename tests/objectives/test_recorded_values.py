@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from objective_sections import objective_config
 
-from qarl.config import CorrectionConfig, ObjectiveConfig
-from qarl.config.correction import RejectRule
-from qarl.correction import Rejection, kept
+from qarl.config import CorrectionConfig
 from qarl.objectives import Segments, TokenLogProbs, Totals, build_objective
+from qarl.objectives.correction.config import RejectRule
+from qarl.objectives.correction.rejection import Rejection, kept
 from qarl.objectives.ratios import log_ratio
 from qarl.objectives.regularizers import k_estimate
 
@@ -31,7 +32,7 @@ def column(name: str) -> torch.Tensor:
 def evaluate(objective_options: dict, correction: CorrectionConfig, max_tokens: int) -> tuple[float, list[float]]:
     logp = column("logp").requires_grad_()
     logps = TokenLogProbs(logp, column("logp_old"), column("logp_sampler"), logp_ref=column("logp_ref"))
-    objective = build_objective(ObjectiveConfig(**objective_options), correction)
+    objective = build_objective(objective_config(**objective_options), correction)
     arguments = (logps, column("advantages"), Segments.from_lengths(LENGTHS))
     totals = Totals(len(LENGTHS), sum(LENGTHS), max_tokens)
     loss, _ = objective(*arguments, totals, objective.constants(*arguments))

@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
+from objective_sections import objective_config
 from ragged import Batch, clip, geometric_mean, random_batch
 
 from qarl.config import CorrectionConfig, ObjectiveConfig
 from qarl.objectives import Segments, Totals, build_objective, finish_stats
 
-PAPER = ObjectiveConfig(name="tbpo", aggregation="seq-mean-token-sum")
+PAPER = objective_config(name="tbpo", aggregation="seq-mean-token-sum")
 LENGTHS = [4, 1, 0, 9, 3, 30, 2, 5, 12, 7]
 ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0, -1.5, 0.3]
 
@@ -15,7 +16,7 @@ ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0, 0.9, -0.4, 2.0, -1.5, 0.3]
 def wide(**changes: float) -> ObjectiveConfig:
     """Bands that random ratios fall on both sides of."""
     bands = {"seq_clip_ratio_high": 0.04, "neg_seq_clip_ratio_high": 0.07, "neg_seq_clip_ratio_low": 0.03}
-    return ObjectiveConfig(name="tbpo", aggregation="seq-mean-token-sum", **{**bands, **changes})
+    return objective_config(name="tbpo", aggregation="seq-mean-token-sum", **{**bands, **changes})
 
 
 def run(batch: Batch, options: ObjectiveConfig):

@@ -39,7 +39,7 @@ def differences(x: Row, y: Row) -> Row:
 
 def outside(cfg: Any, r: Response, frozen: Row) -> list[bool]:
     """Tokens that the learner's set does not hold: their ratio is 0."""
-    by_shadow = cfg.ratio == "shadow"
+    by_shadow = cfg.ratio_kind == "shadow"
     columns = zip(frozen, r.o, r.q, strict=True)
     return [l == -math.inf or o == -math.inf or (by_shadow and q == -math.inf) for l, o, q in columns]  # noqa: E741
 
@@ -80,6 +80,11 @@ def sequence_value(ratio: float, a: float, name: str, cfg: Any) -> tuple[float, 
     return value, value != ratio * a
 
 
+def _c(cfg: Any) -> float | None:
+    """Dual clip's bound, of the one objective that has it."""
+    return cfg.clip_ratio_c if cfg.name == "dual_clip_grpo" else None
+
+
 def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0, pruning: str = "token") -> Row:
     """What each token of a response is worth before correction and penalties. cfg: an ObjectiveConfig."""
     out = outside(cfg, r, frozen)
@@ -95,12 +100,12 @@ def unpruned_values(cfg: Any, r: Response, frozen: Row, center: float) -> Row:
         return [r.a * math.exp(x) for x in differences(r.l, frozen)]
     if cfg.name in ("gspo", "mis_gspo", "tbpo"):
         at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
-        tokens = token_ratios(cfg.ratio or "train", at, frozen)
+        tokens = token_ratios(cfg.ratio_kind, at, frozen)
         s = exp(mean_inside([math.log(x) for x in tokens], outside(cfg, r, frozen))) if tokens else 1.0
         value, constant = sequence_value(s, r.a, cfg.name, cfg)
         return [value if constant else r.a * s * math.exp(x) for x in differences(r.l, frozen)]
 
-    ratios = token_ratios(cfg.ratio or "train", r, frozen)
+    ratios = token_ratios(cfg.ratio_kind, r, frozen)
     if cfg.name == "sapo":
         tau = cfg.sapo_tau_pos if r.a > 0 else cfg.sapo_tau_neg
         return [4 / tau / (1 + math.exp(-tau * (x - 1))) * r.a for x in ratios]
@@ -109,7 +114,7 @@ def unpruned_values(cfg: Any, r: Response, frozen: Row, center: float) -> Row:
     low, high = (0.0, 11.0) if cfg.loss == "no_clip" else (1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)
     if cfg.loss in ("detach", "detach_center"):
         return [(w - center) * x for w, x in zip(unpruned_w(cfg, r, frozen), r.l, strict=True)]
-    return [ppo(x, r.a, low, high, cfg.clip_ratio_c) for x in ratios]
+    return [ppo(x, r.a, low, high, _c(cfg)) for x in ratios]
 
 
 def weights_w(cfg: Any, r: Response, frozen: Row, pruning: str = "token") -> Row:
@@ -125,7 +130,7 @@ def unpruned_w(cfg: Any, r: Response, frozen: Row) -> Row:
         return [0.0] * len(frozen)
     at = Response(frozen, r.o, r.b, r.q, r.ref, r.h, r.a)
     low, high = 1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high
-    return [ppo(x, r.a, low, high, cfg.clip_ratio_c) for x in token_ratios(cfg.ratio or "train", at, frozen)]
+    return [ppo(x, r.a, low, high, _c(cfg)) for x in token_ratios(cfg.ratio_kind, at, frozen)]
 
 
 def k(estimator: str, x: float) -> float:
@@ -227,7 +232,7 @@ def loss(
     still = [Response(f, r.o, r.b, r.q, r.ref, r.h, r.a) for f, r in zip(frozen, responses, strict=True)]
     weights = correction(objective, cfg, still, pruning)
     center = 0.0
-    if objective.loss == "detach_center":
+    if objective.centers:
         center = mean([w for f, r in zip(frozen, responses, strict=True) for w in weights_w(objective, r, f, pruning)])
     tokens = sum(len(r.l) for r in responses)
     total = 0.0

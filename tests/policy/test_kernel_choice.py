@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import make_policy, standalone, view_of
+from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
-from qarl_formats.scheme import Scheme, make_scheme
+from qarl_formats.scheme import Scheme, make_scheme, scheme_names
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor, nn
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
-from qarl.policy.kernel_operand import KernelOperand
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import Operand, operand_of
+from qarl.policy.operand import PlainWeight
 from qarl.publish.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
-SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+SCHEMES = list(scheme_names())
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter; TRITON_INTERPRET=1 is not set")
 
 
@@ -58,14 +58,15 @@ def test_reference_float32_and_the_cpu_run_plain_torch(capability, scheme: str, 
     assert not use_kernels(_quant(scheme, kernels=kernels), _scheme(scheme), dtype, device)
 
 
-def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability) -> None:
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block"])
+def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability, scheme: str) -> None:
     capability(8, 6)
-    message = r"^quant.scheme: fp8 .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
+    message = rf"^quant.scheme: {scheme} .* 8\.9 .* has 8\.6; .*quant\.kernels: reference"
     with pytest.raises(UserError, match=message) as caught:
-        use_kernels(_quant("fp8"), _scheme("fp8"), torch.bfloat16, GPU)
+        use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
     assert "\n" not in str(caught.value)
     capability(8, 9)
-    assert use_kernels(_quant("fp8"), _scheme("fp8"), torch.bfloat16, GPU)
+    assert use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "w4a8"])
@@ -87,35 +88,56 @@ def _published(scheme: str, dtype: torch.dtype = torch.bfloat16, **changes) -> Q
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: str) -> None:
     weight = _published(scheme)
-    operand = operand_of(weight, torch.bfloat16, kernels=True)
-    assert isinstance(operand, KernelOperand) and operand.product == ("dense" if scheme == "bf16" else scheme)
-    assert operand.source is weight
-    assert (operand.tiled is not None) == (operand.meta is not None) == scheme.startswith("w4")
+    operand = prepare(weight, torch.bfloat16, kernels=True)
+    assert operand.kernels and operand.scheme.name == scheme and operand.source is weight
+    published = [weight] if scheme == "bf16" else list(weight.tensors.values())
+    own = {name: t for name, t in operand.operands.items() if not any(t is tensor for tensor in published)}
+    assert own.keys() == ({"weight_tiled", "weight_meta"} if scheme.startswith("w4") else set())
 
 
 @interpreted
 @pytest.mark.parametrize(("scheme", "tiled"), [("w4a16", False), ("w4a8", True)])
 def test_scales_of_another_dtype_leave_w4a16_untiled(scheme: str, tiled: bool) -> None:
-    operand = operand_of(_published(scheme, scale_dtype="float32"), torch.bfloat16, kernels=True)
-    assert (operand.tiled is not None) == (operand.meta is not None) == tiled
+    operands = prepare(_published(scheme, scale_dtype="float32"), torch.bfloat16, kernels=True).operands
+    assert ("weight_tiled" in operands) == ("weight_meta" in operands) == tiled
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @interpreted
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8"])
-def test_verification_reads_back_what_the_product_reads(scheme: str) -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+def test_verification_reads_back_what_the_product_reads(scheme: str, kernels: bool) -> None:
     weight = _published(scheme)
-    operand = operand_of(weight, torch.bfloat16, kernels=True)
-    held = operand.held()
-    assert held.keys() == weight.tensors.keys()
-    assert all(torch.equal(held[name], tensor) for name, tensor in weight.tensors.items() if name != "weight")
-    if operand.tiled is not None:
-        operand.tiled[0, 0, 3, 2] ^= 1 << 5
-        assert not torch.equal(operand.held()["weight_packed"], weight.tensors["weight_packed"])
+    held = prepare(weight, torch.bfloat16, kernels).held()
+    assert list(held) == list(weight.tensors)
+    assert all(same_bits(held[name], tensor) for name, tensor in weight.tensors.items())
+
+
+@interpreted
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_change_of_any_operand_shows_in_what_is_held(scheme: str, kernels: bool) -> None:
+    names = prepare(_published(scheme), torch.bfloat16, kernels).operands
+    for name in names:
+        weight = _published(scheme)
+        operand = prepare(weight, torch.bfloat16, kernels)
+        tensors = {"weight": weight} if scheme == "bf16" else weight.tensors
+        before = {suffix: tensor.clone() for suffix, tensor in tensors.items()}
+        operand.operands[name].view(torch.uint8).view(-1)[-1] ^= 1 << 5  # the last byte: of a float its exponent
+        try:
+            held = operand.held()
+        except ValueError as error:
+            assert "is not what its codes and scales make" in str(error)
+        else:
+            assert any(not same_bits(held[suffix], tensor) for suffix, tensor in before.items()), name
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_kernels_the_operand_is_plain_torch(scheme: str) -> None:
-    assert isinstance(operand_of(_published(scheme), torch.bfloat16), Operand)
+    assert not prepare(_published(scheme), torch.bfloat16).kernels
 
 
 @interpreted
@@ -133,12 +155,12 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
     )
     for name in policy.linears:
         own, sampler = policy.learner_view.operands[name], policy.sampler_view.operands[name]
-        assert isinstance(sampler, KernelOperand)
-        assert sampler.product == ("dense" if name == ignored else "w4a16")
+        assert sampler.kernels and sampler.scheme.name == ("bf16" if name == ignored else "w4a16")
         if learner == "aligned":
             assert own is sampler
         else:
-            assert own.product == ("dense" if learner == "fake_quant" and name == ignored else "plain")
+            plain = learner != "fake_quant" or name != ignored
+            assert isinstance(own, PlainWeight if plain else PreparedWeight)
 
 
 # --- numbers, against the reference
@@ -147,7 +169,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
 def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **changes) -> QuantLinear:
     torch.manual_seed(0)
     linear = standalone(nn.Linear(K, N), dequantize_input)
-    operand = operand_of(_published(scheme, **changes), torch.bfloat16, kernels)
+    operand = prepare(_published(scheme, **changes), torch.bfloat16, kernels)
     linear.role.settle(view_of(linear, operand, torch.bfloat16))
     return linear
 
@@ -172,7 +194,7 @@ def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, change
 
 
 @interpreted
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8", "fp8_block"])
 def test_ste_input_dequantized_is_the_same_with_kernels(scheme: str) -> None:
     grads = []
     for kernels in (False, True):
@@ -188,7 +210,7 @@ def test_ste_input_dequantized_is_the_same_with_kernels(scheme: str) -> None:
 def test_dequantized_is_what_the_codes_stand_for(scheme: str, dtype: torch.dtype) -> None:
     weight = _published(scheme, dtype)
     expected = weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
-    assert torch.equal(operand_of(weight, dtype, kernels=True).dequantized(dtype), expected)
+    assert torch.equal(prepare(weight, dtype, kernels=True).dequantized(dtype), expected)
 
 
 # --- publishing

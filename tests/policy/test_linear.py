@@ -5,16 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import standalone, view_of
+from qarl_formats.prepared import prepare
 from qarl_formats.quantize import dequantize_weight, quantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.scheme import make_scheme, scheme_class, scheme_names
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
 
 from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import dequantized_input, fake_quant_operand, full_precision_operand, operand_of
+from qarl.policy.operand import fake_quant_operand, full_precision_operand
 
 N, K, GROUP = 24, 64, 32
-SCHEMES = ["bf16", "w4a16", "w8a8", "fp8", "w4a8"]
+SCHEMES = list(scheme_names())
 DTYPES = [torch.float32, torch.bfloat16]
+QUANTIZED_INPUTS = [
+    ("w8a8", quantize_activation_int8),
+    ("fp8", quantize_activation_fp8),
+    ("fp8_block", quantize_activation_fp8),  # K is less than a block
+    ("w4a8", quantize_activation_int8),
+]
 
 
 def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequantize_input: bool = False):
@@ -25,7 +33,7 @@ def _linear(scheme_name: str, dtype: torch.dtype, learner: str = "aligned", dequ
     master = linear.weight.detach()
     published = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
     operand = {
-        "aligned": lambda: operand_of(published, dtype),
+        "aligned": lambda: prepare(published, dtype),
         "fake_quant": lambda: fake_quant_operand(published, dtype),
         "full_precision": lambda: full_precision_operand(linear.weight, dtype),
     }[learner]()
@@ -75,11 +83,11 @@ def test_full_precision_learner_runs_on_the_rounded_master(scheme: str, dtype: t
     torch.testing.assert_close(dx.double(), dy.double() @ weight, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if scheme_class(s).activation])
 def test_fake_quant_learner_multiplies_dequantized_operands(scheme: str) -> None:
     linear, values = _linear(scheme, torch.float32, "fake_quant")
     x = _x(torch.float32)
-    rounded = dequantized_input(x, linear.role.view.operands["linear"].activation)
+    rounded = linear.role.view.operands["linear"].rounded_input(x)
     assert not torch.equal(rounded, x)
     expected = rounded.double() @ values.double().t() + _bias(linear)
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
@@ -93,12 +101,13 @@ def test_fake_quant_and_aligned_agree_up_to_rounding() -> None:
 
 
 @pytest.mark.parametrize("learner", ["aligned", "fake_quant"])
-@pytest.mark.parametrize(("scheme", "activation"), [("w8a8", "int8"), ("fp8", "fp8"), ("w4a8", "int8")])
-def test_ste_input_dequantized_gives_the_weight_gradient_of_the_rounded_input(scheme, activation, learner) -> None:
+@pytest.mark.parametrize(("scheme", "quantizer"), QUANTIZED_INPUTS)
+def test_ste_input_dequantized_gives_the_weight_gradient_of_the_rounded_input(scheme, quantizer, learner) -> None:
     linear, _ = _linear(scheme, torch.float32, learner, dequantize_input=True)
     x = _x(torch.float32)
     _, dy = _backward(linear, x)
-    rounded = dequantized_input(x, activation).double()
+    codes, scale = quantizer(x)
+    rounded = codes.double() * scale.double()
     torch.testing.assert_close(linear.weight.grad.double(), dy.double().t() @ rounded, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(linear.weight.grad.double(), dy.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
 
@@ -116,7 +125,7 @@ def test_sampler_and_aligned_learner_give_the_same_bits(scheme: str) -> None:
 def test_inside_another_view_a_linear_reads_that_ones_operand_and_bias() -> None:
     linear, values = _linear("w4a16", torch.float32, "full_precision")
     x, before = _x(torch.float32), linear.role.view
-    other = view_of(linear, operand_of(values, torch.float32), torch.float32)
+    other = view_of(linear, prepare(values, torch.float32), torch.float32)
     other.values["linear.bias"].add_(1.0)
     own = linear(x)
     with linear.role.as_(other):

@@ -154,4 +154,4 @@ def test_dequantized_weights_are_what_the_dense_product_reads(tiny_model) -> Non
     policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, 32)
     name = "model.layers.1.mlp.up_proj"
     expected = dequantize_weight(policy.current.weights[name], torch.bfloat16).float()
-    assert torch.equal(policy.learner_view.operands[name].weight, expected)
+    assert torch.equal(policy.learner_view.operands[name].operands["weight_values"], expected)

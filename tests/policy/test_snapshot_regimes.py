@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from qarl.config import QuantConfig
 from qarl.errors import UserError
+from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
 from qarl.publish.verify import PublishError, fingerprints, verify
 
@@ -27,6 +28,10 @@ LAYOUTS = {
     "fp8": {
         "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
         "weight_scale": (torch.bfloat16, lambda n, k: (n, 1)),
+    },
+    "fp8_block": {
+        "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
+        "weight_scale": (torch.bfloat16, lambda n, k: (-(-n // 128), -(-k // 128))),
     },
 }
 LAYOUTS["w4a8"] = LAYOUTS["w4a16"]
@@ -182,7 +187,7 @@ def test_full_precision_learner_does_not_see_a_master_before_refresh(tiny_model)
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
-    assert all(operand.product == "plain" for operand in policy.learner_view.operands.values())
+    assert all(isinstance(operand, PlainWeight) for operand in policy.learner_view.operands.values())
     with torch.no_grad():
         learner = logprobs(policy)
         with policy.sampling():

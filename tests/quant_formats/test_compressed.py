@@ -26,6 +26,7 @@ SCHEMES = {
     "W4A8": make_scheme("w4a8", 128),
     "W8A8": make_scheme("w8a8"),
     "FP8_DYNAMIC": make_scheme("fp8"),
+    "FP8_BLOCK": make_scheme("fp8_block"),
 }
 STORED = [
     make_scheme("w4a16", 32),
@@ -35,6 +36,8 @@ STORED = [
     make_scheme("w8a8", scale_dtype="float32"),
     make_scheme("fp8"),
     make_scheme("w4a8", 32),
+    make_scheme("fp8_block"),
+    make_scheme("fp8_block", scale_dtype="float32"),
 ]
 
 
@@ -146,7 +149,9 @@ def test_codes_that_are_not_int4_are_refused():
 def test_config_parses_back_to_its_scheme(scheme):
     parsed, ignore = parse_quantization_config(quantization_config(scheme, ["lm_head", "re:.*gate$"]))
     assert ignore == ["lm_head", "re:.*gate$"]
-    assert parsed == make_scheme(scheme.name, (scheme.group_size or -1) if scheme.packed else None, scheme.symmetric)
+    assert parsed == make_scheme(
+        scheme.name, (scheme.group_size or -1) if scheme.group_sizes else None, scheme.symmetric
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from library_oracle import library_dequantized, library_scheme, library_tensors
 from qarl_formats.quantize import codes_changed, dequantize_weight, quantize_weight, unpack_codes
-from qarl_formats.scheme import make_scheme
+from qarl_formats.scheme import SCALE_DTYPES, make_scheme
 
 N, K = 24, 256
 
@@ -20,7 +20,7 @@ def _scheme_id(scheme):
 SCHEMES = [
     *(make_scheme("w4a16", g, scale_dtype=d) for g in (32, 64, 128, -1) for d in ("bfloat16", "float16", "float32")),
     *(make_scheme("w4a16", g, False, scale_dtype=d) for g in (32, 128, -1) for d in ("bfloat16", "float16", "float32")),
-    *(make_scheme(name, scale_dtype=d) for name in ("w8a8", "fp8") for d in ("bfloat16", "float16", "float32")),
+    *(make_scheme(name, scale_dtype=d) for name in ("w8a8", "fp8", "fp8_block") for d in SCALE_DTYPES),
     make_scheme("w4a8", 32),
     make_scheme("w4a8", -1),
 ]
@@ -89,6 +89,21 @@ def test_dequantized_equals_the_library_in_the_scale_dtype(scheme, case):
     quantized = quantize_weight(ADVERSARIAL[case], scheme, "w")
     dtype = getattr(torch, scheme.scale_dtype)
     assert torch.equal(dequantize_weight(quantized, dtype), library_dequantized(quantized.tensors, scheme))
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 130), (128, 128), (129, 257), (200, 300), (384, 96)])
+def test_blocks_that_128_does_not_divide_equal_the_library(shape, scale_dtype):
+    scheme = make_scheme("fp8_block", scale_dtype=scale_dtype)
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 1, shape[1])
+    quantized = quantize_weight(weight, scheme, "w")
+    expected = library_tensors(weight, scheme)
+    assert torch.equal(quantized.tensors["weight"].view(torch.uint8), expected["weight"].view(torch.uint8))
+    assert torch.equal(quantized.tensors["weight_scale"], expected["weight_scale"])
+    found = dequantize_weight(quantized, getattr(torch, scale_dtype))
+    codes, scale = quantized.tensors["weight"].double(), quantized.tensors["weight_scale"].double()
+    wide = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    assert torch.equal(found, (codes * wide).float().to(found.dtype))
 
 
 @pytest.mark.parametrize("scheme_name", ["w4a16", "w4a8"])

@@ -61,7 +61,7 @@ def test_a_repeated_prompt_gets_the_responses_of_a_larger_group(make_engine):
 def test_a_repeated_prompt_is_two_groups_of_the_batch(make_engine, prompts):
     dealt = [PROMPT, prompts[0], PROMPT]
     rollouts = make_engine().generate(dealt, SamplingParams(2, 0, 10), 0)
-    batch = build_batch(dealt, rollouts, [1.0, 0.0, 0.5, 0.5, 0.0, 0.0], "grpo_no_std")
+    batch = build_batch(dealt, rollouts, [1.0, 0.0, 0.5, 0.5, 0.0, 0.0], "grpo_no_std", 0)
     assert batch.groups == [0, 0, 1, 1, 2, 2] and batch.advantages.tolist() == [0.5, -0.5, 0, 0, 0, 0]
 
 

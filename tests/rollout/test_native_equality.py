@@ -19,6 +19,7 @@ SCHEMES = {
     "w8a8": {"scheme": "w8a8"},
     "fp8": {"scheme": "fp8"},
     "w4a8": {"scheme": "w4a8"},
+    "fp8_block": {"scheme": "fp8_block"},
 }
 LAYOUTS = {
     "one token a step": {"max_batched_tokens": 1},
@@ -78,7 +79,7 @@ def test_logprobs_are_equal_in_other_compute_dtypes(make_policy, make_engine, pr
     assert torch.equal(learner_logprobs(policy, prompts, rollouts), sampler_logprobs(rollouts))
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "fp8_block"])
 def test_logprobs_are_equal_with_this_many_threads(make_policy, make_engine, prompts, threads: int, scheme: str):
     policy = make_policy("qwen3", **SCHEMES[scheme])
     rollouts = make_engine(policy, max_batched_tokens=50).generate(prompts, SAMPLING, 0)
@@ -105,7 +106,7 @@ def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, n: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "scheme"), [("llama", "w4a16"), ("qwen3", "w8a8")])
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "w4a16"), ("qwen3", "w8a8"), ("qwen2", "fp8_block")])
 def test_responses_do_not_depend_on_how_steps_are_cut(
     make_policy, make_engine, prompts, layout: str, family: str, scheme: str
 ):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from qarl_formats.compressed import quantization_config
+from qarl_formats.prepared import prepare
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import make_scheme
 from qarl_kernels.logprob import Truncation
@@ -19,7 +20,6 @@ from qarl_kernels.logprob import Truncation
 from qarl.exporting.vllm_probe import ENVIRONMENT
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.operand import operand_of
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.launch import drawing_of
@@ -41,6 +41,7 @@ TRUNCATIONS = {
 }
 WIDTHS = (576, 192, 192)  # of q, k and v in SmolLM2
 DTYPE = torch.bfloat16
+SCHEMES = ("bf16", "w4a16", "w4a8", "w8a8", "fp8", "nvfp4a16")
 
 
 def main(checkpoint: str, answer: str) -> None:
@@ -91,7 +92,7 @@ def main(checkpoint: str, answer: str) -> None:
         "reloaded_equal": scores(engine, texts) == first,
         "not_as_published": [name for name, pair in linears.items() if not as_published(name, *pair, snapshot)],
         "truncated": {name: reported(engine, opened.policy, cut) for name, cut in TRUNCATIONS.items()},
-        "schemes": {name: scheme_agrees(engine, name) for name in ("bf16", "w4a16", "w4a8", "w8a8", "fp8")},
+        "schemes": {name: scheme_agrees(engine, name) for name in SCHEMES},
     }
     Path(answer).write_text(json.dumps(found))
 
@@ -185,10 +186,12 @@ def scheme_agrees(engine, name: str) -> bool:
     with set_current_vllm_config(engine.llm_engine.vllm_config), set_default_torch_dtype(DTYPE):
         layer = QKVParallelLinear(576, 64, 9, 3, bias=True, quant_config=config, prefix="model.layers.0.qkv_proj")
         generator = torch.Generator().manual_seed(1)
-        biases, weights = [], []
-        for shard, width in zip("qkv", WIDTHS, strict=True):
-            master = torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05
-            weights.append(quantize_weight(master, scheme, shard) if scheme.quantized else master.to(DTYPE))
+        masters = [torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05 for width in WIDTHS]
+        shared, biases, weights = scheme.shared(masters), [], []
+        for shard, width, master in zip("qkv", WIDTHS, masters, strict=True):
+            weights.append(
+                quantize_weight(master, scheme, shard, shared=shared) if scheme.quantized else master.to(DTYPE)
+            )
             biases.append(torch.randn(width, generator=generator).to(DTYPE))
             layer.bias.weight_loader(layer.bias, biases[-1], shard)
             tensors = weights[-1].tensors if scheme.quantized else {"weight": weights[-1]}
@@ -199,7 +202,7 @@ def scheme_agrees(engine, name: str) -> bool:
     for m in (1, 7, 64):
         x = torch.randn(m, 576, generator=generator).to(DTYPE)
         y = layer(x)[0]
-        wanted = [operand_of(weight, DTYPE)(x, bias) for weight, bias in zip(weights, biases, strict=True)]
+        wanted = [prepare(weight, DTYPE)(x, bias) for weight, bias in zip(weights, biases, strict=True)]
         if not torch.equal(y, torch.cat(wanted, -1)):
             return False
     return True

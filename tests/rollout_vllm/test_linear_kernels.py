@@ -9,11 +9,10 @@ import importlib.util
 
 import pytest
 import torch
+from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
-
-from qarl.policy.operand import operand_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 K = 192
@@ -28,6 +27,7 @@ SCHEMES = [
     ("w4a8", -1, True),
     ("w8a8", None, True),
     ("fp8", None, True),
+    ("nvfp4a16", None, True),
 ]
 
 
@@ -54,7 +54,9 @@ def _weights(
 ) -> list[QuantizedWeight]:
     generator = torch.Generator().manual_seed(seed)
     scheme = make_scheme(name, group, symmetric)
-    return [quantize_weight(torch.randn(n, k, generator=generator) * 0.05, scheme, "w") for n in widths]
+    masters = [torch.randn(n, k, generator=generator) * 0.05 for n in widths]
+    shared = scheme.shared(masters)
+    return [quantize_weight(master, scheme, "w", shared=shared) for master in masters]
 
 
 def _fused(weights: list[QuantizedWeight]) -> dict[str, Tensor]:
@@ -71,13 +73,15 @@ def _loaded(weights: list[QuantizedWeight]) -> nn.Module:
     layer.output_partition_sizes = [w.shape[0] for w in weights]
     for suffix, tensor in _fused(weights).items():
         # vLLM's FP8 scheme hands the kernel a transposed view
-        hold(layer, suffix, tensor.t() if tensor.dtype == torch.float8_e4m3fn else tensor)
+        hold(layer, suffix, tensor.t() if suffix == "weight" and tensor.dtype == torch.float8_e4m3fn else tensor)
     return layer
 
 
 def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
-    from qarl.rollout.vllm import linear_kernels
+    from qarl.rollout.vllm import linear_kernels, nvfp4
 
+    if name == "nvfp4a16":
+        return nvfp4.NVFP4A16Kernel()
     kernel = getattr(linear_kernels, f"{name.upper()}Kernel")
     if issubclass(kernel, linear_kernels.MPLinearKernel):
         config = _config(k, group, symmetric)
@@ -89,7 +93,7 @@ def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
 def _learners(weights: list[QuantizedWeight], x: Tensor, bias: Tensor | None, kernels: bool = False) -> Tensor:
     widths = [w.shape[0] for w in weights]
     biases = [None] * len(widths) if bias is None else bias.split(widths)
-    operands = [operand_of(weight, x.dtype, kernels) for weight in weights]
+    operands = [prepare(weight, x.dtype, kernels) for weight in weights]
     return torch.cat([operand(x, b) for operand, b in zip(operands, biases, strict=True)], -1)
 
 

@@ -17,7 +17,7 @@ from damage import damages, spoil_entry
 from qarl.comparison.members import numbers_of
 from qarl.comparison.progress import last_record
 from qarl.config import Config
-from qarl.diagnosis.saved import pick_step, read_rollouts
+from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
 from qarl.errors import UserError
 from qarl.evaluation.records import keep_rows
 from qarl.inputs.files import read_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_walk import extreme, plain_numbers
+from config_walk import extreme, keys_of, plain_numbers
 from pydantic import ValidationError
 from tiny_runs import settings, write_config
 
@@ -45,9 +45,9 @@ def test_every_number_at_its_end_trains(qarl, tiny_model, tmp_path, objective, t
     data["rollout"]["max_response_length"] = 4
     taken = 0
     for path, kind, bounds in plain_numbers():
-        if path in SIZES:
+        if path in SIZES or (path.startswith("objective.") and path.split(".")[1] != objective):
             continue
-        *sections, key = path.split(".")
+        *sections, key = keys_of(path)
         here = data
         for section in sections:
             here = here.setdefault(section, {})
@@ -56,7 +56,7 @@ def test_every_number_at_its_end_trains(qarl, tiny_model, tmp_path, objective, t
         try:
             Config.model_validate(data)
             taken += 1
-        except ValidationError:  # another objective's, or nothing beside what stands there already
+        except ValidationError:  # not beside what stands there already
             del here[key]
             here.update({} if before is ... else {key: before})
     assert taken > 40

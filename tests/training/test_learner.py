@@ -13,6 +13,7 @@ from tiny_runs import Parts, live, parts
 from qarl.errors import UserError
 from qarl.training.batch import Batch
 from qarl.training.metrics import token_metrics
+from qarl.training.observer import Observer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,8 +118,10 @@ def test_learner_tokens_count_a_shared_prompt_once(llama):
 
 def test_forwards_are_those_that_learn_reports(llama):
     run = parts(llama, train={"minibatch_size": 4, "epochs": 2})
-    batch, done = live(run), []
-    run.learner.learn(batch, 0, done.append)
+    batch, watch = live(run), Observer()
+    done: list[int] = []
+    watch.progress = done.append
+    run.learn(batch, watch=watch)
     assert sum(done) == run.learner.forwards(len(batch)) == 2 * 16 + 12
 
 
@@ -131,10 +134,8 @@ def half_idle(run: Parts) -> Batch:
 def test_responses_with_advantage_0_skip_the_backward_only(llama):
     run = parts(llama, train={"minibatch_size": 16})
     batch, seen = half_idle(run), {True: [], False: []}
-    logprobs = run.learner._logprobs
-    run.learner._logprobs = lambda indices, *rest: (
-        seen[torch.is_grad_enabled()].extend(indices) or logprobs(indices, *rest)
-    )
+    logprobs = run.learner.logprobs
+    run.learner.logprobs = lambda part: seen[torch.is_grad_enabled()].extend(part.indices) or logprobs(part)
     run.learn(batch)
     assert sorted(seen[True]) == list(range(1, 16, 2)) and sorted(seen[False]) == list(range(0, 16, 2))
 
@@ -161,7 +162,7 @@ def test_a_minibatch_without_advantages_makes_no_step(llama):
     metrics = run.learn(batch)
     assert all(torch.equal(before[name], master) for name, master in run.masters().items())
     assert metrics["policy/version"] == 0.0 and metrics["policy/grad_norm"] == 0.0
-    assert metrics["policy/entropy"] > 0.0 and all(old is not None for old in batch.logp_old)
+    assert metrics["policy/entropy"] > 0.0 and batch.logp_old.known(batch.whole())
 
 
 def test_a_gradient_that_is_not_finite_touches_nothing_and_is_counted(llama):
@@ -301,10 +302,10 @@ def test_reward_rises(llama, objective, scheme, group):
 def test_the_retained_mass_is_of_every_response_token_at_the_snapshot(llama, minibatch):
     run = parts(llama, objective={"dvp_rho": 0.3}, train={"minibatch_size": minibatch})
     batch = live(run)
-    everything, truncation = list(range(len(batch))), run.sampling.truncation
+    truncation = run.sampling.truncation
     kept: list[torch.Tensor] = []
     with torch.no_grad():
-        run.policy.logprobs(*batch.texts(everything), truncation, 64, kept)
+        run.policy.logprobs(batch.prompts, batch.responses, truncation, 64, kept)
     metrics = run.learn(batch)
     assert metrics["policy/retained_mass_mean"] == pytest.approx(kept[0].double().mean().item(), rel=1e-6)
     assert metrics["policy/retained_mass_min"] == pytest.approx(kept[0].min().item(), rel=1e-6)

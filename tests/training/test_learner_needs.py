@@ -99,10 +99,10 @@ def test_the_reference_is_the_model_at_the_start(llama):
     run = parts(llama, objective={"name": "grpo", "kl_coef": 0.5}, optim={"lr": 1e-2})
     batch = live(run)
     with torch.no_grad():
-        start = run.policy.logprobs(*batch.texts(list(range(16))), run.sampling.truncation, 128)[0]
+        start = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)[0]
     first = run.learn(batch)
     second = run.learn(live(run, 2), 1)
-    assert torch.equal(torch.cat(batch.logp_ref), start) and torch.equal(torch.cat(batch.logp_old), start)
+    assert torch.equal(batch.logp_ref.read(batch.whole()), start) and torch.equal(batch.whole().logp_old, start)
     assert 0.0 < first["policy/kl_ref"] < second["policy/kl_ref"]
 
 
@@ -139,14 +139,12 @@ def test_constants_are_those_of_the_whole_minibatch(llama):
 def test_the_pass_for_constants_gives_logp_old_too_and_is_saved_while_the_weights_are_the_snapshots(llama):
     # Four minibatches. The first has a pass of its own; the others ran for logp_old, and run again after a step.
     plain, run = (parts(llama, train={"minibatch_size": 4}, **sections) for sections in ({}, NEEDS["normalize"]))
-    ran, logprobs = [], run.learner._logprobs
-    run.learner._logprobs = lambda indices, *rest: ran.extend(indices) or logprobs(indices, *rest)
+    ran = run.forwards()
     run.learn(live(run))
     assert len(ran) == plain.learner.forwards(16) + 4 + 12
 
     still = parts(llama, train={"minibatch_size": 4}, **NEEDS["normalize"])
-    ran, again = [], still.learner._logprobs
-    still.learner._logprobs = lambda indices, *rest: ran.extend(indices) or again(indices, *rest)
+    ran = still.forwards()
     still.learn(still.batch(lambda tokens: 1.0))  # no advantage: no step, so the weights stay
     assert len(ran) == plain.learner.forwards(16) + 4
 

@@ -16,6 +16,7 @@ from tiny_runs import settings
 from torch import Tensor
 
 from qarl.config import Config
+from qarl.diagnostics.probe import Probe
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
 from qarl.rewards.pool import RewardPool
@@ -23,12 +24,10 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.storage import rundir
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
-from qarl.training import keeper, learner, loop, trace
+from qarl.training import keeper, learner, loop, step, step_record
 from qarl.training.console import RunConsole
-from qarl.training.learner import Learner
 from qarl.training.metrics import Clock
 from qarl.training.optim import Optimizer
-from qarl.training.probe import Probe
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run
 from qarl.training.state import capture
@@ -65,9 +64,9 @@ class Tiny:
             if name <= f"{last}z" and not (but and name.startswith(but)):
                 assert (self.run / "rollouts" / name).read_bytes() == data, name
 
-    def build_run(self, config: Config, console: RunConsole, rewards_log: Path) -> Run:
+    def build_run(self, config: Config, device: torch.device, console: RunConsole, rewards_log: Path) -> Run:
         if self._parts is None:
-            run = self._build(config, console, rewards_log)
+            run = self._build(config, device, console, rewards_log)
             tensors, state = capture(run, run.stream.state())
             kept = {group: {k: v.clone() for k, v in members.items()} for group, members in tensors.items()}
             self._parts = run, kept, state
@@ -127,25 +126,25 @@ PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "generate": (NativeEngine, "generate", 1, False, AT - 1),
     "score": (RewardPool, "score", 1, False, AT - 1),
     "score, at its end": (RewardPool, "score", 1, True, AT - 1),
-    "reward metrics": (loop, "reward_metrics", 1, False, AT - 1),
-    "batch": (loop, "build_batch", 1, False, AT - 1),
-    "learn": (Learner, "learn", 1, False, AT - 1),
+    "reward metrics": (step_record, "reward_metrics", 1, False, AT - 1),
+    "batch": (step, "build_batch", 1, False, AT - 1),
+    "learn": (step, "learn", 1, False, AT - 1),
     "probe": (Probe, "begin", 1, False, AT - 1),
     "first gradient": (learner, "clip_grad_norm", 2, False, AT - 1),
     "first step of the optimizer": (Optimizer, "step", 2, False, AT - 1),
     "refresh": (Policy, "refresh", 2, False, 0),
     "second gradient": (learner, "clip_grad_norm", 1, False, 0),
-    "end of the probe": (Probe, "end", 1, False, 0),
-    "finished learning": (Learner, "learn", 1, True, 0),
+    "end of the probe": (Probe, "learned", 1, False, 0),
+    "finished learning": (step, "learn", 1, True, 0),
     "wake": (NativeEngine, "wake", 1, False, AT),
-    "crossings": (loop, "crossings", 1, False, AT),
-    "token metrics": (loop, "token_metrics", 1, False, AT),
-    "trace": (loop, "trace_of", 1, False, AT),
+    "crossings": (step_record, "crossings", 1, False, AT),
+    "token metrics": (step_record, "token_metrics", 1, False, AT),
+    "trace": (step_record, "trace_of", 1, False, AT),
     "publish": (NativeEngine, "publish", 1, False, AT),
     "publish, at its end": (NativeEngine, "publish", 1, True, AT),
     "clock": (Clock, "metrics", 1, False, AT),
     "rollouts": (Recorder, "rollouts", 1, False, AT),
-    "diagnostics record": (trace, "diagnostics_record", 1, False, AT),
+    "diagnostics record": (step_record, "diagnostics_record", 1, False, AT),
     "log": (Recorder, "log", 1, False, AT),
     "log, at its end": (Recorder, "log", 1, True, AT),
     "trackers": (Recorder, "track", 1, False, AT),
@@ -153,7 +152,7 @@ PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "line of the step": (RunConsole, "step", 1, False, AT),
 }
 # What a step lacks that was finished without its records: the metrics alone that come from the learner.
-PARTIAL = ("wake", "crossings", "token metrics", "trace", "clock")
+PARTIAL = ("crossings", "token metrics", "trace", "clock")
 
 
 def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -> Callable[..., Any]:
@@ -206,7 +205,7 @@ def test_a_fault_anywhere_loses_at_most_the_step_it_is_in(tiny, place, monkeypat
 
 def test_weights_that_are_half_way_leave_the_newest_checkpoint(tiny, monkeypatch, capsys):
     with monkeypatch.context() as patch, pytest.raises(Boom):
-        patch.setattr(Learner, "learn", fault(Learner.learn, 4, True, Boom("odd")))
+        patch.setattr(step, "learn", fault(step.learn, 4, True, Boom("odd")))
         tiny.train(steps=4, every=2)
     said = capsys.readouterr().out.splitlines()[-1]
     assert checkpoints(tiny.run) == ["000002", "latest"] and len(metrics(tiny.run)) == 3
@@ -281,6 +280,6 @@ def test_metrics_that_cannot_be_written_leave_no_checkpoint_ahead_of_them(tiny, 
 )
 def test_running_out_of_memory_is_one_line_with_a_fix_and_saves(tiny, error, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^out of memory \(.*; lower train") as caught:
-        patch.setattr(Learner, "learn", fault(Learner.learn, 2, False, error))
+        patch.setattr(step, "learn", fault(step.learn, 2, False, error))
         tiny.train()
     assert "\n" not in str(caught.value) and checkpoints(tiny.run) == ["000001", "latest"]

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from forks import ForkServer
 
 from qarl.config import Config
+from qarl.diagnostics.probe import Probe
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
+from qarl.training.observer import Observer
 from qarl.training.optim import Optimizer, build_optimizer
-from qarl.training.probe import Probe
 from qarl.training.setup import build_policy, build_sampling
+from qarl.training.step import learn
 from qarl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -64,10 +67,21 @@ class Parts:
             prompts, SamplingParams(**{**vars(self.sampling), "seed": seed}), self.policy.version
         )
         rewards = [reward(rollout.token_ids) for rollout in rollouts]
-        return build_batch(prompts, rollouts, rewards, self.config.objective.advantage)
+        return build_batch(prompts, rollouts, rewards, self.config.objective.advantage, self.policy.version)
 
-    def learn(self, batch: Batch, step: int = 0, probe: Probe | None = None) -> dict[str, float]:
-        return self.learner.learn(batch, step, lambda responses: None, probe)
+    def learn(self, batch: Batch, step: int = 0, watch: Observer | None = None) -> dict[str, float]:
+        """The learner's metrics, and `learner_tokens`, that its forwards ran."""
+        watch = watch or Observer()
+        learn(self.learner, batch, step, watch)
+        metrics = self.learner.metrics(batch)
+        watch.learned(batch, metrics)
+        return metrics | {"learner_tokens": float(self.learner.totals.forward_tokens)}
+
+    def forwards(self) -> list[int]:
+        """Gets the responses of every forward of the learner from now on."""
+        ran, logprobs = [], self.learner.logprobs
+        self.learner.logprobs = lambda part: ran.extend(part.indices) or logprobs(part)
+        return ran
 
     def probe(self, *due: str) -> Probe:
         return Probe(
@@ -101,6 +115,20 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     if learner.objective.needs.reference:
         policy.keep_reference()
     return Parts(config, policy, optimizer, learner, NativeEngine(policy, tokenizer, config.rollout), sampling)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Matrices this small only wait for a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model) -> Path:
+    return tiny_model("llama")
 
 
 class Started:

@@ -42,6 +42,17 @@ def f(completions, prompts, **columns):
 """
 
 
+OBJECTIVE = """\
+from qarl.objectives import Surrogate, clamped_exp, ratio_stats
+
+
+def f(inputs):
+    ratio, clamped = clamped_exp(inputs.log_ratio)
+    stats = ratio_stats(ratio, clamped, clamped, inputs.counted_tokens)
+    return Surrogate(inputs.token_advantages * ratio, stats)
+"""
+
+
 @dataclass(frozen=True)
 class Base:
     """Directories that no case writes to. root: theirs. model: a Hugging Face directory.
@@ -115,7 +126,7 @@ def make_base(root: Path, command: Callable[[Sequence[str]], object]) -> Base:
 
 
 def lay_out(base: Base, case: Case, *parts: str) -> None:
-    """Copies of `parts` (run, model, export, results, data, reward, config) in the working directory of a case."""
+    """Copies of `parts` (run, model, export, results, data, reward, objective, config) for a case."""
     for part in parts:
         if part == "run":
             shutil.copytree(base.run, case.cwd / RUN, symlinks=True)
@@ -125,6 +136,8 @@ def lay_out(base: Base, case: Case, *parts: str) -> None:
             (case.cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         elif part == "reward":
             (case.cwd / "reward.py").write_text(REWARD)
+        elif part == "objective":
+            (case.cwd / "objective.py").write_text(OBJECTIVE)
         else:
             (case.cwd / "tiny.yaml").write_text(yaml.safe_dump(base.config()))
 

@@ -33,13 +33,13 @@ def schema_keys() -> tuple[tuple[Key, str], ...]:
     from qarl.config import Config
 
     schema = Config.model_json_schema()
-    return tuple(_keys(schema, schema, ()))
+    return tuple(dict.fromkeys(_keys(schema, schema, ())))
 
 
 def _keys(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tuple[Key, str]]:
     while "$ref" in node:
         node = root["$defs"][node["$ref"].rpartition("/")[2]]
-    for option in node.get("anyOf", ()):
+    for option in (*node.get("anyOf", ()), *node.get("oneOf", ())):
         yield from _keys(root, option, path)
     if "properties" in node:
         for name, child in node["properties"].items():
@@ -52,7 +52,7 @@ def _keys(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tup
 def mutate_config(rng: random.Random, base: Base, case: Case) -> None:
     """`qarl check` (now and then `train`) of a configuration with damage, or `qarl compare` of such a study."""
     make_traps(case.cwd)
-    lay_out(base, case, "data")
+    lay_out(base, case, "data", "objective")
     roll = rng.random()
     if roll < 0.08:
         study = {**STUDY, "config": base.config(model={"path": "./no-such-model"})}
@@ -85,6 +85,7 @@ def _changed(rng: random.Random, base: Base) -> tuple[str, bytes]:
         what, snippet = yaml_value(rng)
         snippets.append(snippet)
         place(data, path, f"@{len(snippets) - 1}@")
+        name_objective(rng, data, path)
         changes.append(f"{'.'.join(map(str, path))} given {what} {shown(snippet)}")
     text = json.dumps(data)
     for number, snippet in enumerate(snippets):
@@ -133,6 +134,20 @@ def place(data: dict[str, Any], path: Key, value: Any) -> None:
         here[:1] = [value]
     else:
         here[path[-1]] = value
+
+
+def name_objective(rng: random.Random, data: dict[str, Any], path: Key) -> None:
+    """Where a key of an objective was set, choose one that reads it: a key of another one hides what else is wrong."""
+    from qarl.objectives.registry import BY_NAME
+
+    section = data.get("objective")
+    if path[0] != "objective" or not isinstance(section, dict) or "name" in section:
+        return
+    section["name"] = rng.choice(
+        [name for name, one in BY_NAME.items() if set(section) <= set(one.model_fields)] or ["sapo"]
+    )
+    if section["name"] == "custom":
+        section.setdefault("path", "objective.py:f")
 
 
 def mutate_override(rng: random.Random, base: Base, case: Case) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fuzzing.base import Base
+from fuzzing.base import Base, lay_out
 from fuzzing.case import Case, case_random
 from fuzzing.configs import Key, place
 from fuzzing.execute import execute
@@ -83,6 +83,8 @@ LEFT_OUT = (
     "train.steps",
     "data.source",
     "data.subset",
+    "objective.path",
+    "objective.kwargs",
     "reward.functions",
     "evaluation.tasks",
 )
@@ -101,21 +103,35 @@ REWARDS: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def schema_leaves() -> tuple[tuple[Key, dict[str, Any]], ...]:
-    """Keys of the configuration that hold no sections, and their JSON schema; those in `LEFT_OUT` excepted."""
+def schema_leaves() -> dict[Key, list[dict[str, Any]]]:
+    """Keys of the configuration that hold no sections, and their JSON schema; those in `LEFT_OUT` excepted.
+
+    A key of several objectives has a schema of each, with the objective's name as `x-name`.
+    """
     from qarl.config import Config
 
-    schema = Config.model_json_schema()
-    return tuple(item for item in _leaves(schema, schema, ()) if not ".".join(map(str, item[0])).startswith(LEFT_OUT))
+    schema, found = Config.model_json_schema(), {}
+    for path, node in _leaves(schema, schema, ()):
+        if not ".".join(map(str, path)).startswith(LEFT_OUT):
+            found.setdefault(path, []).append(node)
+    return found
 
 
 def _leaves(root: dict[str, Any], node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
     for name, child in node.get("properties", {}).items():
-        target = root["$defs"][child["$ref"].rpartition("/")[2]] if "$ref" in child else child
-        if "properties" in target:
-            yield from _leaves(root, target, (*path, name))
-        else:
-            yield (*path, name), target
+        parts = [_resolved(root, part) for part in (child, *child.get("anyOf", ()))]
+        members = [_resolved(root, part) for target in parts for part in target.get("oneOf", ())]
+        for member in members:
+            for below, leaf in _leaves(root, member, (*path, name)):
+                yield below, {**leaf, "x-name": member["properties"]["name"]["const"]}
+        if "properties" in parts[0]:
+            yield from _leaves(root, parts[0], (*path, name))
+        elif not members:
+            yield (*path, name), parts[0]
+
+
+def _resolved(root: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
 
 def draw(rng: random.Random, base: Base) -> tuple[str, dict[str, Any]]:
@@ -131,10 +147,15 @@ def draw(rng: random.Random, base: Base) -> tuple[str, dict[str, Any]]:
         data["reward"]["functions"][0]["weight"] = weight
         changes.append(f"weight {weight:g}")
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
-        path, node = schema_leaves()[int(rng.random() * len(schema_leaves()))]
+        path = rng.choice(list(schema_leaves()))
+        node = rng.choice(schema_leaves()[path])
         name = ".".join(map(str, path))
         value = rng.choice(SMALL[name]) if name in SMALL else _value(rng, node)
         place(data, path, value)
+        if "x-name" in node:
+            place(data, (*path[:-1], "name"), node["x-name"])
+        if data.get("objective", {}).get("name") == "custom":
+            data["objective"]["path"] = "objective.py:f"
         changes.append(f"{name} = {value!r}")
     return "; ".join(changes), data
 
@@ -196,6 +217,7 @@ def run_valid(
     what, data = draw(case_random(seed, name), base)
     case.mutation = f"valid: {shown(what, 300)}"
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(data))
+    lay_out(base, case, "objective")
     case.argv = ["check", "c.yaml"]
     outcome = execute(case, command)
     verdict = judge(case, outcome)

@@ -41,7 +41,7 @@ def compare_offline(
 
     model: a run, one of its checkpoints, or a model; not a quantized checkpoint. schemes: names; bf16, which the others
     are compared with, gets a row only if it is among them. out: directory of the results, made, or with the same
-    arguments continued. text: UTF-8 file, default the text that comes with qarl. group_size: for w4a16 and w4a8.
+    arguments continued. text: UTF-8 file, default the text that comes with qarl. group_size: for schemes with groups.
     max_tokens: how much of the text is used. window: tokens that see each other, fewer where the context is shorter.
     speed: sizes of the speed test (default `SpeedTest()`). device: auto, cpu or cuda. seed: of the tokens drawn in the
     speed test. say: shows one line of progress.

@@ -76,7 +76,7 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
     size = checkpoint_bytes(bench.masters, target.quant, opened.policy.dtype)
     plain = checkpoint_bytes(bench.masters, bench.targets[REFERENCE].quant, opened.policy.dtype)
     return {
-        "group_size": opened.policy.scheme.group_size if opened.policy.scheme.packed else None,
+        "group_size": opened.policy.scheme.group_size,
         **text.summary(),
         "checkpoint_bytes": size,
         "checkpoint_ratio": size / plain,

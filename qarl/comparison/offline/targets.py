@@ -6,9 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from qarl_formats.scheme import SCHEMES
+from qarl_formats.scheme import grouped_names, scheme_names
 
-from qarl.config.quant import WEIGHT_INT4
 from qarl.errors import UserError
 from qarl.inference.target import Target, resolve_target
 from qarl.policy.load import locate
@@ -23,13 +22,13 @@ def scheme_targets(model: str, schemes: list[str], group_size: int | None) -> di
     checkpoint.
     """
     for place, name in enumerate(schemes):
-        if name not in SCHEMES:
-            raise UserError(f"--schemes: '{name}' is unknown; choose from {','.join(SCHEMES)}")
+        if name not in scheme_names():
+            raise UserError(f"--schemes: '{name}' is unknown; choose from {','.join(scheme_names())}")
         if name in schemes[:place]:
             raise UserError(f"--schemes: {name} is named twice; name it once")
     if not schemes:
-        raise UserError(f"--schemes: names no scheme; choose from {','.join(SCHEMES)}")
-    if group_size is not None and not set(schemes) & set(WEIGHT_INT4):
+        raise UserError(f"--schemes: names no scheme; choose from {','.join(scheme_names())}")
+    if group_size is not None and not set(schemes) & set(grouped_names()):
         raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
     if resolve_target(model).kind == "export":
         raise UserError(f"{model}: is quantized already; give the model that it was made from")
@@ -40,7 +39,7 @@ def scheme_targets(model: str, schemes: list[str], group_size: int | None) -> di
 
 
 def _group(scheme: str, group_size: int | None) -> dict[str, int]:
-    return {"group_size": group_size} if group_size is not None and scheme in WEIGHT_INT4 else {}
+    return {"group_size": group_size} if group_size is not None and scheme in grouped_names() else {}
 
 
 def weights_mark(target: Target) -> str | None:

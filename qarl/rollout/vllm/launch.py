@@ -10,6 +10,7 @@ import torch
 
 from qarl import memory
 from qarl.config import Config
+from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -56,6 +57,9 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
             f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
             "bfloat16 or float16"
         )
+    scheme = scheme_of(config.quant)
+    if device.type == "cpu" and config.rollout.kernels == "native" and not scheme.vllm_cpu:
+        raise UserError(f"rollout.kernels: vLLM has no {scheme.name} on a CPU; use rollout.kernels: qarl")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(

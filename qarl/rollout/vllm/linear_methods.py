@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
 from qarl.rollout.vllm.linear_kernels import OPS, HoldsPublished, W4A8Kernel, by_parts, hold
+from qarl.rollout.vllm.nvfp4 import NVFP4A16Scheme
 
 
 class DenseMethod(UnquantizedLinearMethod, HoldsPublished):
@@ -75,7 +76,7 @@ class W4A8Scheme(CompressedTensorsWNA16):
 
 
 class MixedConfig(CompressedTensorsConfig):
-    """compressed-tensors, with qarl's product for layers left unquantized and for W4A8."""
+    """compressed-tensors, with qarl's product for layers left unquantized, for W4A8 and for NVFP4A16."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = super().get_quant_method(layer, prefix)
@@ -84,7 +85,10 @@ class MixedConfig(CompressedTensorsConfig):
         return method
 
     def _get_scheme_from_parts(self, weight_quant, input_quant, output_quant=None, format=None, layer_name=None):
-        packed = (self.quant_format if format is None else format) == "pack-quantized"
+        stored = self.quant_format if format is None else format
+        if stored == "nvfp4-pack-quantized" and input_quant is None and output_quant is None:
+            return NVFP4A16Scheme()
+        packed = stored == "pack-quantized"
         int8 = input_quant is not None and (input_quant.num_bits, input_quant.type) == (8, "int")
         if packed and int8 and output_quant is None and self._is_dynamic_token_w4a8_int(weight_quant, input_quant):
             return W4A8Scheme(

@@ -1,0 +1,309 @@
+"""y = (x @ (codes * scale)^T) / global scale: NVFP4 weights, 16-bit activations, FP32 accumulation.
+
+Three ways to the same bits, as in `qarl_kernels.w4a16`, whose tiles these are (`qarl_kernels.tile`): plane j of a tile,
+nibble j of its words, holds 16 neighbouring features, which is a group with one scale.
+
+- `narrow` (decode): mma.sync on 16 weight rows a warp, eight products of a plane each.
+- `wide`: wgmma with the weight as the register operand.
+- `dequantized`: codes * scale to a matrix once, then `gemm`'s kernel.
+
+The tiles have not been tuned: they are the defaults of w4a16, whose kernels have the same shape.
+
+A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core; the
+sum in float32 is multiplied by fl(1 / global scale), bias is added, and the result rounded once. K is never split.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels import gemm, tuning
+from qarl_kernels.blocks import COMPILED, dot, int4_rows, tile_of
+from qarl_kernels.casts import narrow
+from qarl_kernels.dequantize import check_stored
+from qarl_kernels.launch import launch
+from qarl_kernels.nvfp4_weights import scaled_nvfp4
+from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
+from qarl_kernels.tuning import Tile
+
+
+@triton.jit
+def _scale(word, i: tl.constexpr):
+    """Byte i of word, an e4m3 scale that is not negative, times 2^14 as float32, exact; `_plane` has the 2^-14."""
+    half = (((word >> (8 * i)) & 0xFF) << 7).to(tl.int16).to(tl.float16, bitcast=True)  # the scale times 2^-8
+    return (half.to(tl.float32) * 4194304.0)[:, None]
+
+
+@triton.jit
+def _pair(words, j: tl.constexpr):
+    """Nibbles j and j + 4 of each word as two fp16 bit patterns, the first in the low half: code * 2^-14, exact.
+
+    An e2m1 nibble's bits are sign, exponent and mantissa of an fp16, whose bias is 14 larger; subnormals agree too.
+    """
+    if j == 3:
+        magnitude = words >> 3
+    else:
+        magnitude = words << (9 - 4 * j)
+    return ((words << (12 - 4 * j)) & -0x7FFF8000) | (magnitude & 0x0E000E00)
+
+
+@triton.jit
+def _plane(pair, HIGH: tl.constexpr, scale, DTYPE: tl.constexpr):
+    """code * scale of one half of each pair, exact in DTYPE. scale: (BLOCK_N, 1), of `_scale`."""
+    bits = pair >> 16 if HIGH else pair
+    return narrow(bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale, DTYPE)
+
+
+@triton.jit
+def _planes(words, scales, width, DTYPE: tl.constexpr):
+    """Eight planes (BLOCK_N, 16) of code * scale, plane j holding features 16 j .. 16 j + 15 of the block.
+
+    words: int32 (BLOCK_N, 16). scales: pointers (BLOCK_N,) to the words of the block's first four scales; the other
+    four are `width` on.
+    """
+    first = tl.load(scales)
+    last = tl.load(scales + width)
+    a = _pair(words, 0)
+    b = _pair(words, 1)
+    c = _pair(words, 2)
+    d = _pair(words, 3)
+    p0 = _plane(a, False, _scale(first, 0), DTYPE)
+    p1 = _plane(b, False, _scale(first, 1), DTYPE)
+    p2 = _plane(c, False, _scale(first, 2), DTYPE)
+    p3 = _plane(d, False, _scale(first, 3), DTYPE)
+    p4 = _plane(a, True, _scale(last, 0), DTYPE)
+    p5 = _plane(b, True, _scale(last, 1), DTYPE)
+    p6 = _plane(c, True, _scale(last, 2), DTYPE)
+    p7 = _plane(d, True, _scale(last, 3), DTYPE)
+    return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def _features(x, live, k, K, EVEN: tl.constexpr):
+    """x^T of 16 features (16, BLOCK_M); zeros for rows beyond M and features beyond K."""
+    if EVEN:
+        tile = tl.load(x, mask=live, other=0.0)
+    else:
+        tile = tl.load(x, mask=live & (k < K), other=0.0)
+    return tile.T
+
+
+@triton.jit
+def _store(acc, out, global_scale, bias, rm, rn, M, N, stride_om, BIAS: tl.constexpr):
+    """y^T (BLOCK_N, BLOCK_M) fp32 over the global scale, plus bias, rounded once into out (M, N)."""
+    acc *= tl.div_rn(1.0, tl.load(global_scale))
+    if BIAS:
+        acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
+    at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
+    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def narrow_kernel(
+    x,
+    tiled,
+    scales,
+    global_scale,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_om,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """x (M, K); tiled (N/16, K/128, 16, 16) int32; scales (K/64, width) int32; global_scale (1,) fp32; out (M, N)."""
+    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = (rm < M)[:, None]
+    words, row = int4_rows(tiled, rn, K, width)
+    rk = tl.arange(0, 16)[None, :]
+    rows = x + rm.to(tl.int64)[:, None] * stride_xm + rk
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in range(tl.cdiv(K, 128)):
+        w = tl.load(words + block * 256)
+        k = block * 128
+        at = rows + k
+        k += rk
+        x0 = _features(at, live, k, K, EVEN)
+        x1 = _features(at + 16, live, k + 16, K, EVEN)
+        x2 = _features(at + 32, live, k + 32, K, EVEN)
+        x3 = _features(at + 48, live, k + 48, K, EVEN)
+        x4 = _features(at + 64, live, k + 64, K, EVEN)
+        x5 = _features(at + 80, live, k + 80, K, EVEN)
+        x6 = _features(at + 96, live, k + 96, K, EVEN)
+        x7 = _features(at + 112, live, k + 112, K, EVEN)
+        p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
+        acc = dot(p0, x0, acc)
+        acc = dot(p1, x1, acc)
+        acc = dot(p2, x2, acc)
+        acc = dot(p3, x3, acc)
+        acc = dot(p4, x4, acc)
+        acc = dot(p5, x5, acc)
+        acc = dot(p6, x6, acc)
+        acc = dot(p7, x7, acc)
+    _store(acc, out, global_scale, bias, rm, rn, M, N, stride_om, BIAS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def wide_kernel(
+    x,
+    tiled,
+    scales,
+    global_scale,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_om,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """As `narrow_kernel`, one product of 128 features a step, for BLOCK_N >= 64."""
+    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    words, row = int4_rows(tiled, rn, K, width)
+    rk = tl.arange(0, 128)[None, :]
+    rows = x + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * stride_xm + rk
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in range(tl.cdiv(K, 128)):
+        w = tl.load(words + block * 256)
+        if EVEN:
+            xt = tl.load(rows + block * 128)
+        else:
+            xt = tl.load(rows + block * 128, mask=(block * 128 + rk) < K, other=0.0)
+        p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
+        # (BLOCK_N, 16, 2, 2, 2): the last three axes are the bits of the plane's number
+        q = tl.join(tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7)))
+        weight = q.permute(0, 2, 3, 4, 1).reshape(BLOCK_N, 128)
+        acc = dot(weight, xt.T, acc)
+        if COMPILED:  # makes Triton wait for the product, see `w4a16.wide_kernel`
+            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    _store(acc, out, global_scale, bias, rm, rn, M, N, stride_om, BIAS)
+
+
+@torch.no_grad()
+def tile_nvfp4(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight in the order in which the fused kernels read it.
+
+    Args:
+        packed: uint8 [N, K / 2], contiguous, as stored.
+        scale: float8_e4m3fn [N, K / 16], contiguous, as stored.
+
+    Returns:
+        tiled: int32 [ceil(N / 16), ceil(K / 128), 16, 16], see `qarl_kernels.tile`.
+        scales: int32 [2 * ceil(K / 128), 16 * ceil(N / 16)]: byte i of entry [h, n] is the scale of row n, features
+            64 h + 16 i to 64 h + 16 i + 15; zero beyond N and K.
+
+    Raises:
+        ValueError: dtypes or shapes do not fit each other.
+    """
+    n, groups = scale.shape
+    check_stored("weight_packed", packed, (torch.uint8,), (n, 8 * groups))
+    check_stored("weight_scale", scale, (torch.float8_e4m3fn,), (n, groups))
+    missing = 0, -groups % (COLUMNS // 16), 0, -n % ROWS
+    scales = torch.nn.functional.pad(scale.view(torch.uint8), missing).view(torch.int32).t().contiguous()
+    return tile_int4(packed.view(torch.int32), 16 * groups), scales
+
+
+def untile_nvfp4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
+    """`weight_packed`, uint8 [N, K / 2], of a weight that `tile_nvfp4` has put in order."""
+    return untile_int4(tiled, out_features, in_features).view(torch.uint8)
+
+
+def nvfp4a16(
+    x: Tensor,
+    packed: Tensor | None,
+    scale: Tensor,
+    global_scale: Tensor,
+    tiled: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y = (x @ (codes * scale)^T) / global_scale + bias.
+
+    x: (M, K) bf16 or fp16, any row stride. packed: (N, K / 2) uint8, scale: (N, K / 16) float8_e4m3fn, global_scale:
+    (1,) float32, as compressed-tensors stores them. tiled, scales: the same weight as `tile_nvfp4` orders it; packed
+    may be None, and is then made from tiled where the product needs it. bias: (N,). Returns (M, N) of out_dtype (x's).
+    """
+    m, k = x.shape
+    n, groups = scale.shape
+    if groups * 16 != k:
+        raise ValueError(f"x has {k} features and the weight {groups * 16}; they must agree")
+    tile = tuning.lookup("nvfp4a16", n, k, m, x)
+    if tile.way == "dequantized":
+        packed = untile_nvfp4(tiled, n, k) if packed is None else packed
+        return dequantized(x, packed, scale, global_scale, bias, out_dtype or x.dtype)
+    return fused(x, tiled, scales, global_scale, n, bias, out_dtype or x.dtype, tile)
+
+
+def dequantized(
+    x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The product over codes * scale as a matrix of x's dtype. Returns (M, N)."""
+    weight = scaled_nvfp4(packed, scale, x.dtype)
+    (m, k), n = x.shape, len(weight)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    ones = torch.ones(m, 1, dtype=torch.float32, device=x.device)
+    divided = global_scale.reciprocal().expand(n).contiguous()
+    tile = tuning.lookup("dense", n, k, m, x, library=False)  # the library's products have no scales
+    gemm.run(x, weight, ones, divided, bias, out, tile)
+    return out
+
+
+def fused(
+    x: Tensor,
+    tiled: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    n: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+) -> Tensor:
+    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n)."""
+    m, k = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    launch(
+        narrow_kernel if tile.way == "narrow" else wide_kernel,
+        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        x=x,
+        tiled=tiled,
+        scales=scales,
+        global_scale=global_scale,
+        bias=bias,
+        out=out,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=x.stride(0),
+        stride_om=out.stride(0),
+        width=scales.shape[1],
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        EVEN=k % COLUMNS == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0,
+        BIAS=bias is not None,
+    )
+    return out

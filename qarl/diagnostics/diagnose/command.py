@@ -1,0 +1,82 @@
+"""`qarl diagnose`: from a run to RUN/diagnose/NNNNNN/ with diagnosis.json, index.html and plots/*.png."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose
+from qarl.diagnostics.diagnose.page import diagnosis_sections
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnostics.diagnose.reading import Finding, read
+from qarl.diagnostics.diagnose.saved import pick_step, read_rollouts
+from qarl.inference.target import resolve_target
+from qarl.report.charts import chart_files
+from qarl.report.page import write_page
+from qarl.report.run_report import check_replaceable
+from qarl.storage.disk import names_in_out
+from qarl.storage.names import checkpoint_steps
+from qarl.storage.runs import read_run
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Diagnosed:
+    """What was found, what it says, and the page that shows it."""
+
+    diagnosis: Diagnosis
+    findings: list[Finding]
+    page: Path
+
+
+def diagnose_run(
+    run: Path,
+    *,
+    step: int | None,
+    device: str,
+    gradients: bool,
+    out: Path | None,
+    model: str | None,
+    say: Callable[[str], None],
+) -> Diagnosed:
+    """Look at a step again, and write what was found to `out` (default RUN/diagnose/NNNNNN). The run stays as it is.
+
+    step: default the last one with both rollouts and a checkpoint. model: where the base model is now, if it moved.
+    Raises UserError for whatever is missing or damaged, before the model is read where that can be known.
+    """
+    record = read_run(run)
+    chosen = pick_step(run, step)
+    saved = read_rollouts(run, chosen)
+    target = resolve_target(str(run), step=chosen, model=model)
+    directory = run / "diagnose" / f"{chosen:06d}" if out is None else out
+    names_in_out(directory, ("diagnosis.json", "index.html", "plots"), "a diagnosis")
+    check_replaceable(directory / "index.html")
+    previous = chosen - 1 in checkpoint_steps(run / "checkpoints")
+    history = [row for row in record.metrics if row["step"] <= chosen]
+    say("model")
+    diagnosis = diagnose(RunPolicy(target, device), saved, previous, gradients, history, say)
+    findings = read(diagnosis.metrics)
+    return Diagnosed(diagnosis, findings, _write(directory, run, diagnosis, findings))
+
+
+def _write(directory: Path, run: Path, diagnosis: Diagnosis, findings: list[Finding]) -> Path:
+    contents = {
+        "format_version": FORMAT_VERSION,
+        "step": diagnosis.step,
+        "findings": [asdict(finding) for finding in findings],
+        "left_out": diagnosis.left_out,
+        "record": diagnosis.record,
+    }
+    text = json.dumps(contents, indent=1, allow_nan=False) + "\n"
+    sections = diagnosis_sections(diagnosis, findings)
+    beside = {directory / "diagnosis.json": text.encode()} | chart_files(directory / "plots", sections)
+    return write_page(
+        directory / "index.html",
+        f"Step {diagnosis.step} of {run.resolve().name}",
+        "qarl diagnose: log-probs recomputed with the weights after the step",
+        sections,
+        beside,
+    )

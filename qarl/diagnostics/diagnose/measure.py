@@ -1,0 +1,171 @@
+"""The numbers of a saved step, recomputed with the model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnostics.diagnose.saved import SavedStep
+from qarl.diagnostics.error_tokens import decoder, error_examples, error_token_metrics
+from qarl.diagnostics.gradients import gradient_metrics
+from qarl.diagnostics.mismatch import log_prob_gap, mismatch_metrics
+from qarl.diagnostics.precision import deployed_metrics, precision_metrics
+from qarl.diagnostics.record import StepTokens, diagnostics_record
+from qarl.errors import UserError
+from qarl.objectives import TokenLogProbs, build_objective, finish_stats
+from qarl.objectives.contribution import contribution_stats
+from qarl.publish.snapshot import Snapshot
+
+EXAMPLES = 8
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found at one step.
+
+    metrics: under the names of metrics.jsonl, and those that `reading.read` lists. record: as diagnostics/NNNNNN.json
+    has it. left_out: one line for each thing that could not be measured, with the key that makes it.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    record: dict[str, Any]
+    left_out: list[str]
+
+
+def diagnose(
+    policy: RunPolicy, saved: SavedStep, previous: bool, gradients: bool, history: list[dict[str, Any]], say: Say
+) -> Diagnosis:
+    """Recompute a step's log-probs at the weights after it, and measure.
+
+    previous: the checkpoint of the step before is there, for what the step changed; a damaged one is left out with a
+    line on why. gradients: run the four backwards too. history: the records of metrics.jsonl up to the step. say: gets
+    a line before whatever takes long. Raises UserError if the step's own checkpoint is damaged.
+
+    mismatch/* comes from the saved log-probs, of the rollout's version. Everything else is at the checkpoint's weights,
+    after all optimizer steps of the step: the policy has moved as far as it will on these responses.
+    """
+    policy.check_tokens(saved)
+    config, segments = policy.config, saved.segments
+    say(f"learner and sampler at the weights after step {saved.step}")
+    after = policy.load(saved.step)
+    shadow = policy.shadow_logprobs(saved)
+    logp = shadow if policy.policy.aligned else policy.logprobs(saved)
+
+    objective = build_objective(config.objective, config.correction)
+    logps = TokenLogProbs(logp, saved.logp_old, saved.logp_sampler, logp_shadow=shadow)
+    log_ratio = objective.log_ratio(logps, segments)
+    weights = objective.weights(logps, segments)
+    advantages = saved.advantages
+    ids = torch.tensor([token for response in saved.responses for token in response])
+
+    metrics = mismatch_metrics(saved.logp_old, saved.logp_sampler, segments)
+    metrics |= _inside(saved.logp_old, saved.logp_sampler) | _growth(history)
+    ends = torch.isin(ids, torch.tensor(sorted(policy.stop_token_ids), dtype=ids.dtype))
+    metrics |= precision_metrics(
+        logp, shadow, saved.logp_sampler, log_ratio, advantages, segments, objective.band, ends
+    )
+    flips = torch.zeros_like(logp) if policy.policy.aligned else policy.argmax_flips(saved).double()
+    metrics["precision/argmax_flip_frac"] = float(flips.mean()) if flips.numel() else 0.0
+    metrics |= finish_stats(contribution_stats(logps, advantages, segments))
+    metrics |= weight_metrics(weights)
+    metrics |= error_token_metrics(ids, saved.logp_sampler, advantages, segments)
+    split, no_gradients = _gradients(policy, saved, gradients, say)
+    changes, layers, no_changes = _changes(policy, saved, previous, after, shadow, say)  # last: it changes the weights
+    metrics |= changes | split
+
+    lengths = [len(response) for response in saved.responses]
+    examples = error_examples(
+        saved.responses, saved.logp_sampler.split(lengths), advantages, decoder(policy.tokenizer), EXAMPLES
+    )
+    tokens = StepTokens(
+        saved.logp_sampler, saved.logp_old, logp, shadow, log_ratio, weights, advantages, segments, objective.band
+    )
+    record = diagnostics_record(
+        saved.step, metrics, tokens, layers, examples, config.diagnostics.tokens, config.train.seed
+    )
+    vllm = [
+        "vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what the two differ by"
+    ]
+    left_out = [*(vllm if config.rollout.engine == "vllm" else []), *no_changes, *no_gradients]
+    return Diagnosis(saved.step, metrics, record, left_out)
+
+
+def weight_metrics(weights: Tensor | None) -> dict[str, float]:
+    """weights/mean, max, ess_frac (as `mismatch/ess_frac` has it) and zero_frac (dropped) of the correction weights
+    over the tokens; nothing without a correction or without tokens."""
+    if weights is None or not weights.numel():
+        return {}
+    values = weights.double()
+    square = float(values.square().sum())
+    return {
+        "weights/mean": float(values.mean()),
+        "weights/max": float(values.max()),
+        "weights/ess_frac": float(values.sum()) ** 2 / (square * values.numel()) if square else 0.0,
+        "weights/zero_frac": float((values == 0).double().mean()),
+    }
+
+
+def _gradients(policy: RunPolicy, saved: SavedStep, wanted: bool, say: Say) -> tuple[dict[str, float], list[str]]:
+    """gradients/* at the policy's weights, or a line on why they were not measured."""
+    if not wanted:
+        return {}, ["the backwards of the gradient (gradients/*): --no-gradients"]
+    if not saved.advantages.any():
+        return {}, ["the gradient (gradients/*): every advantage of the step is 0"]
+    say("the gradient's backwards over the step's first minibatch")
+    return gradient_metrics(policy.gradient_gram(saved)), []
+
+
+def _changes(
+    policy: RunPolicy, saved: SavedStep, previous: bool, after: Snapshot, shadow: Tensor, say: Say
+) -> tuple[dict[str, float], Crossings | None, list[str]]:
+    """deployed/*, quant/* and the crossings of each layer, or a line on why they were not measured.
+
+    after, shadow: what the step published, and the sampler's log-probs of it. Leaves the weights before the step in.
+    """
+    what = "what the step changed (deployed/*, crossings)"
+    if not previous:
+        return (
+            {},
+            None,
+            [
+                f"{what}: no checkpoint of step {saved.step - 1}; checkpoint.every: 1 and "
+                "checkpoint.keep_last: 0 keep one of every step"
+            ],
+        )
+    say(f"the sampler's arithmetic at the weights before step {saved.step}")
+    try:
+        before = policy.load(saved.step - 1)
+    except UserError as error:
+        return {}, None, [f"{what}: {error}"]
+    layers = crossings(before, after)
+    deployed = deployed_metrics(policy.shadow_logprobs(saved), shadow, saved.advantages, saved.segments)
+    return deployed | crossing_metrics(layers), layers, []
+
+
+def _inside(logp_old: Tensor, logp_sampler: Tensor) -> dict[str, float]:
+    """|delta| of the tokens that are inside both distributions: mean and largest, and the means of improbable and of
+    probable ones where there are any."""
+    delta, infinite = log_prob_gap(logp_old.double(), logp_sampler.double())
+    gap, probability = delta.abs()[~infinite], logp_sampler.double().exp()[~infinite]
+    parts = {"inside": gap, "tail": gap[probability < 0.1], "head": gap[probability >= 0.9]}
+    found = {f"mismatch/{name}_abs_mean": float(part.mean()) for name, part in parts.items() if part.numel()}
+    return found | ({"mismatch/inside_abs_max": float(gap.max())} if gap.numel() else {})
+
+
+def _growth(history: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean mismatch/k3 of the run's first and last quarter, of eight steps or more."""
+    values = [v for row in history if isinstance(v := row.get("mismatch/k3"), (int, float))]
+    quarter = len(values) // 4
+    if quarter < 2:
+        return {}
+    first, last = (statistics.fmean(part) for part in (values[:quarter], values[-quarter:]))
+    return {"history/k3_first": first, "history/k3_last": last}

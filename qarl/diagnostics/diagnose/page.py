@@ -1,0 +1,83 @@
+"""The page of a diagnosis: the reading, the numbers it rests on, the plots. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qarl.diagnostics.diagnose.reading import Finding
+from qarl.report.blocks import Block, Column, Section, Table, Text
+from qarl.report.curves import meaning
+from qarl.report.diagnostics import record_blocks
+from qarl.report.formatting import number
+
+if TYPE_CHECKING:
+    from qarl.diagnostics.diagnose.measure import Diagnosis
+
+GROUPS = {
+    "mismatch": "Sampler and learner at the rollout's version",
+    "history": "Over the run",
+    "precision": "Precision, at the weights after the step",
+    "policy": "Contributions C(r) = -(r - 1) A",
+    "weights": "Correction weights",
+    "gradients": "Gradient, clipping left aside",
+    "deployed": "What is served, before and after the step",
+    "quant": "Published values that the step changed",
+    "error_tokens": "Repetitive and garbled stretches",
+}
+THRESHOLDS = (
+    "Thresholds come from the runs that the papers show, and are ours where a paper gives none: they say where to "
+    "look, and prove nothing."
+)
+# Of the metrics that no run records, so that no chart of a run has words for them.
+MEANINGS = {
+    "mismatch/inside_abs_mean": "Log-prob difference: mean over tokens inside both distributions (nats)",
+    "mismatch/inside_abs_max": "Log-prob difference: largest inside both distributions (nats)",
+    "mismatch/tail_abs_mean": "Log-prob difference: mean over tokens of probability below 0.1 (nats)",
+    "mismatch/head_abs_mean": "Log-prob difference: mean over tokens of probability from 0.9 on (nats)",
+    "history/k3_first": "Divergence estimate k3: first quarter of the run's steps (nats a token)",
+    "history/k3_last": "Divergence estimate k3: last quarter of the run's steps (nats a token)",
+    "precision/argmax_flip_frac": "Places where learner and sampler's arithmetic prefer another token (fraction)",
+    "weights/mean": "Correction weight of a token: mean",
+    "weights/max": "Correction weight of a token: largest",
+    "weights/ess_frac": "Effective sample size of the weights (fraction of the tokens)",
+    "weights/zero_frac": "Tokens that the correction drops (fraction)",
+}
+MARKS = {"problem": "Problem", "watch": "Watch", "fine": "Fine"}
+
+
+def diagnosis_sections(diagnosis: Diagnosis, findings: list[Finding]) -> list[Section]:
+    """Reading, plots, numbers."""
+    reading: list[Block] = [
+        Text(f"{MARKS[f.level]}: {f.text}", "plain" if f.level == "fine" else "warning") for f in findings
+    ]
+    reading += [Text(f"Not measured: {line}.", "note") for line in diagnosis.left_out]
+    count, shown = diagnosis.record["token_count"], len(diagnosis.record["tokens"]["logp"])
+    sample = (
+        f"A sample of {shown:,} of the step's {count:,} tokens." if shown < count else f"The step's {count:,} tokens."
+    )
+    return [
+        Section("Reading", reading, THRESHOLDS),
+        Section("Plots", record_blocks(diagnosis.record), sample),
+        Section("Numbers", [_table(rows, title) for title, rows in grouped(diagnosis.metrics)]),
+    ]
+
+
+def grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """(what they are about, (metric, value)...) in the order of GROUPS."""
+    found = []
+    for prefix, title in GROUPS.items():
+        rows = [(name, value) for name, value in metrics.items() if name.startswith(f"{prefix}/")]
+        if rows:
+            found.append((title, rows))
+    return found
+
+
+def explained(name: str) -> str:
+    """What a metric is, with its unit, for page and terminal; empty for one that nobody knows."""
+    return MEANINGS.get(name) or meaning(name)
+
+
+def _table(rows: list[tuple[str, float]], title: str) -> Table:
+    columns = [Column("metric"), Column("value", "right"), Column("what it is")]
+    return Table(columns, [[name, number(value), explained(name)] for name, value in rows], title)

@@ -1,0 +1,143 @@
+"""A run's policy at its checkpoints: the learner's forward and the sampler's, on the weights of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.diagnostics.diagnose.saved import SavedStep
+from qarl.diagnostics.gradient_passes import gradient_gram
+from qarl.errors import UserError
+from qarl.inference.context import context_of
+from qarl.inference.target import Target
+from qarl.objectives import build_objective
+from qarl.policy.device import pick_device
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.publish.snapshot import Snapshot
+from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
+from qarl.storage.saved_state import PolicyState, saved_state
+from qarl.training.batch import CPU, Batch, Column
+from qarl.training.setup import build_policy, build_sampling, set_determinism
+
+
+class RunPolicy:
+    """The policy of a run, with the learner it was trained with; `load` puts the weights of a checkpoint in.
+
+    Raises UserError for a model that cannot be read or has moved.
+    """
+
+    def __init__(self, target: Target, device: str) -> None:
+        assert target.run is not None and target.run_dir is not None, "the policy of a run"
+        self.config: Config = target.run
+        self._checkpoints = target.run_dir / "checkpoints"
+        set_determinism(self.config)
+        config = self.config
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
+        self.policy: Policy = build_policy(config, load_model(target.model), pick_device(device), context_of(target))
+        self.policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
+        sampling = build_sampling(config, self.policy, self.tokenizer)
+        self.truncation: Truncation = sampling.truncation
+        self.stop_token_ids = sampling.stop_token_ids
+
+    @torch.no_grad()
+    def load(self, step: int) -> Snapshot:
+        """Put the masters after `step` in and quantize them; proved against the digest that the run recorded.
+
+        Raises UserError for a checkpoint that is damaged, of another model, or quantizes to other codes.
+        """
+        path = self._checkpoints / f"{step:06d}"
+        if not path.exists():
+            raise UserError(
+                f"{path}: the run that goes on has removed it (checkpoint.keep_last); diagnose it again, "
+                "or when it has ended"
+            )
+        try:
+            checkpoint = CheckpointStore.load(path, groups=("masters",))
+        except CheckpointDamaged as error:
+            raise UserError(f"{error}; restore it from a copy, or give another --step") from error
+        masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
+        for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
+            if name not in masters or name not in parameters or masters[name].shape != parameters[name].shape:
+                raise UserError(
+                    f"{checkpoint.path}: made for another model ('{name}' is not the same in both); give "
+                    "the model that the run started from with --model"
+                )
+        for name, parameter in parameters.items():
+            parameter.copy_(masters[name])
+        state = saved_state(PolicyState, checkpoint.state, str(path))
+        snapshot = self.policy.refresh(state.version)
+        if snapshot.manifest().digest() != state.snapshot_sha256:
+            raise UserError(
+                f"{checkpoint.path}: its masters quantize to other codes than they did in the run; use the "
+                "package versions in the run's environment.json"
+            )
+        return snapshot
+
+    def check_tokens(self, saved: SavedStep) -> None:
+        """Raise UserError if the step holds tokens that the model does not have."""
+        largest, vocabulary = max(map(max, saved.prompts + saved.responses)), self.policy.head_master.shape[0]
+        if largest >= vocabulary:
+            path = self._checkpoints.parent / "rollouts" / f"{saved.step:06d}.safetensors"
+            raise UserError(
+                f"{path}: holds token {largest}, and the model has {vocabulary:,}; give another --step, or "
+                "the model that the run started from with --model"
+            )
+
+    @torch.no_grad()
+    def logprobs(self, saved: SavedStep) -> Tensor:
+        """The learner's log-probs of all responses, (T,) float32 on the CPU."""
+        return self._packed(saved, lambda *arguments: self.policy.logprobs(*arguments)[0])
+
+    def shadow_logprobs(self, saved: SavedStep) -> Tensor:
+        """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
+        return self._packed(saved, self.policy.shadow_logprobs)
+
+    def argmax_flips(self, saved: SavedStep) -> Tensor:
+        """bool (T,): places where learner and sampler's arithmetic hold another token for the likeliest."""
+
+        def flips(prompts: list[list[int]], responses: list[list[int]], _: Truncation, chunk: int) -> Tensor:
+            learner = self.policy.top_tokens(prompts, responses, chunk)
+            with self.policy.shadow():
+                return learner != self.policy.top_tokens(prompts, responses, chunk)
+
+        return self._packed(saved, flips)
+
+    def gradient_gram(self, saved: SavedStep) -> Tensor:
+        """`gradient_gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
+        config = self.config
+        minibatch = self._batch(saved).minibatches(config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
+        live = minibatch.where(lambda advantage: advantage != 0)
+        return gradient_gram(
+            self.policy,
+            live.micro_batches(config.train.micro_batch_tokens),
+            minibatch.tokens,
+            self.truncation,
+            config.train.logprob_chunk,
+            config.loss_scale,
+            build_objective(config.objective, config.correction).band,
+        )
+
+    def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
+        batch, chunk = self._batch(saved), self.config.train.logprob_chunk
+        found = Column.empty(len(batch))
+        for part in batch.whole().micro_batches(self.config.train.micro_batch_tokens):
+            found.fill(part, forward(part.prompts, part.responses, self.truncation, chunk))
+        return found.read(batch.whole(CPU))
+
+    def _batch(self, saved: SavedStep) -> Batch:
+        """The step's responses, read on the policy's device."""
+        return Batch(
+            version=saved.version,
+            device=self.policy.device,
+            prompts=saved.prompts,
+            responses=saved.responses,
+            groups=saved.groups,
+            advantages=saved.advantages,
+            logp_sampler=Column(saved.logp_sampler.split([len(response) for response in saved.responses])),
+        )

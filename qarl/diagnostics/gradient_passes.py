@@ -1,0 +1,151 @@
+"""Backward passes over one minibatch: what precision does to the gradient through ratio, score and clipping.
+
+TRL study, sections 7.3 and 10.3. With q the shadow's log-prob, l the learner's and b the sampler's, alpha = q - b,
+beta = l - q, ratios detached; C0 and C are 0 where the objective's band takes the gradient under e^alpha and under
+e^(alpha + beta), else 1:
+
+    A = -1/N sum_t A_t e^alpha          grad q        B = -1/N sum_t A_t e^alpha             grad l
+    C = -1/N sum_t A_t e^(alpha + beta) grad q        D = -1/N sum_t A_t e^(alpha + beta)    grad l
+    E = -1/N sum_t A_t e^(alpha + beta) C grad l      F = -1/N sum_t A_t e^(alpha + beta) C0 grad l
+
+E - F is the study's d_clip. A pass that would repeat another is not run: where nothing is clipped E and F are D.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+
+from qarl.objectives.band import Band
+from qarl.objectives.ratios import clamped_exp, log_ratio
+from qarl.policy.gradients import GradientAccumulator
+from qarl.policy.policy import Policy
+from qarl.training.batch import Part
+
+CHUNK = 1 << 24  # elements of two gradients that are float64 at a time
+
+
+class _Pass(NamedTuple):
+    """Whose score, whose ratio, and whose ratio clips: True the shadow's, False the learner's, None nobody's."""
+
+    score: bool
+    ratio: bool
+    clip: bool | None = None
+
+
+PASSES = (_Pass(True, True), _Pass(False, True), _Pass(True, False), _Pass(False, False))
+CLIPPED_PASSES = (_Pass(False, False, False), _Pass(False, False, True))
+
+
+def gradient_gram(
+    policy: Policy,
+    parts: list[Part],
+    tokens: int,
+    truncation: Truncation,
+    chunk: int,
+    loss_scale: float = 1.0,
+    band: Band | None = None,
+) -> Tensor:
+    """Inner products of the gradients A to F at the current weights: (6, 6) float64, in that order; (4, 4) of A to D
+    without a band.
+
+    parts: the responses of the minibatch, cut into micro batches; those with advantage 0 may be left out. tokens: N, of
+    the whole minibatch. loss_scale: see `optim.loss_scale`; it cancels. Masters' `.grad`, the learner's own sums and
+    the optimizer are left as they were. An aligned learner has no beta: A to D are one gradient, E and F another if
+    anything is clipped.
+
+    Memory: up to five gradients are held in float32 on the host, three where nothing is clipped, beside the one being
+    made.
+    """
+    return _Passes(policy, parts, tokens, truncation, chunk, loss_scale, band).gram()
+
+
+class _Passes:
+    def __init__(
+        self,
+        policy: Policy,
+        parts: list[Part],
+        tokens: int,
+        truncation: Truncation,
+        chunk: int,
+        loss_scale: float,
+        band: Band | None,
+    ) -> None:
+        self.policy, self.parts, self.tokens = policy, parts, tokens
+        self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
+        self.sums = GradientAccumulator(policy.role, [master for _, master in policy.named_parameters()])
+        # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.
+        shadow: list[Tensor] = []
+        self.logp = {True: shadow, False: shadow if policy.aligned else []}
+
+    def gram(self) -> Tensor:
+        wanted = PASSES if self.band is None else PASSES + CLIPPED_PASSES
+        rows: dict[_Pass, int] = {}
+        held: list[list[Tensor | None]] = []
+        inner = torch.zeros(len(wanted), len(wanted), dtype=torch.float64)
+        for number, one in enumerate(wanted):
+            key = self._simplest(one)
+            if key in rows:
+                continue
+            row = rows[key] = len(rows)
+            gradients = self._gradients(key)
+            for column, other in enumerate([*held, gradients]):
+                inner[row, column] = inner[column, row] = _inner(other, gradients) / self.loss_scale**2
+            if any(self._simplest(later) not in rows for later in wanted[number + 1 :]):
+                held.append([None if g is None else g.cpu() for g in gradients])
+            del gradients
+        order = [rows[self._simplest(one)] for one in wanted]
+        return inner[order][:, order]
+
+    def _simplest(self, one: _Pass) -> _Pass:
+        """The pass that gives the same gradient and does least. Its clip needs the log-probs of passes before it."""
+        clip = one.clip
+        if clip is not None:
+            masks = {which: self._clipped(which) for which in (True, False)}
+            if not any(bool(mask.any()) for mask in masks[clip]):
+                clip = None
+            elif all(torch.equal(a, b) for a, b in zip(*masks.values(), strict=True)):
+                clip = True
+        return _Pass(True, True, clip) if self.policy.aligned else one._replace(clip=clip)
+
+    def _ratio(self, number: int, which: bool) -> Tensor:
+        """(T,) log ratio of a micro batch over what the sampler reported."""
+        return log_ratio(self.logp[which][number], self.parts[number].logp_sampler)
+
+    def _clipped(self, which: bool) -> list[Tensor]:
+        """bool (T,) of each micro batch: tokens without gradient under this ratio."""
+        assert self.band is not None, "nothing clips without a band"
+        return [
+            self.band.outside(self._ratio(number, which), part.advantages, part.segments)
+            for number, part in enumerate(self.parts)
+        ]
+
+    def _gradients(self, one: _Pass) -> list[Tensor | None]:
+        clipped = None if one.clip is None else self._clipped(one.clip)
+        for number, part in enumerate(self.parts):
+            # with gradient checkpointing the backward runs the forward again, in the same arithmetic
+            with torch.enable_grad(), self.policy.shadow() if one.score else nullcontext():
+                logp, _ = self.policy.logprobs(part.prompts, part.responses, self.truncation, self.chunk)
+                if len(self.logp[one.score]) == number:
+                    self.logp[one.score].append(logp.detach())
+                ratio, _ = clamped_exp(self._ratio(number, one.ratio))
+                if clipped is not None:
+                    ratio = ratio.masked_fill(clipped[number], 0.0)
+                weight = ratio * part.segments.expand(part.advantages) * (-self.loss_scale / self.tokens)
+                self.sums.backward(logp, weight)
+        return self.sums.take()
+
+
+def _inner(first: list[Tensor | None], second: list[Tensor | None]) -> float:
+    """<first, second> in float64 over all masters, on the second's device; a missing gradient is 0."""
+    total = 0.0
+    for a, b in zip(first, second, strict=True):
+        if a is None or b is None:
+            continue
+        for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
+            total += float(torch.dot(x.to(y.device).double(), y.double()))
+    return total

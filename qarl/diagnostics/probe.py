@@ -1,0 +1,160 @@
+"""A watcher of one training step: the costly diagnostics that are due in it, and the tokens for its plots.
+
+It runs forwards and backwards of its own beside the learner's, and leaves gradients, weights, optimizer and objective
+as they are: a run has the same bits with and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Set
+from dataclasses import dataclass
+
+import torch
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+
+from qarl.config import Config
+from qarl.config.diagnostics import Costly
+from qarl.diagnostics.gradient_passes import gradient_gram
+from qarl.diagnostics.gradients import gradient_metrics
+from qarl.diagnostics.precision import deployed_metrics, precision_metrics
+from qarl.diagnostics.record import StepTokens
+from qarl.objectives import Objective, TokenLogProbs
+from qarl.policy.policy import Policy
+from qarl.training.batch import CPU, Batch, Column, Part
+from qarl.training.observer import Observer
+
+
+@dataclass
+class _Seen:
+    """The training forwards of one optimizer step. log_ratio: what the objective clips. shadow: log-probs."""
+
+    minibatch: Part
+    logp: Column
+    log_ratio: Column
+    shadow: Column
+
+
+class Probe(Observer):
+    """Watches one step.
+
+    due: the costly diagnostics of the step (`DiagnosticsConfig.due`). record: keep what `tokens` gives.
+    stop_token_ids: token ids that end a response, which precision/* tells apart.
+    metrics: filled by `learned`: precision/*, deployed/* and gradients/*.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        config: Config,
+        truncation: Truncation,
+        due: Collection[Costly],
+        record: bool,
+        stop_token_ids: Set[int] = frozenset(),
+    ) -> None:
+        self.policy, self.objective, self.config, self.truncation = policy, objective, config, truncation
+        self.due, self.record, self.stop_token_ids = due, record, stop_token_ids
+        self.metrics: dict[str, float] = {}
+        self._seen: list[_Seen] = []  # of each optimizer step
+        self._weights: Column | None = None  # of the last forward over each response
+        self._before: Tensor | None = None
+
+    def begin(self, batch: Batch) -> None:
+        if "deployed" in self.due and not self.policy.aligned:
+            self._before = self._shadow_of_all(batch)
+
+    def minibatch(self, minibatch: Part) -> None:
+        count = len(minibatch.batch)
+        self._seen.append(_Seen(minibatch, *(Column.empty(count) for _ in range(3))))
+        if "gradients" in self.due and len(self._seen) == 1:
+            train = self.config.train
+            gram = gradient_gram(
+                self.policy,
+                minibatch.where(lambda advantage: advantage != 0).micro_batches(train.micro_batch_tokens),
+                minibatch.tokens,
+                self.truncation,
+                train.logprob_chunk,
+                self.config.loss_scale,
+                self.objective.band,
+            )
+            self.metrics |= gradient_metrics(gram)
+
+    @torch.no_grad()
+    def forward(self, part: Part, logps: TokenLogProbs) -> None:
+        shadow = "shadow" in self.due
+        if not (shadow or self.record):
+            return
+        seen = self._seen[-1]
+        seen.logp.fill(part, logps.logp)
+        seen.log_ratio.fill(part, self.objective.log_ratio(logps, part.segments))
+        if shadow:
+            seen.shadow.fill(part, self._shadow_at(part, logps))
+        if self.record and (weights := self.objective.weights(logps, part.segments)) is not None:
+            if self._weights is None:
+                self._weights = Column.empty(len(part.batch))
+            self._weights.fill(part, weights)
+
+    def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        if "shadow" in self.due:
+            self.metrics |= self._precision(batch)
+        if "deployed" in self.due:
+            self.metrics |= self._deployed(batch)
+
+    def tokens(self, batch: Batch) -> StepTokens:
+        """The step's tokens, each at the learner's last training forward over it; on the CPU, by response."""
+        whole = batch.whole(CPU)
+        last = {i: seen for seen in self._seen for i in seen.minibatch.indices}
+        by_response = [last[i] for i in whole.indices]
+        return StepTokens(
+            logp_sampler=whole.logp_sampler,
+            logp_old=whole.logp_old,
+            logp=torch.cat([seen.logp[i] for i, seen in enumerate(by_response)]),
+            logp_shadow=torch.cat([seen.shadow[i] for i, seen in enumerate(by_response)])
+            if "shadow" in self.due
+            else None,
+            log_ratio=torch.cat([seen.log_ratio[i] for i, seen in enumerate(by_response)]),
+            weights=None if self._weights is None else self._weights.read(whole),
+            advantages=batch.advantages,
+            segments=whole.segments,
+            band=self.objective.band,
+        )
+
+    def _precision(self, batch: Batch) -> dict[str, float]:
+        """Over the tokens of all optimizer steps, in their order."""
+        parts = [batch.part(seen.minibatch.indices, CPU) for seen in self._seen]
+        everything = batch.part([i for part in parts for i in part.indices], CPU)
+        return precision_metrics(
+            torch.cat([seen.logp.read(part) for seen, part in zip(self._seen, parts, strict=True)]),
+            torch.cat([seen.shadow.read(part) for seen, part in zip(self._seen, parts, strict=True)]),
+            everything.logp_sampler,
+            torch.cat([seen.log_ratio.read(part) for seen, part in zip(self._seen, parts, strict=True)]),
+            everything.advantages,
+            everything.segments,
+            self.objective.band,
+            everything.ends(self.stop_token_ids),
+        )
+
+    def _deployed(self, batch: Batch) -> dict[str, float]:
+        whole, before = batch.whole(CPU), self._before
+        if before is None:  # an aligned learner's own log-probs at the snapshot
+            before = whole.logp_old
+        after = before if self.policy.version == batch.version else self._shadow_of_all(batch)
+        return deployed_metrics(before, after, whole.advantages, whole.segments)
+
+    def _shadow_at(self, part: Part, logps: TokenLogProbs) -> Tensor:
+        if logps.logp_shadow is not None:
+            return logps.logp_shadow
+        return logps.logp if self.policy.aligned else self._shadow(part)
+
+    def _shadow_of_all(self, batch: Batch) -> Tensor:
+        """The sampler's arithmetic at the current weights over every response: (T,) on the CPU."""
+        found = Column.empty(len(batch))
+        for part in batch.whole().micro_batches(self.config.train.micro_batch_tokens):
+            found.fill(part, self._shadow(part))
+        return found.read(batch.whole(CPU))
+
+    def _shadow(self, part: Part) -> Tensor:
+        return self.policy.shadow_logprobs(
+            part.prompts, part.responses, self.truncation, self.config.train.logprob_chunk
+        )

@@ -1,0 +1,110 @@
+"""The source of a user's own Python, as digests: an edited file is another function.
+
+Nothing is imported: the files are found as an import would find them, and read as bytes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qarl.errors import UserError
+from qarl.inputs.code import is_file
+from qarl.inputs.files import Unreadable, read_bytes
+from qarl.inputs.paths import path_errors, user_path
+
+_SUFFIXES = importlib.machinery.all_suffixes()  # .py first, then extension modules and bytecode
+
+
+SOURCE_BYTES = 2**30  # of one module; an extension may be large
+
+
+def source_parts(reference: str, place: str) -> list[Any]:
+    """What the module of `path/to/file.py:name` or `package.module:name` consists of, for a digest.
+
+    SHA-256 of its file and of those that it imports, directly or through others, out of the same directory or the same
+    top-level package. The path does not count: a moved directory is no other function. Libraries do not count.
+    place: what a message starts with. Raises UserError for a file that cannot be read.
+    """
+    module = reference.rpartition(":")[0]
+    try:
+        if is_file(module):
+            with path_errors(place):
+                path = user_path(module, place).resolve()
+            return [_sources(path, path.parent, None)]
+        if (found := _find_module(module)) is not None:  # else a frozen or built-in one, or not there at all
+            return [module, _sources(*found, module.partition(".")[0])]
+    except Unreadable as error:
+        raise UserError(f"{place}: {error}") from error
+    return []
+
+
+def _sources(path: Path, root: Path, package: str | None) -> dict[str, str]:
+    """SHA-256 of `path` and of what it imports under `root`, by relative path. package: only imports of this one."""
+    found: dict[str, str] = {}
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        key = "" if not found else path.relative_to(root).as_posix()  # the file's own name may change
+        if key in found:
+            continue
+        content = read_bytes(path, SOURCE_BYTES)
+        found[key] = hashlib.sha256(content).hexdigest()
+        if path.suffix == ".py":
+            for name in _imports(content, path, root):
+                if package in (None, name.partition(".")[0]):
+                    waiting += _module_files(root, name)
+    return found
+
+
+def _imports(content: bytes, path: Path, root: Path) -> Iterator[str]:
+    """Absolute names of the modules that a source may import; of `from a import b` both a and a.b."""
+    try:
+        nodes: Iterable[ast.AST] = ast.walk(ast.parse(content))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the worker will say what is wrong with it
+        return
+    here = path.relative_to(root).parent.parts
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = here[: len(here) - node.level + 1] if node.level else ()
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            if base:
+                yield base
+            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def _module_files(root: Path, name: str) -> list[Path]:
+    """The files of module `name` under `root`, its packages' __init__ first; [] if it is not there."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):  # `from a import *`
+        return []
+    files = []
+    for end in range(1, len(parts) + 1):
+        stem = root.joinpath(*parts[:end])
+        candidates = [stem / f"__init__{suffix}" for suffix in _SUFFIXES]
+        candidates += [stem.with_name(stem.name + suffix) for suffix in _SUFFIXES]
+        found = [path for path in candidates if os.path.isfile(path)][:1]  # Path's would raise for a name too long
+        if not found and not os.path.isdir(stem):
+            break
+        files += found
+    return files
+
+
+def _find_module(name: str) -> tuple[Path, Path] | None:
+    """The file of module `name` and the directory of the path that it was found in, as the worker searches."""
+    parts = name.split(".")
+    for entry in [*sys.path, os.getcwd()]:
+        root = Path(entry or os.getcwd()).resolve()
+        stem = root.joinpath(*parts)
+        for path in [stem / "__init__.py", *(stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)]:
+            if os.path.isfile(path):
+                return path, root
+    return None

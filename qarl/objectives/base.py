@@ -1,0 +1,151 @@
+"""What every objective shares: the keys of its section, and what the framework asks of it.
+
+An objective is one class in one file, its keys above and its maths below; `registry.py` lists the classes. `qarl check`
+reads these files and loads no torch, so that what they import at the top loads none either: tensors bring their own
+methods.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from qarl.config.base import Fault, Field, Section
+from qarl.config.limits import FACTOR
+from qarl.objectives.aggregate import Aggregation
+from qarl.objectives.proximal import RatioKind
+from qarl.objectives.regularizers import Estimator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qarl.config.config import Config
+    from qarl.objectives.band import Band
+    from qarl.objectives.correction.combined import Correction
+    from qarl.objectives.surrogate import Surrogate
+    from qarl.objectives.tokens import SurrogateInputs
+
+AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
+PruningLevel = Literal["response", "token"]
+SurrogateFunction = Callable[["SurrogateInputs"], "Surrogate"]
+"""What an objective is at its core: of a micro-batch's tokens, what each of them is worth."""
+
+# Types of shared keys whose default is the objective's own.
+AdvantageKey = Annotated[
+    AdvantageKind,
+    Field(description="Group mean and std, group mean only (Dr. GRPO), leave-one-out, or batch whitening."),
+]
+AggregationKey = Annotated[Aggregation, Field(description="How token values become one number.")]
+
+
+def _require_name(schema: dict[str, Any], model: type[Section]) -> None:
+    """In the schema, a section without a name is the default objective's alone."""
+    if model.model_fields["name"].default != DEFAULT:
+        schema["required"] = ["name", *schema.get("required", ())]
+
+
+DEFAULT = "tbpo"
+
+
+class ObjectiveConfig(Section):
+    """Keys that every objective reads. A subclass has its `name`, its own keys, and `surrogate`."""
+
+    model_config = ConfigDict(json_schema_extra=_require_name)
+
+    name: str
+    advantage: AdvantageKey = "grpo"
+    aggregation: AggregationKey = "seq-mean-token-mean"
+    kl_coef: float = Field(
+        0.0, ge=0, le=FACTOR, description="Weight of the KL to the policy the run started from; 0 is off."
+    )
+    kl_estimator: Estimator | None = Field(
+        None, description="Of that KL, per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (default)."
+    )
+    entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")
+    dvp_rho: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Dynamic vocabulary pruning: sampler and learner drop tokens less probable than this fraction of "
+        "the most probable, each by its own logits; the paper uses exp(-13) = 2.26e-6. null: rollout.min_p.",
+    )
+    dvp_outside: PruningLevel | None = Field(
+        None,
+        description="What a sampled token outside the learner's set takes with it, as ratio 0: the whole response, or "
+        "that token alone. null: response where the ratio of the objective or of the correction's weight is the "
+        "response's, as that of a policy gradient without token weights is; else token.",
+    )
+
+    own_ratio: ClassVar[RatioKind] = "one"
+    """The ratio of an objective that has no key for it."""
+    sequence_ratio: ClassVar[bool] = False
+    """Its ratio is one of the response, not of the token."""
+    idle_at_zero: ClassVar[bool] = True
+    """A token of advantage 0 has value and gradient 0."""
+
+    @abstractmethod
+    def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
+        """What each token is worth, and statistics."""
+
+    def bind(self) -> SurrogateFunction:
+        """`surrogate`, ready to be called. Raises UserError where it is a file's that cannot be used."""
+        return self.surrogate
+
+    @property
+    def ratio_kind(self) -> RatioKind:
+        """The ratio that `SurrogateInputs.log_ratio` is of."""
+        return self.own_ratio
+
+    @property
+    def band(self) -> Band | None:
+        """Where the ratio still gives gradient; None where nothing loses its gradient at an edge."""
+        return None
+
+    @property
+    def centers(self) -> bool:
+        """`surrogate` reads `SurrogateInputs.center`."""
+        return False
+
+    def weights_to_center(self, inputs: SurrogateInputs) -> Tensor:
+        """(T,) without gradient: what `SurrogateInputs.center` is the mean of, over a whole minibatch."""
+        raise NotImplementedError(f"{self.name} centers nothing")
+
+    def corrected(self, correction: Correction) -> Correction:
+        """The configured correction, with the weights and rules that are the objective's own."""
+        return correction
+
+    def default_pruning(self, level: str | None) -> PruningLevel:
+        """`dvp_outside` where it is null: `response` where the ratio of the estimator is the response's (DVP, eq. 22).
+
+        level: `correction.level`.
+        """
+        return "response" if self.sequence_ratio or level in ("sequence", "geometric") else "token"
+
+    def faults_in(self, config: Config) -> Iterator[Fault]:
+        """What of the other sections does not go with this objective."""
+        yield from ()
+
+    def faults(self) -> Iterator[Fault]:
+        if self.kl_estimator is not None and self.kl_coef == 0:
+            yield Fault(("kl_estimator",), self.kl_estimator, "has no effect with kl_coef 0; set objective.kl_coef")
+
+    def resolved(self) -> dict[str, Any]:
+        return {"kl_estimator": "k3"} if self.kl_coef > 0 and self.kl_estimator is None else {}
+
+
+class RatioObjective(ObjectiveConfig):
+    """An objective that clips or gates a ratio, which `ratio` chooses."""
+
+    ratio: RatioKind | None = Field(
+        None,
+        description="train: learner now over learner at the snapshot; rollout: learner now over the sampler (bypass); "
+        "shadow: the sampler's arithmetic now over the sampler, with the learner's gradient; one: 1. null: that of "
+        "correction.preset, or train.",
+    )
+
+    @property
+    def ratio_kind(self) -> RatioKind:
+        return self.ratio or "train"

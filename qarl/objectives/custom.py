@@ -1,0 +1,169 @@
+"""A user's own objective: `objective.path: path/to/file.py:name`, with the interface of the built-in ones.
+
+    def name(inputs: SurrogateInputs, **kwargs) -> Surrogate
+
+or a class whose instances are called so, made once a run with the kwargs. Ratio, advantages, correction, vocabulary
+pruning, penalties and aggregation are the section's, as for every objective. `examples/custom_objective.py` is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from pydantic import JsonValue
+
+from qarl.config.base import Fault, Field, path_faults
+from qarl.errors import UserError
+from qarl.inputs.code import REFERENCE, check_reference, describe, file_of, find
+from qarl.inputs.paths import PATH_BYTES
+from qarl.inputs.sources import source_parts
+from qarl.objectives.base import RatioObjective, SurrogateFunction
+from qarl.objectives.surrogate import RATIO_STATS, Surrogate
+from qarl.objectives.tokens import SurrogateInputs
+
+_STATISTIC = re.compile(r"objective/[A-Za-z0-9_]+")
+
+
+class Custom(RatioObjective):
+    """A function or class of the user's."""
+
+    name: Literal["custom"] = Field("custom", description="A function or class of your own, at `path`.")
+    path: str = Field(
+        min_length=1,
+        max_length=PATH_BYTES,
+        description="path/to/file.py:name, or package.module:name, of name(inputs, **kwargs) -> Surrogate, or of a "
+        "class that is made with kwargs and called so.",
+    )
+    kwargs: dict[str, JsonValue] = Field({}, description="Keyword arguments of the function, or of the class.")
+
+    idle_at_zero: ClassVar[bool] = False  # what it makes of a response of advantage 0 is its own affair
+
+    @property
+    def file(self) -> str | None:
+        """Path of the Python file, for `file.py:name`; else None."""
+        return file_of(self.path)
+
+    def bind(self) -> SurrogateFunction:
+        """The user's function, checked. Raises UserError: it cannot be imported, or not be called with `kwargs`."""
+        return UserSurrogate(self.path, self.kwargs)
+
+    def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
+        return self.bind()(inputs)
+
+    def fingerprint(self) -> dict[str, str]:
+        """SHA-256 of the function's name, kwargs and source, by name. Raises UserError for an unreadable file."""
+        name = self.path.rpartition(":")[2]
+        parts = [name, self.kwargs, *source_parts(self.path, _place(self.path))]
+        return {name: hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()}
+
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        yield from path_faults("path", self.file)
+        if not REFERENCE.fullmatch(self.path):
+            yield Fault(("path",), self.path, "must be path/to/file.py:name, or package.module:name")
+
+
+class UserSurrogate:
+    """A user's function as an objective: its faults, and results that are no objective, are one line."""
+
+    def __init__(self, reference: str, kwargs: dict[str, Any]) -> None:
+        """Import it. Raises UserError with one line."""
+        self._place = _place(reference)
+        check_reference(reference, self._place)
+        try:
+            self._function = _bound(find(reference), kwargs)
+        except UserError as error:
+            raise UserError(f"{self._place}: {error}") from error
+
+    def __call__(self, inputs: SurrogateInputs) -> Surrogate:
+        import torch
+
+        try:
+            result = self._function(inputs)
+        except (MemoryError, torch.OutOfMemoryError):  # the machine's fault, which has a message of its own
+            raise
+        except Exception as error:
+            raise UserError(f"{self._place}: raised {describe(error)}") from error
+        if fault := _fault(result, inputs):
+            raise UserError(f"{self._place}: {fault}")
+        return result
+
+
+def _place(reference: str) -> str:
+    return f"objective.path: `{reference}`"
+
+
+def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[SurrogateInputs], Any]:
+    """What is called with the inputs alone."""
+    if isinstance(function, type):
+        _check_call(function, (), kwargs)
+        try:
+            function = function(**kwargs)
+        except Exception as error:
+            raise UserError(f"cannot be made: {describe(error)}") from error
+        if not callable(function):
+            raise UserError("its instances cannot be called; it needs __call__(self, inputs)")
+        kwargs = {}
+    _check_call(function, (None,), kwargs)
+    return partial(function, **kwargs)
+
+
+def _check_call(function: Callable[..., Any], arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # as of functions written in C
+        raise UserError("does not say its arguments, must be f(inputs, **kwargs)") from error
+    try:
+        signature.bind(*arguments, **kwargs)
+    except TypeError as error:
+        what = "inputs and objective.kwargs" if arguments else "objective.kwargs"
+        raise UserError(f"cannot be called with {what}: {error}; it takes {signature}") from error
+
+
+def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
+    """Why this is no surrogate of these tokens."""
+    import torch
+
+    if not isinstance(result, Surrogate):
+        return f"returned {type(result).__name__}, must be a qarl.objectives.Surrogate(value, stats)"
+    value, logp = result.value, inputs.logps.logp
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        kind = f"a tensor of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        return f"its value is {kind}, must be a tensor of floats"
+    if value.shape != logp.shape:
+        return f"its value has shape {list(value.shape)}, must be {list(logp.shape)}: a number a token"
+    if value.device != logp.device:
+        return f"its value is on {value.device}, and the log-probs are on {logp.device}"
+    if torch.is_grad_enabled() and logp.requires_grad and not value.requires_grad:
+        return "its value has no gradient; make it of inputs.log_ratio or inputs.logps.logp, without detach"
+    if fault := _infinite(value.detach(), inputs):
+        return fault
+    if not isinstance(result.stats, dict):
+        return f"its stats are {type(result.stats).__name__}, must be a dict"
+    for name, number in result.stats.items():
+        if name not in RATIO_STATS and not (isinstance(name, str) and _STATISTIC.fullmatch(name)):
+            return f"statistic {name!r:.80}: must be called objective/NAME, or be of ratio_stats"
+        if not isinstance(number, torch.Tensor) or number.shape != (2,) or number.dtype != torch.float64:
+            return f"statistic {name!r:.80}: must be made by qarl.objectives.stat(values, mask)"
+    return None
+
+
+def _infinite(value: Any, inputs: SurrogateInputs) -> str | None:
+    """The first token whose value is NaN or infinite, where no log-prob is: those reach the learner, which skips the
+    step."""
+    logps = inputs.logps
+    columns = (logps.logp, logps.logp_old, logps.logp_sampler, inputs.log_ratio)
+    if value.isfinite().all() or not all(column.isfinite().all() for column in columns):
+        return None
+    at = int((~value.isfinite()).int().argmax())
+    response = int(inputs.segments.index[at])
+    return (
+        f"its value is {float(value[at])} at a token of advantage {float(inputs.advantages[response]):.4g} and "
+        f"log_ratio {float(inputs.log_ratio.detach()[at]):.4g}; ratios are safe with clamped_exp"
+    )

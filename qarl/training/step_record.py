@@ -1,0 +1,108 @@
+"""What a step leaves: its metrics, its rollouts, and the tokens behind its diagnostics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from qarl.config import Config
+from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
+from qarl.diagnostics.error_tokens import decoder, error_examples
+from qarl.diagnostics.probe import Probe
+from qarl.diagnostics.record import StepTokens, diagnostics_record
+from qarl.rewards import RewardResult
+from qarl.training.batch import Batch
+from qarl.training.metrics import (
+    peak_memory_gib,
+    response_metrics,
+    reward_metrics,
+    rollout_rows,
+    rollout_tensors,
+    token_metrics,
+)
+from qarl.training.observer import Observer
+from qarl.training.recorder import Recorder
+from qarl.training.setup import Run
+from qarl.types import Prompt, Rollout
+
+ERROR_EXAMPLES = 8  # stretches of error tokens that a step's diagnostics show
+
+
+@dataclass
+class Trace:
+    """None where it is not due. rows, tensors: of rollouts/NNNNNN. The others: of diagnostics/NNNNNN.json."""
+
+    rows: list[dict[str, Any]] | None = None
+    tensors: dict[str, Tensor] | None = None
+    tokens: StepTokens | None = None
+    layers: Crossings | None = None
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, step: int, metrics: dict[str, float], config: Config, recorder: Recorder) -> None:
+        """step: counted from 1. metrics: of the whole step, as in metrics.jsonl."""
+        if self.rows is not None:
+            recorder.rollouts(step, self.rows, self.tensors)
+        if self.tokens is not None:
+            record = diagnostics_record(
+                step, metrics, self.tokens, self.layers, self.examples, config.diagnostics.tokens, config.train.seed
+            )
+            recorder.diagnostics(step, record)
+
+
+class StepRecord(Observer):
+    """Gathers what one step leaves, while it runs; told after the probe, whose numbers it takes.
+
+    metrics: as in metrics.jsonl, but for the clock's and the engine's. trace: None until the step is learned from and
+    all of this is there. on_learned: gets the metrics as soon as the step is learned from; more follow in the same
+    dictionary.
+    """
+
+    def __init__(
+        self, run: Run, probe: Probe, rollouts_due: bool, on_learned: Callable[[dict[str, float]], None]
+    ) -> None:
+        self._run, self._probe, self._rollouts_due, self._on_learned = run, probe, rollouts_due, on_learned
+        self._before = run.policy.current
+        self.metrics: dict[str, float] = {}
+        self.trace: Trace | None = None
+        self.rollout_tokens = 0
+
+    def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
+        self._scored = prompts, rollouts, scores
+        self.metrics |= reward_metrics(scores) | response_metrics(rollouts)
+        self.rollout_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+
+    def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        run = self._run
+        self.metrics |= metrics
+        self._on_learned(self.metrics)
+        crossed = crossings(self._before, run.policy.current)
+        self.metrics |= token_metrics(batch) | crossing_metrics(crossed) | self._probe.metrics
+        self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
+        self.trace = trace_of(batch, *self._scored, self._rollouts_due, self._probe, crossed, run.tokenizer)
+
+
+def trace_of(
+    batch: Batch,
+    prompts: list[Prompt],
+    rollouts: list[Rollout],
+    scores: RewardResult,
+    rollouts_due: bool,
+    probe: Probe,
+    crossed: Crossings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Trace:
+    """The trace of a step that was learned from. crossed: changed codes of each module."""
+    trace = Trace()
+    if rollouts_due:
+        trace.rows = rollout_rows(prompts, rollouts, scores, batch)
+        trace.tensors = rollout_tensors(batch, scores.total)
+    if probe.record:
+        trace.tokens = probe.tokens(batch)
+        trace.layers = crossed if "crossings" in probe.due else None
+        logp_sampler, decode = list(batch.logp_sampler), decoder(tokenizer)
+        trace.examples = error_examples(batch.responses, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
+    return trace

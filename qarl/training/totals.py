@@ -1,0 +1,63 @@
+"""What a step's forwards and optimizer steps add up to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qarl.objectives import Stats, add_stats, finish_stats
+
+
+@dataclass
+class LearnerTotals:
+    """The running totals of one training step.
+
+    forward_tokens: run by the learner, prompts and responses, see `Part.forward_tokens`. retained: (T,) of each forward
+    at the snapshot, under truncation. skipped: optimizer steps whose gradient was not finite.
+    """
+
+    forward_tokens: int = 0
+    entropy: float = 0.0
+    entropy_tokens: int = 0
+    retained: list[Tensor] = field(default_factory=list)
+    loss: float = 0.0
+    stats: Stats = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+
+    def add_snapshot(self, entropy: Tensor) -> None:
+        """A forward at the rollout's snapshot. entropy: (T,) nats."""
+        self.entropy += float(entropy.detach().double().sum())
+        self.entropy_tokens += entropy.numel()
+
+    def add_loss(self, loss: Tensor, stats: Stats) -> None:
+        """Of one micro-batch, as an objective gives them."""
+        self.loss += float(loss.detach())
+        self.stats = add_stats(self.stats, stats)
+
+    def metrics(self, minibatches: int) -> dict[str, float]:
+        """policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient, skipped steps.
+
+        minibatches: of the step, those that needed no update included.
+        """
+        measured = minibatches - self.skipped
+        return {
+            **finish_stats(self.stats),
+            "policy/loss": self.loss / minibatches,
+            "policy/entropy": self.entropy / self.entropy_tokens,
+            **self._retained_mass(),
+            "policy/grad_norm": sum(self.grad_norms) / measured if measured else math.nan,
+            "policy/skipped_steps": float(self.skipped),
+        }
+
+    def _retained_mass(self) -> dict[str, float]:
+        """policy/retained_mass_mean and _min: the probability that the learner's set keeps at the places of the
+        response tokens, of the distribution before truncation, at the snapshot. Nothing without truncation."""
+        if not self.retained:
+            return {}
+        mass = torch.cat(self.retained).double()
+        mean, least = torch.stack([mass.mean(), mass.min()]).tolist()
+        return {"policy/retained_mass_mean": mean, "policy/retained_mass_min": least}

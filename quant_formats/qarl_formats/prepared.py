@@ -1,0 +1,81 @@
+"""A published weight as a product reads it: one thing for every scheme, in plain torch or for Triton kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.scheme import Scheme, make_scheme
+
+UNQUANTIZED = make_scheme("bf16")
+
+
+@dataclass(frozen=True)
+class PreparedWeight:
+    """The weight side of one row-invariant product. Made by `prepare`.
+
+    source: the published tensors that it was made from: codes and scales, or the values of an unquantized layer.
+    operands: what the product reads, by name; published tensors among them are the published objects.
+    dtype: of the activations. kernels: Triton multiplies, not plain torch.
+    """
+
+    scheme: Scheme
+    source: QuantizedWeight | Tensor
+    operands: dict[str, Tensor]
+    dtype: torch.dtype
+    kernels: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.source.shape
+        return n, k
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: (M, K) of `dtype`; bias: (N,) or None. Returns (M, N) of x's dtype; a row's bits are its own."""
+        return self.scheme.multiply(x, self.operands, self.shape[0], bias, self.kernels)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """W_deq (N, K) of the backward: (code - zero point) * scale rounded to `dtype`; held in float32 on the CPU."""
+        return self.scheme.dequantized(self, dtype)
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        """x after the scheme's activation quantization and back, in x's dtype."""
+        return self.scheme.rounded_input(x)
+
+    def held(self) -> dict[str, Tensor]:
+        """The published tensors by suffix, read back from what the product reads.
+
+        Each operand is then what these tensors make, to the bit. Raises ValueError that names one that is not.
+        """
+        return held(self.scheme, self.operands, self.shape, self.dtype, self.kernels)
+
+
+def prepare(weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bool = False) -> PreparedWeight:
+    """The product that the sampler runs on these published tensors.
+
+    weight: codes and scales, or values (N, K) of `dtype`. kernels: multiply with Triton, for tensors on a GPU and a
+    16-bit dtype.
+    """
+    scheme = UNQUANTIZED if isinstance(weight, Tensor) else weight.scheme
+    return PreparedWeight(scheme, weight, scheme.operands(weight, dtype, kernels), dtype, kernels)
+
+
+def held(
+    scheme: Scheme, operands: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+) -> dict[str, Tensor]:
+    """See `PreparedWeight.held`."""
+    tensors = scheme.stored(operands, shape, dtype, kernels)
+    weight = QuantizedWeight(scheme, tensors, shape) if scheme.quantized else tensors["weight"]
+    again = scheme.operands(weight, dtype, kernels)
+    for name, operand in operands.items():
+        if not _same_bits(operand, again[name]):
+            raise ValueError(f"{name} of the product is not what its codes and scales make")
+    return tensors
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8))

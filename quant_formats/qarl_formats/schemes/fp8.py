@@ -1,0 +1,50 @@
+"""fp8: float8_e4m3fn weights, a scale a row; activations float8_e4m3fn per token, dynamic (FP8_DYNAMIC)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qarl_formats.scheme import register
+from qarl_formats.schemes.bytes import ByteCodes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@register
+class FP8(ByteCodes):
+    """y = ((qx @ codes^T in fp32) * s_w) * s_x."""
+
+    name = "fp8"
+    description = "float8_e4m3fn weights, a scale a row; float8_e4m3fn activations, a scale a token"
+    weight_type = "float"
+    activation = "fp8"
+    capability = (8, 9)
+    file_format = "float-quantized"
+    tolerance = 0.3
+
+    def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from qarl_formats import rounding
+
+        scaled, scale, bad = rounding.symmetric(weight, rounding.FP8, scale_dtype)
+        return rounding.e4m3(scaled), scale, bad
+
+    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from qarl_kernels.quantize import quantize_fp8
+
+        return quantize_fp8(weight, scale_dtype)
+
+    @classmethod
+    def multiply(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
+    ) -> Tensor:
+        codes, scale = operands["weight"], operands["weight_scale"]
+        if not kernels:
+            from qarl_kernels import reference
+
+            return reference.fp8(x, codes, scale, bias)
+        from qarl_kernels import gemm, quantize
+
+        return gemm.fp8(*quantize.activation_fp8(x.contiguous()), codes, scale, bias, x.dtype)

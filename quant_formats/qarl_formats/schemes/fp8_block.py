@@ -1,0 +1,113 @@
+"""fp8_block: float8_e4m3fn weights, a scale a block of 128 x 128; activations float8_e4m3fn per token and 128 features.
+
+What DeepSeek-V3 was trained in, and what compressed-tensors calls FP8_BLOCK. Where 128 does not divide N or K the last
+blocks are smaller, as the library has them; vLLM wants whole blocks of rows in all but the last of the layers it fuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qarl_formats.scheme import register
+from qarl_formats.schemes.bytes import ByteCodes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qarl_formats.quantize import QuantizedWeight
+
+BLOCK = 128
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+@register
+class FP8Block(ByteCodes):
+    """y = sum over blocks of 128 features, in order, of (qx_b @ codes_b^T in fp32) * (s_x,b * s_w,b)."""
+
+    name = "fp8_block"
+    description = "float8_e4m3fn weights, a scale a 128 x 128 block; float8_e4m3fn activations, a scale a token and 128"
+    weight_type = "float"
+    activation = "fp8"
+    capability = (8, 9)
+    row_block = BLOCK
+    file_format = "float-quantized"
+    strategies = ("block",)
+    tolerance = 0.3
+
+    def num_groups(self, in_features: int) -> int:
+        return _blocks(in_features)
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        return _blocks(out_features), _blocks(in_features)
+
+    def weight_arguments(self) -> dict[str, Any]:
+        return super().weight_arguments() | {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+
+    def activation_arguments(self) -> dict[str, Any]:
+        return {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": BLOCK,
+            "dynamic": True,
+        }
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.name}: float8_e4m3fn weights with a scale per {BLOCK} x {BLOCK} block ({self.scale_dtype}); inputs "
+            f"in fp8, per token and {BLOCK} features"
+        )
+
+    def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from torch.nn.functional import pad
+
+        from qarl_formats import rounding
+
+        n, k = weight.shape
+        rows, columns = self.scale_shape(n, k)
+        whole = pad(weight, (0, columns * BLOCK - k, 0, rows * BLOCK - n))
+        blocks = whole.view(rows, BLOCK, columns, BLOCK).transpose(1, 2).reshape(rows, columns, BLOCK * BLOCK)
+        scaled, scale, bad = rounding.symmetric(blocks, rounding.FP8, scale_dtype)
+        codes = rounding.e4m3(scaled).view(rows, columns, BLOCK, BLOCK).transpose(1, 2).reshape(whole.shape)
+        return codes[:n, :k].contiguous(), scale.squeeze(-1), bad
+
+    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from qarl_kernels.quantize import quantize_fp8_block
+
+        return quantize_fp8_block(weight, scale_dtype)
+
+    def spread(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+        n, k = shape
+        return scale.float().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+
+    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
+        if not kernels:
+            return super().dequantize(weight, dtype)
+        from qarl_kernels.dequantize import dequantize_fp8_block
+
+        return dequantize_fp8_block(weight.tensors["weight"], weight.tensors["weight_scale"], dtype)
+
+    def rounded_input(self, x: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat([super(FP8Block, self).rounded_input(part) for part in x.split(BLOCK, -1)], -1)
+
+    @classmethod
+    def multiply(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
+    ) -> Tensor:
+        codes, scale = operands["weight"], operands["weight_scale"]
+        if not kernels:
+            from qarl_kernels import reference
+
+            return reference.fp8_block(x, codes, scale, bias)
+        from qarl_kernels import fp8_block, quantize
+
+        return fp8_block.fp8_block(*quantize.activation_fp8_group(x.contiguous()), codes, scale, bias, x.dtype)

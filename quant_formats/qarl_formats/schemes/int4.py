@@ -1,0 +1,144 @@
+"""What the schemes with packed int4 weights share: eight codes to a word, a scale a group or a row.
+
+Stored: `weight_packed` int32 [N, ceil(K / 8)], `weight_scale` [N, groups], `weight_zero_point` int32
+[ceil(N / 8), groups] where asymmetric, `weight_shape` int64 [2] (pack-quantized). Rows that are not whole words are
+padded, as the library pads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qarl_formats.scheme import GRIDS, GROUP_SIZES, Scheme, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qarl_formats.quantize import QuantizedWeight
+    from qarl_formats.rounding import Grid
+
+
+class PackedInt4(Scheme):
+    weight_bits = 4
+    weight_type = "int"
+    group_sizes = GROUP_SIZES
+    grids = GRIDS
+    file_format = "pack-quantized"
+    strategies = ("group", "channel")
+    shape_suffix = "weight_shape"
+
+    @property
+    def unpackable(self) -> bool:
+        return self.symmetric
+
+    def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
+        assert self.symmetric or not unpacked, "zero points are stored with packed codes only"
+        scales = TensorSpec((out_features, self.num_groups(in_features)), self.scale_dtype)
+        if unpacked:
+            return {"weight": TensorSpec((out_features, in_features), "int8"), "weight_scale": scales}
+        specs = {"weight_packed": TensorSpec((out_features, -(-in_features // 8)), "int32"), "weight_scale": scales}
+        if not self.symmetric:
+            specs["weight_zero_point"] = TensorSpec((-(-out_features // 8), scales.shape[1]), "int32")
+        return specs | {"weight_shape": TensorSpec((2,), "int64")}
+
+    def shape_from(self, tensor: Tensor) -> tuple[int, int] | None:
+        return tuple(int(size) for size in tensor) if tuple(tensor.shape) == (2,) else None  # type: ignore[return-value]
+
+    def library_codes(self, stored: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        if "weight_packed" not in stored:  # one to a byte
+            return stored["weight"]
+        import torch
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        return unpack_from_int32(stored["weight_packed"], 4, torch.Size(shape))
+
+    @property
+    def _grid(self) -> Grid:
+        from qarl_formats import rounding
+
+        return rounding.INT4 if self.grid == GRIDS[0] else rounding.INT4_SYMMETRIC7
+
+    def quantize(
+        self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        import torch
+
+        packed, scale, zero_point, bad = (self._by_kernel if kernels else self._by_torch)(weight)
+        tensors = {"weight_packed": packed, "weight_scale": scale}
+        if zero_point is not None:
+            tensors["weight_zero_point"] = zero_point
+        return tensors | {"weight_shape": torch.tensor(weight.shape)}, bad
+
+    def _by_torch(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        import torch
+
+        from qarl_formats import rounding
+        from qarl_formats.packing import pack_int4, pack_zero_points
+
+        (n, k), dtype = weight.shape, getattr(torch, self.scale_dtype)
+        groups, zero_point = weight.reshape(n, self.num_groups(k), -1), None
+        if self.symmetric:
+            scaled, scale, bad = rounding.symmetric(groups, self._grid, dtype)
+        else:
+            scaled, scale, zero_point, bad = rounding.asymmetric(groups, self._grid, dtype)
+            zero_point = pack_zero_points(zero_point.squeeze(-1).to(torch.int8))
+        return pack_int4(rounding.integers(scaled, self._grid).view(n, k)), scale.squeeze(-1), zero_point, bad
+
+    def _by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        import torch
+        from qarl_kernels import quantize
+
+        grid = self._grid
+        return quantize.quantize_int4(
+            weight,
+            self.group_size,
+            symmetric=self.symmetric,
+            divisor=grid.divisor,
+            lowest=grid.lowest,
+            highest=grid.highest,
+            scale_dtype=getattr(torch, self.scale_dtype),
+        )
+
+    def codes(self, weight: QuantizedWeight) -> Tensor:
+        from qarl_formats.packing import unpack_int4
+
+        return unpack_int4(weight.tensors["weight_packed"], weight.shape[1])
+
+    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
+        import torch
+
+        from qarl_formats.packing import unpack_zero_points
+
+        (n, k), scale, zero_point = (
+            weight.shape,
+            weight.tensors["weight_scale"],
+            weight.tensors.get("weight_zero_point"),
+        )
+        if kernels:
+            from qarl_kernels.dequantize import dequantize_int4
+
+            return dequantize_int4(weight.tensors["weight_packed"], scale, zero_point, k, dtype)
+        values = self.codes(weight).to(torch.float32).view(n, scale.shape[1], -1)
+        if zero_point is not None:
+            values.sub_(unpack_zero_points(zero_point, n).unsqueeze(-1))
+        return values.mul_(scale.float().unsqueeze(-1)).view(n, k).to(dtype)
+
+    def kernel_bytes(self, out_features: int, in_features: int) -> int:
+        # tiles of 16 x 128, and 4 bytes a group and row
+        rows, blocks = -(-out_features // 16) * 16, -(-in_features // 128)
+        groups = 128 // min(self.group_size or 128, 128)
+        return rows * blocks * (64 + 4 * groups)
+
+    def _packed_of(self, operands: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        """The packed codes of a tiled weight."""
+        from qarl_kernels.tile import untile_int4
+
+        return untile_int4(operands["weight_tiled"], *shape)
+
+    def _stored_with(self, packed: Tensor, operands: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        import torch
+
+        rest = {name: operands[name] for name in ("weight_scale", "weight_zero_point") if name in operands}
+        return {"weight_packed": packed, **rest, "weight_shape": torch.tensor(shape)}

@@ -1,0 +1,49 @@
+"""w8a8: int8 weights, a scale a row; activations int8 per token, dynamic (compressed-tensors W8A8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qarl_formats.scheme import register
+from qarl_formats.schemes.bytes import ByteCodes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@register
+class W8A8(ByteCodes):
+    """y = ((qx @ codes^T in int32) * s_w) * s_x, exact up to the scales."""
+
+    name = "w8a8"
+    description = "int8 weights, a scale a row; int8 activations, a scale a token"
+    weight_type = "int"
+    activation = "int8"
+    file_format = "int-quantized"
+    tolerance = 0.3
+
+    def _by_torch(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from qarl_formats import rounding
+
+        scaled, scale, bad = rounding.symmetric(weight, rounding.INT8, scale_dtype)
+        return rounding.integers(scaled, rounding.INT8), scale, bad
+
+    def _by_kernel(self, weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        from qarl_kernels.quantize import quantize_int8
+
+        return quantize_int8(weight, scale_dtype)
+
+    @classmethod
+    def multiply(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
+    ) -> Tensor:
+        codes, scale = operands["weight"], operands["weight_scale"]
+        if not kernels:
+            from qarl_kernels import reference
+
+            return reference.w8a8(x, codes, scale, bias)
+        from qarl_kernels import gemm, quantize
+
+        return gemm.w8a8(*quantize.activation_int8(x.contiguous()), codes, scale, bias, x.dtype)

@@ -1,0 +1,223 @@
+"""`qarl diagnose` on real runs of a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from full_disk import fill_disk
+from rich.console import Console
+from tiny_runs import settings, write_config
+
+from qarl.cli.diagnose import numbers_table
+from qarl.diagnostics.diagnose import command
+from qarl.diagnostics.diagnose.measure import Diagnosis, diagnose, weight_metrics
+from qarl.diagnostics.diagnose.page import explained, grouped
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.diagnostics.diagnose.saved import read_rollouts
+from qarl.errors import UserError
+from qarl.inference.target import resolve_target
+from qarl.report.formatting import number
+from qarl.storage.runs import read_metrics
+
+EVERY = {"shadow_every": 1, "deployed_every": 1, "crossings_every": 1, "gradients_every": 1}
+
+
+def train(qarl, tiny_model, path: Path, **sections: dict[str, Any]) -> Path:
+    data = settings(
+        tiny_model(),
+        checkpoint={"every": 1, "keep_last": 0},
+        logging={"tensorboard": False},
+        train={"steps": 2, "run_dir": str(path)},
+        **sections,
+    )
+    done = qarl.run("train", write_config(path.with_suffix(".yaml"), data))
+    assert done.code == 0, done.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def mismatched(qarl, tiny_model, tmp_path_factory) -> Path:
+    """A learner in full precision, whose ratio is to the sampler, with everything measured at every step."""
+    path = tmp_path_factory.mktemp("runs") / "mismatched"
+    return train(
+        qarl, tiny_model, path, quant={"learner": "full_precision"}, correction={"preset": "bypass"}, diagnostics=EVERY
+    )
+
+
+@pytest.fixture(scope="module")
+def diagnosis(qarl, mismatched) -> tuple[dict[str, Any], str]:
+    done = qarl.run("diagnose", mismatched)
+    assert done.code == 0, done.err
+    return json.loads((mismatched / "diagnose" / "000002" / "diagnosis.json").read_text()), done.out
+
+
+def test_it_writes_page_numbers_and_plots_and_says_what_they_mean(mismatched, diagnosis):
+    contents, out = diagnosis
+    directory = mismatched / "diagnose" / "000002"
+    assert f"page: {directory / 'index.html'}" in out.replace("\n", "")
+    assert {"log_probs_of_sampler_and_learner.png", "ratio_of_the_objective.png"} <= {
+        path.name for path in (directory / "plots").iterdir()
+    }
+    assert contents["step"] == 2 and contents["left_out"] == []
+    assert "precision/phantom_frac" in out and contents["findings"][0]["text"].split(".")[0] in out
+
+
+def test_what_it_recomputes_is_what_the_run_logged(mismatched, diagnosis):
+    logged = read_metrics(mismatched / "metrics.jsonl")[-1]
+    found = diagnosis[0]["record"]["metrics"]
+    same = [n for n in found if n.startswith(("mismatch/", "error_tokens/", "quant/", "deployed/")) and n in logged]
+    assert len(same) > 25 and {"deployed/efficiency", "quant/codes_changed_frac"} <= set(same)
+    assert {name: found[name] for name in same} == {name: logged[name] for name in same}
+    assert 0.0 < found["gradients/cos_total"] < 1.0 and found["precision/beta_abs_mean"] > 0.0
+    assert diagnosis[0]["record"]["layers"]["model.layers.0.mlp.up_proj"][1] == 64 * 128
+
+
+def test_every_number_of_the_page_says_what_it_is(diagnosis):
+    names = [name for _, rows in grouped(diagnosis[0]["record"]["metrics"]) for name, _ in rows]
+    assert len(names) > 40
+    assert [name for name in names if not explained(name)] == []
+
+
+@pytest.mark.parametrize("width", [200, 120, 80, 60])
+def test_the_terminal_explains_every_number_in_the_words_of_the_page(diagnosis, width):
+    metrics = diagnosis[0]["record"]["metrics"]
+    file = io.StringIO()
+    Console(file=file, width=width).print(numbers_table(metrics, "Step 2", width))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.strip("│").split("│", 2)] for line in lines if line.startswith("│")]
+    cells = [" ".join(filter(None, column)) for column in zip(*rows, strict=True)]
+    for name, value in metrics.items():
+        words = explained(name)
+        assert f"{name} {words}" in cells[0] if width < 100 else words in cells[2]
+        assert [row[1] for row in rows if row[0] == name] == [number(value)]
+
+
+def test_a_pipe_gets_the_explanations_too(diagnosis):
+    row = next(line for line in diagnosis[1].splitlines() if "precision/phantom_frac" in line)
+    assert explained("precision/phantom_frac") in row
+
+
+def test_the_learner_and_the_sampler_come_back_bit_for_bit(mismatched):
+    policy = RunPolicy(resolve_target(str(mismatched), step=2), "cpu")
+    saved = read_rollouts(mismatched, 2)
+    assert saved.version == read_metrics(mismatched / "metrics.jsonl")[0]["policy/version"]
+    policy.load(1)  # what step 2 sampled from
+    assert torch.equal(policy.shadow_logprobs(saved), saved.logp_sampler)
+    assert torch.equal(policy.logprobs(saved), saved.logp_old)
+
+
+def test_argmax_flips_are_where_learner_and_sampler_prefer_another_token(mismatched, diagnosis):
+    policy = RunPolicy(resolve_target(str(mismatched), step=2), "cpu")
+    saved = read_rollouts(mismatched, 2)
+    policy.load(2)
+    flips = policy.argmax_flips(saved)
+    assert flips.dtype == torch.bool and 0 < int(flips.sum()) < flips.numel()
+    assert diagnosis[0]["record"]["metrics"]["precision/argmax_flip_frac"] == float(flips.double().mean())
+
+
+def test_an_aligned_run_is_exact_and_what_is_missing_is_said(qarl, tiny_model, tmp_path):
+    run = train(qarl, tiny_model, tmp_path / "aligned")
+    shutil.rmtree(run / "checkpoints" / "000001")
+    done = qarl.run("diagnose", run, "--no-gradients", "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    contents = json.loads((tmp_path / "out" / "diagnosis.json").read_text())
+    metrics = contents["record"]["metrics"]
+    assert metrics["precision/beta_abs_max"] == metrics["mismatch/delta_abs_max"] == 0.0
+    assert "deployed/improvement" not in metrics and "gradients/cos_total" not in metrics
+    assert "checkpoint.every: 1" in contents["left_out"][0] and "--no-gradients" in contents["left_out"][1]
+    assert "bit for bit" in done.out and not (run / "diagnose").exists()
+
+    for path in (run / "rollouts").glob("*.safetensors"):
+        path.unlink()
+    refused = qarl.run("diagnose", run)
+    (line,) = refused.err.splitlines()
+    assert refused.code == 2 and line.startswith("error: ") and "logging.rollout_tensors: true" in line
+
+
+def test_an_out_that_holds_something_else_is_refused_before_the_model_is_read(qarl, mismatched, tmp_path):
+    for out, words in ((tmp_path / "file", "not a directory"), (tmp_path / "folder", "holds 'thesis.txt'")):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / "thesis.txt").write_text("mine")
+        (tmp_path / "file").write_text("mine")
+        refused = qarl.run("diagnose", mismatched, "--out", out)
+        assert refused.code == 2 and refused.err.startswith(f"error: --out: {out}: {words}"), refused.err
+        assert len(refused.err.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "mine" and len(list((tmp_path / "folder").iterdir())) == 1
+
+
+def test_a_disk_that_is_full_at_a_plot_is_named_and_leaves_nothing(mismatched, diagnosis, tmp_path, monkeypatch):
+    record = diagnosis[0]["record"]
+    monkeypatch.setattr(command, "RunPolicy", lambda target, device: None)
+    monkeypatch.setattr(command, "diagnose", lambda *arguments: Diagnosis(2, record["metrics"], record, []))
+    fill_disk(monkeypatch, after=2)  # diagnosis.json and a plot are there by then
+    with pytest.raises(UserError, match=r"\.png: cannot be written: No space left .* free\); free some space") as error:
+        out = tmp_path / "new" / "out"
+        command.diagnose_run(mismatched, step=2, device="cpu", gradients=True, out=out, model=None, say=print)
+    assert "\n" not in str(error.value) and "another --out" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def copied(mismatched, tmp_path) -> tuple[RunPolicy, Path]:
+    """The policy of a copy of the run, and the checkpoints of it, to be damaged."""
+    shutil.copytree(mismatched, tmp_path / "run")
+    return RunPolicy(resolve_target(str(tmp_path / "run"), step=2), "cpu"), tmp_path / "run" / "checkpoints"
+
+
+def test_a_damaged_checkpoint_of_the_step_before_leaves_out_what_needs_it_alone(mismatched, diagnosis, copied):
+    policy, checkpoints = copied
+    saved, masters = read_rollouts(mismatched, 2), checkpoints / "000001" / "masters.safetensors"
+    masters.write_bytes(masters.read_bytes()[:100])
+    found = diagnose(policy, saved, True, True, read_metrics(mismatched / "metrics.jsonl"), say=lambda line: None)
+    (line,) = found.left_out
+    where = r"^what the step changed \(deployed/\*, crossings\): .*/000001/masters.safetensors: "
+    assert re.search(where + r"100 bytes, [\d,]+ were written; restore it from a copy, or give another --step$", line)
+    whole = diagnosis[0]["record"]["metrics"]
+    assert found.metrics == pytest.approx(
+        {name: value for name, value in whole.items() if not name.startswith(("deployed/", "quant/"))}
+    )
+    assert found.record["layers"] is None and "gradients/cos_total" in found.metrics
+
+    masters.unlink()
+    (line, _) = diagnose(policy, saved, True, False, [], say=lambda line: None).left_out
+    assert re.search(where + "missing; restore it ", line)
+
+
+def test_a_damaged_checkpoint_of_the_step_itself_is_an_error_before_anything_is_computed(mismatched, copied):
+    policy, checkpoints = copied
+    (checkpoints / "000002" / "manifest.json").unlink()
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"/000002/manifest.json: missing; restore it from a copy, or give another --"):
+        diagnose(policy, read_rollouts(mismatched, 2), True, True, [], said.append)
+    assert said == ["learner and sampler at the weights after step 2"]
+
+
+def test_unknown_tokens_and_a_checkpoint_that_went_are_refused_in_one_line(mismatched):
+    policy = RunPolicy(resolve_target(str(mismatched), step=2), "cpu")
+    saved = read_rollouts(mismatched, 2)
+    policy.check_tokens(saved)
+    saved.responses[1][0] = 10**6
+    with pytest.raises(UserError, match=r"000002.safetensors: holds token 1000000, and the model has ") as error:
+        policy.check_tokens(saved)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"000099: .* has removed it \(checkpoint.keep_last\)"):
+        policy.load(99)
+
+
+def test_weights_of_all_tokens_rejected_are_worth_nothing():
+    assert weight_metrics(torch.zeros(4)) == {
+        "weights/mean": 0.0,
+        "weights/max": 0.0,
+        "weights/ess_frac": 0.0,
+        "weights/zero_frac": 1.0,
+    }
+    assert weight_metrics(torch.tensor([1.0, 1.0, 2.0, 0.0]))["weights/ess_frac"] == 16 / 24
+    assert weight_metrics(None) == weight_metrics(torch.zeros(0)) == {}

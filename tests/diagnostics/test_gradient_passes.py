@@ -1,0 +1,134 @@
+"""The gradients of the precision split against independent losses, and that making them leaves no trace."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_runs import Parts, parts
+from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
+
+from qarl.diagnostics.gradient_passes import gradient_gram
+from qarl.objectives import Band
+from qarl.training.batch import Batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def gram_of(run: Parts, batch: Batch, tokens: int = 10_000, band: Band | None = None) -> torch.Tensor:
+    whole = batch.whole()
+    return gradient_gram(
+        run.policy, whole.micro_batches(tokens), whole.tokens, run.sampling.truncation, 64, run.config.loss_scale, band
+    )
+
+
+def test_the_four_gradients_are_those_of_four_losses(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT, model={"learner_dtype": "float32", "dtype": "float32"}, optim={"lr": 1e-2})
+    batch = mostly_live(run)
+    run.learn(mostly_live(run, 5))  # so that alpha is not 0
+    count = sum(len(r) for r in batch.responses)
+    advantages = torch.cat(
+        [torch.full((len(r),), a) for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)]
+    )
+    sampler, masters = packed(batch.logp_sampler), [p for _, p in run.policy.named_parameters()]
+    gradients = []
+    for full in (False, True):
+        for by_shadow in (True, False):
+            with torch.enable_grad():
+                if by_shadow:
+                    with run.policy.shadow():
+                        logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+                else:
+                    logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+                q = shadow(run, batch)
+                now = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)[0].detach()
+                ratio = ((now if full else q) - sampler).exp()
+                loss = -(advantages * ratio * logp).sum() / count
+            gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, masters)]).double())
+    rows = torch.stack(gradients)
+    gram = gram_of(run, batch)
+    assert gram.dtype == torch.float64 and torch.equal(gram, gram.t())
+    torch.testing.assert_close(gram, rows @ rows.t(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(gram_of(run, batch, 40), gram, rtol=1e-4, atol=0)
+    assert float(gram[0, 0]) != float(gram[1, 1]) != float(gram[2, 2])
+
+
+BANDS = [Band("token", 1.1, 0.9), Band("token", 1.0, 1.0), Band("token", 1e9, 0.0), Band("sequence", 1.01, 0.99, 1.05)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=["clips some", "clips all that moved", "clips nothing", "clips responses"])
+@pytest.mark.parametrize("moved", [True, False], ids=["after a step", "at the snapshot"])
+def test_the_clipped_gradients_are_those_of_the_losses_with_the_clip_indicator_restored(llama, band, moved):
+    run = parts(llama, **QUANTIZED_ROLLOUT, model={"learner_dtype": "float32", "dtype": "float32"}, optim={"lr": 1e-2})
+    batch = mostly_live(run)
+    if moved:
+        run.learn(mostly_live(run, 5))
+    lengths = [len(r) for r in batch.responses]
+    sampler, q = packed(batch.logp_sampler), shadow(run, batch)
+    with torch.enable_grad():
+        logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+        losses = []
+        for clips in (None, logp.detach() - sampler, q - sampler):
+            total, start = 0.0, 0
+            for length, a in zip(lengths, batch.advantages.tolist(), strict=True):
+                for t in range(start, start + length):
+                    row = slice(start, start + length) if band.level == "sequence" else slice(t, t + 1)
+                    r = 1.0 if clips is None else math.exp(float(clips[row].double().mean()))
+                    lost = r > band.high if a > 0 else a < 0 and (r < band.low or r > band.neg_high)
+                    if clips is None or not lost:
+                        total = total - a * (logp[t].detach() - sampler[t]).exp() * logp[t] / sum(lengths)
+                start += length
+            losses.append(total)
+        masters = [p for _, p in run.policy.named_parameters()]
+        d, e, f = (
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss, masters, retain_graph=True)]).double()
+            if isinstance(loss, torch.Tensor)
+            else torch.zeros(sum(p.numel() for p in masters), dtype=torch.float64)
+            for loss in losses
+        )
+    gram = gram_of(run, batch, band=band)
+    rows = torch.stack([d, e, f])
+    scale = float(d @ d)
+    torch.testing.assert_close(gram[3:, 3:], rows @ rows.t(), rtol=1e-4, atol=1e-6 * scale)
+    torch.testing.assert_close(gram[:4, :4], gram_of(run, batch), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gram_of(run, batch, 40, band), gram, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_what_nothing_clips_is_not_run_again(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch, backwards = mostly_live(run), []
+    plain = run.policy.logprobs
+    run.policy.logprobs = lambda *arguments: backwards.append(1) or plain(*arguments)
+    for band, passes in ((None, 4), (Band("token", 1e9, 0.0), 4), (Band("token", 1 + 1e-9, 1 - 1e-9), 5)):
+        backwards.clear()
+        gram_of(run, batch, band=band)
+        assert len(backwards) == passes  # of one micro batch; at the snapshot the shadow's own ratio clips nothing
+
+
+def test_the_four_passes_leave_gradients_and_shadow_as_they_were(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch = mostly_live(run)
+    kept = [torch.ones_like(p) for _, p in run.policy.named_parameters()]
+    for (_, parameter), gradient in zip(run.policy.named_parameters(), kept, strict=True):
+        parameter.grad = gradient
+    gram_of(run, batch)
+    assert all(
+        p.grad is g and bool((g == 1).all()) for (_, p), g in zip(run.policy.named_parameters(), kept, strict=True)
+    )
+
+
+def test_the_four_passes_go_through_gradient_checkpointing(llama):
+    grams = []
+    for checkpointing in (False, True):
+        run = parts(llama, **QUANTIZED_ROLLOUT)
+        batch = mostly_live(run)
+        run.policy.set_gradient_checkpointing(checkpointing)
+        grams.append(gram_of(run, batch))
+    assert torch.equal(*grams)
+
+
+def test_an_aligned_learner_has_one_gradient(llama):
+    run = parts(llama)
+    gram = gram_of(run, mostly_live(run))
+    assert float(gram[0, 0]) > 0.0 and torch.equal(gram, gram[0, 0].expand(4, 4))

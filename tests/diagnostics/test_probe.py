@@ -1,0 +1,139 @@
+"""The probe: its numbers against independent ones, and that it leaves no trace in the run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_runs import parts
+from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
+
+from qarl.config.diagnostics import COSTLY
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("scheme, group", [("bf16", None), ("w8a8", None), ("w4a16", 32), ("fp8", None), ("w4a8", 32)])
+def test_the_shadow_of_the_snapshot_is_what_the_native_sampler_reported_bit_for_bit(llama, scheme, group):
+    quant = {"scheme": scheme, "group_size": group, "learner": "full_precision"}
+    run = parts(llama, quant=quant, model={"learner_dtype": "float32"})
+    batch = mostly_live(run)
+    assert torch.equal(shadow(run, batch), packed(batch.logp_sampler))
+    learner, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
+    assert not torch.equal(learner.detach(), packed(batch.logp_sampler))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {**QUANTIZED_ROLLOUT, "model": {"learner_dtype": "float32"}},
+        {**QUANTIZED_ROLLOUT, "objective": {"name": "gspo", "ratio": "shadow"}, "train": {"epochs": 2}},
+    ],
+    ids=["aligned", "float32", "shadow_ratio"],
+)
+def test_a_probe_changes_no_bit_of_the_run(llama, sections):
+    found = []
+    for due in ((), COSTLY):
+        run, metrics = parts(llama, **sections), []
+        for step in range(2):
+            metrics.append(run.learn(mostly_live(run, step), step, run.probe(*due) if due else None))
+        found.append((metrics, run.masters(), run.optimizer.state_tensors()[0], run.policy.current.manifest()))
+    (metrics, masters, state, manifest), (probed, probed_masters, probed_state, probed_manifest) = found
+    assert metrics == probed and manifest == probed_manifest
+    assert all(torch.equal(masters[name], probed_masters[name]) for name in masters)
+    assert all(torch.equal(state[name], probed_state[name]) for name in state)
+
+
+def test_precision_is_split_at_every_training_forward(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT, optim={"lr": 1e-2})
+    batch, probe = mostly_live(run), run.probe("shadow")
+    at_start = shadow(run, batch)
+    run.learn(batch, 0, probe)
+    tokens = probe.tokens(batch)
+    # The first minibatch ran at the snapshot, where the shadow is the sampler; the second one step later.
+    first = [i in probe._seen[0].minibatch.indices for i in range(len(batch))]
+    alpha = (tokens.logp_shadow - tokens.logp_sampler).split([len(r) for r in batch.responses])
+    assert all(float(a.abs().max()) == 0.0 for a, early in zip(alpha, first, strict=True) if early)
+    assert any(float(a.abs().max()) > 0.0 for a, early in zip(alpha, first, strict=True) if not early)
+    assert torch.equal(at_start, tokens.logp_sampler)
+    beta = (tokens.logp - tokens.logp_shadow).double().abs()
+    assert probe.metrics["precision/beta_abs_mean"] == pytest.approx(float(beta.mean()), rel=1e-6)
+    assert probe.metrics["precision/beta_abs_max"] == pytest.approx(float(beta.max()), rel=1e-6)
+    assert probe.metrics["precision/snr"] > 0.0
+    assert torch.equal(tokens.logp, packed(batch.logp)) and tokens.band.high == 1.2 and tokens.weights is None
+    assert torch.equal(tokens.log_ratio, tokens.logp - tokens.logp_old)
+
+
+def test_an_aligned_learner_has_no_precision_gap(llama):
+    run = parts(llama)
+    batch, probe = mostly_live(run), run.probe(*COSTLY)
+    run.learn(batch, 0, probe)
+    found = probe.metrics
+    assert found["precision/beta_abs_max"] == found["precision/phantom_frac"] == found["gradients/total_rel"] == 0.0
+    assert found["gradients/cos_total"] == pytest.approx(1.0) and "gradients/cos_ratio_score" not in found
+
+
+def test_tokens_hold_the_correction_weights_of_the_last_forward(llama):
+    correction = {"level": "token", "mode": "truncate", "upper": 1.01}
+    run = parts(llama, **QUANTIZED_ROLLOUT, correction=correction, train={"epochs": 2, "micro_batch_tokens": 40})
+    batch, probe = mostly_live(run), run.probe()
+    run.learn(batch, 0, probe)
+    tokens = probe.tokens(batch)
+    assert tokens.logp_shadow is None and probe.metrics == {}
+    expected = (tokens.logp_old.double() - tokens.logp_sampler.double()).exp().clamp(max=1.01)
+    torch.testing.assert_close(tokens.weights.double(), expected, rtol=1e-6, atol=0)
+    assert not torch.equal(tokens.logp, tokens.logp_old)
+
+
+def test_deployed_improvement_is_that_of_the_shadow_before_and_after(llama):
+    for learner in ("aligned", "full_precision"):
+        run = parts(llama, quant={"learner": learner}, optim={"lr": 1e-2}, train={"micro_batch_tokens": 30})
+        batch, probe = mostly_live(run), run.probe("deployed")
+        before = shadow(run, batch)
+        run.learn(batch, 0, probe)
+        moved = (shadow(run, batch) - before).double()
+        signs = torch.cat(
+            [
+                torch.full((len(r),), math.copysign(1.0, a) if a else 0.0)
+                for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)
+            ]
+        )
+        assert probe.metrics["deployed/improvement"] == pytest.approx(float((signs * moved).mean()), rel=1e-9)
+        assert probe.metrics["deployed/delta_abs_mean"] == pytest.approx(float(moved.abs().mean()), rel=1e-9)
+
+
+def test_a_step_that_moved_nothing_improved_nothing(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch, probe = run.batch(lambda tokens: 1.0), run.probe(*COSTLY)
+    run.learn(batch, 0, probe)
+    assert probe.metrics["deployed/delta_abs_mean"] == 0.0
+    assert not any(name.startswith("gradients/") for name in probe.metrics), "no advantage, no gradient"
+
+
+def test_ends_of_responses_are_told_apart(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch = mostly_live(run)
+    for response in batch.responses[:3]:
+        response[-1] = min(run.sampling.stop_token_ids)
+    probe = run.probe("shadow")
+    run.learn(batch, 0, probe)
+    tokens = probe.tokens(batch)
+    beta = (tokens.logp - tokens.logp_shadow).double().abs().tolist()
+    ids = [t for response in batch.responses for t in response]
+    ends = [b for b, t in zip(beta, ids, strict=True) if t in run.sampling.stop_token_ids]
+    rest = [b for b, t in zip(beta, ids, strict=True) if t not in run.sampling.stop_token_ids]
+    assert len(ends) >= 3 and probe.metrics["precision/eos_frac"] == pytest.approx(len(ends) / len(ids))
+    assert probe.metrics["precision/eos_beta_abs_mean"] == pytest.approx(sum(ends) / len(ends), rel=1e-6)
+    assert probe.metrics["precision/rest_beta_abs_mean"] == pytest.approx(sum(rest) / len(rest), rel=1e-6)
+
+
+def test_a_token_that_the_learner_cuts_gives_no_gradient_and_no_nan(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT, rollout={"min_p": 0.3})
+    batch = mostly_live(run)
+    batch.responses = [[(token + 1) % 259 for token in response] for response in batch.responses]  # mostly outside
+    probe = run.probe(*COSTLY)
+    metrics = run.learn(batch, 0, probe)
+    assert metrics["policy/outside_frac"] > 0.2 and all(math.isfinite(value) for value in metrics.values()), metrics
+    assert all(math.isfinite(value) for value in probe.metrics.values()), probe.metrics

@@ -1,0 +1,122 @@
+"""Kernels that quantize and dequantize NVFP4 against the plain-torch functions, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import assert_same, poisoned_outputs
+from nvfp4_products import Nvfp4
+from qarl_formats import nvfp4 as formats
+from qarl_kernels import nvfp4
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.nvfp4_weights import dequantize_nvfp4, quantize_nvfp4, scaled_nvfp4
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _adversarial() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(12, 256, generator=generator)
+    ties = torch.randint(-24, 25, (9, 64), generator=generator) / 4
+    ties[:, ::16] = 6.0  # global scale and scales are 448: quotients are quarters, which hold every tie of e2m1
+    return {
+        "normal": normal,
+        "groups of every size": normal * torch.logspace(-9, 2, 16).repeat_interleave(16),
+        "scales around underflow": (normal * torch.logspace(-7.5, -4.5, 16).repeat_interleave(16)).index_fill(
+            1, torch.tensor([3]), 3.0
+        ),
+        "ties": ties,
+        "zero": torch.zeros(3, 32),
+        "negative zero": torch.full((3, 32), -0.0),
+        "tiny": normal * 1e-30,
+        "the global scale overflows": normal * 1e-37,
+        "smallest subnormals": torch.randint(-3, 4, (5, 48), generator=generator) * 2.0**-149,
+        "near the fp32 limit": normal.clamp(-3, 3) * 1e38,
+        "one group": normal[:1, :16].contiguous(),
+        "ragged": normal[:7, :208].contiguous(),
+    }
+
+
+ADVERSARIAL = _adversarial()
+
+
+@pytest.mark.parametrize("case", ADVERSARIAL)
+def test_quantized_equals_the_reference(case, device):
+    weight = ADVERSARIAL[case]
+    divisor = formats.global_scale_of([formats.absmax_of(weight)])
+    with poisoned_outputs():
+        packed, scale, bad = quantize_nvfp4(weight.to(device), divisor.to(device))
+    expected = formats.quantize_nvfp4(weight, divisor)
+    assert_same(packed, expected[0])
+    assert_same(scale, expected[1])
+    assert bad.item() == 0
+
+
+def test_quantized_under_a_given_global_scale_equals_the_reference(device):
+    """A smaller absmax's: scales are clamped to 448, codes to 6."""
+    weight, divisor = ADVERSARIAL["normal"], formats.global_scale_of([torch.tensor(0.3)])
+    packed, scale, _ = quantize_nvfp4(weight.to(device), divisor.to(device))
+    expected = formats.quantize_nvfp4(weight, divisor)
+    assert_same(packed, expected[0])
+    assert_same(scale, expected[1])
+
+
+def test_rows_may_be_apart(device):
+    storage = torch.full((7, 160), float("nan"))
+    storage[:, :96] = torch.randn(7, 96, generator=torch.Generator().manual_seed(3))
+    divisor = torch.tensor([1000.0])
+    with poisoned_outputs():
+        packed, scale, bad = quantize_nvfp4(storage.to(device)[:, :96], divisor.to(device))
+    expected = formats.quantize_nvfp4(storage[:, :96], divisor)
+    assert_same(packed, expected[0])
+    assert_same(scale, expected[1])
+    assert bad.item() == 0
+
+
+def test_values_that_are_not_finite_are_counted(device):
+    weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
+    for place, value in (((0, 0), "nan"), ((4, 33), "inf"), ((8, 63), "-inf"), ((8, 62), "nan")):
+        weight[place] = float(value)
+    assert quantize_nvfp4(weight.to(device), torch.ones(1, device=device))[2].item() == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(37, 80), (1, 16), (3, 4128)])
+def test_dequantized_equals_the_reference(shape, dtype, device):
+    weight = Nvfp4.random(*shape, device=device)
+    with poisoned_outputs():
+        values = dequantize_nvfp4(*weight.stored(), dtype)
+        scaled = scaled_nvfp4(weight.packed, weight.scale, dtype)
+    packed, scale, divisor = (tensor.cpu() for tensor in weight.stored())
+    for made, expected in (
+        (values, nvfp4.dequantized_nvfp4(packed, scale, divisor, dtype)),
+        (scaled, nvfp4.scaled_codes(packed, scale).to(dtype)),
+    ):
+        assert made.dtype == dtype
+        bits = torch.int32 if dtype == torch.float32 else torch.int16  # so that +0 and -0 differ
+        assert torch.equal(made.cpu().view(bits), expected.view(bits))
+
+
+def test_no_rows_give_an_empty_weight(device):
+    weight = Nvfp4.random(0, 32, device=device)
+    assert dequantize_nvfp4(*weight.stored(), torch.bfloat16).shape == (0, 32)
+    packed, scale, bad = quantize_nvfp4(torch.zeros(0, 32, device=device), weight.global_scale)
+    assert packed.shape == (0, 16) and scale.shape == (0, 2) and bad.item() == 0
+
+
+def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
+    weight = Nvfp4.random(2, 32, device=device)
+    with pytest.raises(ValueError, match=r"^weight_packed must be contiguous uint8 \[2, 16\], not"):
+        dequantize_nvfp4(weight.packed[:, 1:], weight.scale, weight.global_scale, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^weight_global_scale must be contiguous float32 \[1\]"):
+        dequantize_nvfp4(weight.packed, weight.scale, weight.global_scale[0], torch.bfloat16)
+    for wrong in (torch.zeros(2, 24), torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(32, 2).t()):
+        with pytest.raises(ValueError, match=r"^weight must be a float32 matrix with contiguous rows"):
+            quantize_nvfp4(wrong.to(device), weight.global_scale)

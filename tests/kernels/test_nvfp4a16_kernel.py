@@ -1,0 +1,158 @@
+"""`nvfp4a16`: the reference against float64, the fused kernels against both, and the three ways against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nvfp4_products import Nvfp4
+from products import random, relative_error
+from qarl_kernels import nvfp4, nvfp4a16, tuning
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.tuning import Tile
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+NARROW, WIDE = Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64)
+TILES = [NARROW, WIDE, Tile("wide", 64, 128, warps=8)]
+# (M, N, K): whole, ragged N, K of one and a half tiles, K of less than one, a word of scales with two of them
+CASES = [(16, 64, 256), (5, 37, 192), (18, 70, 160), (3, 41, 16), (1, 72, 336)]
+ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def _fused(weight: Nvfp4, x, tile, bias=None, out=torch.float32):
+    return nvfp4a16.fused(x, *weight.tiled(), weight.global_scale, weight.shape[0], bias, out, tile)
+
+
+def _exact(weight: Nvfp4, x, bias=None):
+    y = (x.double() @ weight.scaled_codes().double().t()) / weight.global_scale.double()
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtype"), [*((tile, torch.bfloat16) for tile in TILES), (NARROW, torch.float16), (WIDE, torch.float16)]
+)
+@pytest.mark.parametrize(("m", "n", "k"), CASES)
+def test_fused_product_is_the_float64_product(device, dtype, m, n, k, tile) -> None:
+    weight = Nvfp4.random(n, k, device=device)
+    x, bias = random(m, k, seed=5, device=device, dtype=dtype), random(n, seed=6, device=device, dtype=dtype)
+    expected = _exact(weight, x, bias)
+    assert relative_error(_fused(weight, x, tile, bias), expected) < 2**-20  # FP32 sums
+    assert relative_error(_fused(weight, x, tile, bias, dtype), expected) < ONE_ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(("tile", "dtype"), [(NARROW, torch.bfloat16), (WIDE, torch.bfloat16), (WIDE, torch.float16)])
+def test_every_code_and_scale_in_the_fused_kernel_is_exact(device, dtype, tile) -> None:
+    """One-hot rows of x read single weights out of the product, here every code under every e4m3 scale."""
+    weight = Nvfp4.every_code_and_scale(device)
+    x = torch.eye(weight.shape[1], device=device, dtype=dtype)
+    assert torch.equal(_fused(weight, x, tile), weight.scaled_codes().t())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dequantized_way_is_the_float64_product(device, dtype, bias) -> None:
+    weight = Nvfp4.random(72, 192, device=device)
+    x = random(9, 192, seed=5, device=device, dtype=dtype)
+    bias = random(72, seed=6, device=device, dtype=dtype) if bias else None
+    stored = weight.packed, weight.scale, weight.global_scale
+    expected = _exact(weight, x, bias)
+    assert relative_error(nvfp4a16.dequantized(x, *stored, bias, torch.float32), expected) < 2**-20
+    assert relative_error(nvfp4a16.dequantized(x, *stored, bias, dtype), expected) < ONE_ROUNDING[dtype]
+
+
+def test_where_sums_are_exact_every_way_and_the_reference_have_the_same_bits(device) -> None:
+    """Small integers for x: float32 holds every partial sum, whatever the order."""
+    weight = Nvfp4.random(72, 384, device=device, scales=torch.tensor([0.5, 1.0, 2.0, 8.0]))
+    x = torch.randint(-4, 5, (21, 384), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
+    bias = random(72, seed=6, device=device, dtype=torch.bfloat16)
+    expected = nvfp4.nvfp4a16(x, weight.scaled_codes(), weight.global_scale, bias)
+    for tile in TILES:
+        assert torch.equal(_fused(weight, x, tile, bias, torch.bfloat16), expected), tile
+    stored = weight.packed, weight.scale, weight.global_scale
+    assert torch.equal(nvfp4a16.dequantized(x, *stored, bias, torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_reference_is_the_float64_product_rounded_once(dtype) -> None:
+    weight = Nvfp4.random(70, 160, device=torch.device("cpu"))
+    x, bias = random(18, 160, seed=5, device="cpu", dtype=dtype), random(70, seed=6, device="cpu", dtype=dtype)
+    y = nvfp4.nvfp4a16(x, weight.scaled_codes(), weight.global_scale, bias)
+    assert y.dtype == dtype
+    tolerance = ONE_ROUNDING.get(dtype, 2**-20)
+    assert relative_error(y, _exact(weight, x, bias)) < tolerance
+
+
+@pytest.mark.parametrize("tile", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_a_row_has_the_same_bits_in_every_batch_and_place(device, tile) -> None:
+    weight = Nvfp4.random(21, 208, device=device)
+    x = random(35, 208, seed=7, device=device, dtype=torch.bfloat16)
+    whole = _fused(weight, x, tile, out=torch.bfloat16)
+    for start, stop in ((3, 4), (1, 18), (5, 35)):
+        assert torch.equal(_fused(weight, x[start:stop], tile, out=torch.bfloat16), whole[start:stop])
+    order = torch.randperm(35, generator=torch.Generator().manual_seed(1)).to(device)
+    assert torch.equal(_fused(weight, x[order], tile, out=torch.bfloat16), whole[order])
+
+
+def test_a_row_of_the_reference_has_the_same_bits_in_every_batch() -> None:
+    weight = Nvfp4.random(96, 336, device=torch.device("cpu"))
+    x = random(131, 336, seed=7, device="cpu", dtype=torch.bfloat16)
+    codes = weight.scaled_codes()
+    whole = nvfp4.nvfp4a16(x, codes, weight.global_scale)
+    for start, stop in ((0, 1), (3, 5), (1, 34), (20, 131)):
+        assert torch.equal(nvfp4.nvfp4a16(x[start:stop], codes, weight.global_scale), whole[start:stop])
+
+
+@pytest.mark.parametrize("tile", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_fused_product_without_a_bias(device, tile) -> None:
+    weight = Nvfp4.random(37, 80, device=device)
+    x = random(4, 80, seed=5, device=device, dtype=torch.bfloat16)
+    assert relative_error(_fused(weight, x, tile), _exact(weight, x)) < 2**-20
+
+
+@pytest.mark.parametrize("m", [0, 1, 9])
+def test_any_number_of_rows_and_any_row_stride(device, m) -> None:
+    weight = Nvfp4.random(40, 128, device=device)
+    wide = random(m, 200, seed=5, device=device, dtype=torch.bfloat16)
+    y = nvfp4a16.nvfp4a16(wide[:, :128], *weight.stored(), *weight.tiled())
+    assert y.shape == (m, 40)
+    assert torch.equal(y, nvfp4a16.nvfp4a16(wide[:, :128].t().contiguous().t(), *weight.stored(), *weight.tiled()))
+
+
+def test_the_way_is_chosen_by_the_number_of_rows(device) -> None:
+    x = torch.empty(1, device=device)
+    ways = [tuning.lookup("nvfp4a16", 576, 1536, m, x).way for m in (1, 16, 17, 256, 257, 9999)]
+    assert ways == ["narrow", "narrow", "wide", "wide", "dequantized", "dequantized"]
+
+
+def test_packed_codes_come_back_from_the_tiles_where_they_were_left_out(device) -> None:
+    weight = Nvfp4.random(37, 80, device=device)
+    tiled = weight.tiled()
+    assert torch.equal(nvfp4a16.untile_nvfp4(tiled[0], 37, 80), weight.packed)
+    x = random(300, 80, seed=5, device=device, dtype=torch.bfloat16)
+    assert tuning.lookup("nvfp4a16", 37, 80, 300, x).way == "dequantized"
+    y = nvfp4a16.nvfp4a16(x, None, weight.scale, weight.global_scale, *tiled)
+    assert torch.equal(y, nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled))
+
+
+def test_the_tiled_scales_are_the_stored_bytes_in_columns(device) -> None:
+    weight = Nvfp4.random(37, 336, device=device)
+    _, scales = weight.tiled()
+    assert scales.dtype == torch.int32 and scales.shape == (6, 48)
+    stored = weight.scale.view(torch.uint8).int()
+    for row, group in ((0, 0), (5, 7), (36, 20), (3, 13)):
+        assert (scales[group // 4, row] >> 8 * (group % 4)) & 0xFF == stored[row, group]
+    assert not scales[:, 37:].any() and not (scales[5] >> 8).any()  # group 20 is the last of 336 features
+
+
+def test_a_weight_of_another_width_or_type_is_refused(device) -> None:
+    weight = Nvfp4.random(40, 128, device=device)
+    x = random(3, 64, seed=5, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="x has 64 features and the weight 128"):
+        nvfp4a16.nvfp4a16(x, *weight.stored(), *weight.tiled())
+    with pytest.raises(ValueError, match=r"^weight_packed must be contiguous uint8 \[40, 64\]"):
+        nvfp4a16.tile_nvfp4(weight.packed[:, ::2], weight.scale)
+    with pytest.raises(ValueError, match=r"^weight_scale must be contiguous float8_e4m3fn"):
+        nvfp4a16.tile_nvfp4(weight.packed, weight.scale.float())

@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from ragged import clip, random_batch
+
+from qarl.objectives.band import Band
+from qarl.objectives.ratios import log_ratio
+from qarl.objectives.segments import Segments
+from qarl.objectives.surrogate import finish_stats
+from qarl.objectives.token_clip import clipped, detached
+from qarl.objectives.tokens import SurrogateInputs, TokenLogProbs
+
+LENGTHS = [4, 1, 0, 9, 6]
+ADVANTAGES = [1.2, -0.7, 0.5, -1.1, 0.0]
+BAND = Band("token", high=1.3, low=0.9)
+DUAL = Band("token", high=1.3, low=0.9, neg_high=1.5)
+
+
+def token_surrogate(l: float, o: float, a: float) -> float:  # noqa: E741
+    r = math.exp(clip(l - o, -20, 20))
+    return min(r * a, clip(r, 0.9, 1.3) * a)
+
+
+def inputs(exponent, logp, advantages, segments, center=0.0):
+    return SurrogateInputs(TokenLogProbs(logp, logp, logp), exponent, advantages, segments, center=center)
+
+
+def run(logp, logp_old, advantages, segments, band=BAND):
+    return clipped(inputs(log_ratio(logp, logp_old), logp, advantages, segments), band)
+
+
+@pytest.mark.parametrize("spread", [0.2, 30.0])
+def test_value_matches_the_formula(spread):
+    batch = random_batch(LENGTHS, ADVANTAGES, spread)
+    expected = [token_surrogate(*lo, a) for ls, os, _, a in batch.responses() for lo in zip(ls, os, strict=True)]
+    value = run(batch.logp, batch.logp_old, batch.advantages, batch.segments).value
+    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13)
+
+
+def test_gradient_matches_finite_differences_of_the_formula():
+    batch = random_batch(LENGTHS, ADVANTAGES, 0.2)
+    run(batch.logp, batch.logp_old, batch.advantages, batch.segments).value.sum().backward()
+    step = 1e-6
+    expected = [
+        (token_surrogate(l + step, o, a) - token_surrogate(l - step, o, a)) / (2 * step)
+        for ls, os, _, a in batch.responses()
+        for l, o in zip(ls, os, strict=True)  # noqa: E741
+    ]
+    torch.testing.assert_close(batch.logp.grad, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-8)
+    assert 0 < int((batch.logp.grad[:14] == 0).sum()) < 14  # of the A != 0 tokens, some were clipped, some not
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_clipped"),
+    [
+        (1.4, 1.0, True),
+        (1.2, 1.0, False),
+        (0.5, 1.0, False),
+        (0.8, -1.0, True),
+        (0.95, -1.0, False),
+        (9.0, -1.0, False),
+    ],
+)
+def test_only_the_side_that_the_advantage_pushes_to_is_clipped(ratio, advantage, is_clipped):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    result = run(logp, torch.zeros(1).double(), torch.tensor([advantage]).double(), Segments.from_lengths([1]))
+    result.value.sum().backward()
+    assert logp.grad.item() == pytest.approx(0.0 if is_clipped else ratio * advantage)
+    assert finish_stats(result.stats)["policy/clip_frac"] == float(is_clipped)
+
+
+def test_a_ratio_on_the_edge_keeps_its_whole_gradient():
+    logp = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    run(
+        logp, torch.zeros(1).double(), torch.tensor([2.0]).double(), Segments.from_lengths([1]), Band("token", 1.0, 1.0)
+    ).value.sum().backward()
+    assert logp.grad.item() == 2.0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize(("l", "o"), [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf)])
+def test_infinite_log_probs_give_finite_values_and_no_gradient(l, o, advantage):  # noqa: E741
+    logp = torch.tensor([l, -1.0], requires_grad=True)
+    result = run(logp, torch.tensor([o, -1.0]), torch.tensor([advantage]), Segments.from_lengths([2]))
+    result.value.sum().backward()
+    assert result.value.isfinite().all()
+    assert logp.grad.tolist() == [0.0, advantage]
+    assert finish_stats(result.stats)["policy/ratio_clamped_frac"] == (0.0 if l == o else 0.5)
+
+
+@pytest.mark.parametrize(("ratio", "gradient"), [(1.4, -1.4), (1.6, 0.0), (0.85, 0.0), (0.95, -0.95)])
+def test_dual_clip_bounds_the_ratio_of_a_punished_token_from_above(ratio, gradient):
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    result = run(logp, torch.zeros(1).double(), torch.tensor([-1.0]).double(), Segments.from_lengths([1]), DUAL)
+    result.value.sum().backward()
+    assert logp.grad.item() == pytest.approx(gradient)
+    assert finish_stats(result.stats)["policy/clip_frac"] == float(gradient == 0.0)
+
+
+def test_detached_weighs_every_score_with_the_clipped_value_so_that_clipped_tokens_keep_a_gradient():
+    ratios, advantages = [1.0, 1.6, 0.5, 1.2], [1.0, 1.0, -1.0, -1.0]
+    logp = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    segments = Segments.from_lengths([1] * 4)
+    result = detached(inputs(logp - 0.0, logp, torch.tensor(advantages).double(), segments), BAND)
+    result.value.sum().backward()
+    assert logp.grad.tolist() == pytest.approx([1.0, 1.3, -0.9, -1.2])
+    assert result.value.tolist() == pytest.approx([w * math.log(r) for w, r in zip([1, 1.3, -0.9, -1.2], ratios)])  # noqa: B905
+    assert finish_stats(result.stats)["policy/clip_frac"] == 0.5
+
+
+def test_detached_subtracts_the_center_from_every_weight():
+    logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    segments = Segments.from_lengths([1, 1])
+    given = inputs(torch.zeros(2).double(), logp, torch.tensor([1.0, 0.0]).double(), segments, center=0.25)
+    detached(given, BAND).value.sum().backward()
+    assert logp.grad.tolist() == [0.75, -0.25]
+
+
+def test_detached_gives_an_infinite_log_prob_no_value_and_no_gradient():
+    logp = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    result = detached(inputs(torch.zeros(2), logp, torch.tensor([1.0]), Segments.from_lengths([2]), center=0.5), BAND)
+    result.value.sum().backward()
+    assert result.value.tolist() == [0.0, -0.5]
+    assert logp.grad.tolist() == [0.0, 0.5]

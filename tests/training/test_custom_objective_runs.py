@@ -1,0 +1,128 @@
+"""Runs with an objective of the user's own: the example trains, resumes with its source, and a fault is one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_runs import ROOT, Finished, Qarl, settings, write_config
+
+from qarl.config.objective import OBJECTIVES
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = ROOT / "examples" / "custom_objective.py"
+CUSTOM = {"name": "custom", "path": "own.py:cispo", "kwargs": {"clip_ratio_high": 0.01}, "aggregation": "token-mean"}
+
+
+class Place:
+    """A folder with a configuration and the example as own.py."""
+
+    def __init__(self, qarl: Qarl, model: Path, folder: Path, **sections: dict) -> None:
+        self.qarl, self.folder = qarl, folder
+        shutil.copy(EXAMPLE, folder / "own.py")
+        sections = {"objective": CUSTOM, "train": {"steps": 2, "run_dir": "run"}, **sections}
+        data = settings(model, **sections, optim={"lr": 1e-2}, logging={"tensorboard": False})
+        write_config(folder / "c.yaml", {**data, "objective": sections["objective"], "checkpoint": {"every": 1}})
+
+    def train(self, *overrides: str) -> Finished:
+        return self.qarl.run("train", "c.yaml", *overrides, cwd=self.folder)
+
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+    def edit(self, old: str, new: str) -> None:
+        text = (self.folder / "own.py").read_text()
+        assert old in text
+        (self.folder / "own.py").write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def place(qarl, tiny_model, tmp_path) -> Place:
+    return Place(qarl, tiny_model("llama"), tmp_path)
+
+
+def test_the_example_trains_reports_and_is_diagnosed(place, qarl):
+    done = place.train("train.steps=2", "diagnostics={shadow_every: 1, gradients_every: 2}")
+    assert done.code == 0, done.err
+    metrics = place.metrics()
+    assert len(metrics) == 2 and all(math.isfinite(row["policy/loss"]) for row in metrics)
+    # Two optimizer steps a training step: in the second the weights have moved, and some ratios are above 1.01.
+    assert all(0 < row["objective/weight_mean"] < 1 + 1e-2 and row["policy/clip_frac"] > 0 for row in metrics)
+    assert metrics[1]["policy/grad_norm"] > 0
+    stored = yaml.safe_load((place.folder / "run" / "config.yaml").read_text())
+    assert stored["objective"]["path"] == "own.py:cispo" and stored["objective"]["ratio"] == "train"
+    for command in (["report", "run"], ["diagnose", "run", "--no-gradients"], ["runs", "."]):
+        done = qarl.run(*command, cwd=place.folder)
+        assert done.code == 0, done.err
+
+
+def test_a_run_goes_on_with_the_source_it_had_and_not_with_another(place):
+    assert place.train("train.steps=1").code == 0
+    environment = json.loads((place.folder / "run" / "environment.json").read_text())
+    assert environment["inputs"]["objective"].keys() == {"cispo"}
+    place.edit("inputs.token_advantages", "2 * inputs.token_advantages")
+    refused = place.train()
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert re.search(
+        r"objective\.path: the source of `cispo` changed since it was saved; .*allow_changed: \[obj", refused.err
+    )
+    done = place.train("checkpoint.allow_changed=[objective]")
+    assert done.code == 0 and "the source of `cispo` changed since the checkpoint of step 1" in done.out, done.err
+    other = place.train("objective.kwargs={clip_ratio_high: 0.5}", "train.steps=3")
+    assert other.code == 2 and "objective.kwargs.clip_ratio_high is 0.01 there, 0.5 here" in other.err
+
+
+def test_a_fault_in_a_step_is_one_line_and_what_is_finished_stays(place):
+    place.edit(
+        "    counted = ", "    CALLS.append(1)\n    if len(CALLS) > 2:\n        raise ValueError('odd')\n    counted = "
+    )
+    place.edit(
+        "\n\n\ndef cispo", "\n\nCALLS = []\n\n\ndef cispo"
+    )  # called once an optimizer step, twice a training step
+    done = place.train()
+    assert done.code == 2
+    assert re.fullmatch(r"error: objective\.path: `own\.py:cispo`: raised ValueError: odd \(own\.py:\d+\)\n", done.err)
+    assert len(place.metrics()) == 1 and (place.folder / "run" / "checkpoints" / "000001").is_dir()
+    place.edit("raise ValueError('odd')", "weight = weight * float('nan')")
+    place.edit(
+        "    value = weight", "    if len(CALLS) > 1:\n        weight = weight * float('nan')\n    value = weight"
+    )
+    done = place.train("train.run_dir=other")
+    assert done.code == 2 and done.err.count("\n") == 1, done.err
+    assert "objective.path: `own.py:cispo`: its value is nan at a token of advantage" in done.err
+
+
+def test_what_cannot_be_loaded_is_refused_before_the_model_is(place, qarl):
+    gone = qarl.run("check", "c.yaml", "objective.path=gone.py:f", cwd=place.folder)
+    assert gone.code == 2
+    assert gone.err.startswith('error: command line: objective.path = "gone.py:f": no such file below ')
+    for override, says in (
+        ("objective.path=own.py:nothing", "there is no `nothing` in it; its functions: cispo"),
+        ("objective.kwargs={tau: 1}", "cannot be called with inputs and objective.kwargs: "),
+    ):
+        done = place.train(override)
+        assert done.code == 2 and done.err.count("\n") == 1 and says in done.err
+        assert "model" not in done.out.splitlines()[-1] and not (place.folder / "run").exists()
+
+
+def test_a_run_whose_config_has_every_objectives_keys_at_null_goes_on(qarl, tiny_model, tmp_path):
+    """As config.yaml was written while all objectives had one section."""
+    place = Place(qarl, tiny_model("llama"), tmp_path, objective={"name": "tbpo", "seq_clip_ratio_high": 0.04})
+    assert place.train("train.steps=1").code == 0
+    file = tmp_path / "run" / "config.yaml"
+    stored = yaml.safe_load(file.read_text())
+    every = {key for objective in OBJECTIVES for key in objective.model_fields} - {"path", "kwargs"}
+    stored["objective"] = dict.fromkeys(sorted(every)) | stored["objective"]
+    assert stored["objective"]["clip_ratio_c"] is None and len(stored["objective"]) > 20
+    file.write_text(yaml.safe_dump(stored))
+    done = place.train("train.steps=2")
+    assert done.code == 0 and len(place.metrics()) == 2, done.err
+    assert "clip_ratio_c" not in yaml.safe_load(file.read_text())["objective"]
+    refused = place.train("train.steps=3", "objective.name=gspo", "objective.seq_clip_ratio_high=null")
+    assert refused.code == 2 and 'objective.name is "tbpo" there, "gspo" here' in refused.err

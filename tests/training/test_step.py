@@ -1,0 +1,174 @@
+"""The RL step on its own: its order, what it tells observers, and the decisions it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Parts, live, parts
+
+from qarl.rewards import RewardResult
+from qarl.training import decisions, learner, step
+from qarl.training.batch import Batch, Part
+from qarl.training.observer import Observer, Observers
+from qarl.training.setup import Run
+from qarl.types import Prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Diary(Observer):
+    """Writes down what it is told, and what the policy's version is then."""
+
+    def __init__(self, run: Parts) -> None:
+        self._policy = run.policy
+        self.lines: list[tuple[Any, ...]] = []
+        self.done = 0
+
+    def _note(self, *line: Any) -> None:
+        self.lines.append((*line, self._policy.version))
+
+    @contextmanager
+    def phase(self, name: str, responses: int | None) -> Iterator[None]:
+        self._note(name, "begins")
+        self.done = 0
+        yield
+        self._note(name, "ends")
+        assert responses is None or self.done == responses
+
+    def progress(self, responses: int) -> None:
+        self.done += responses
+
+    def scored(self, prompts: list[Prompt], rollouts: list, scores: RewardResult) -> None:
+        self._note("scored", len(prompts), len(rollouts), len(scores.total))
+
+    def begin(self, batch: Batch) -> None:
+        assert batch.version == self._policy.version and not batch.logp_old.known(batch.whole())
+        self._note("begin", len(batch))
+
+    def minibatch(self, minibatch: Part) -> None:
+        self._note("minibatch", len(minibatch))
+
+    def forward(self, part: Part, logps: Any) -> None:
+        self._note("forward", len(part))
+
+    def update(self, grad_norm: float) -> None:
+        self._note("update")
+
+    def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        assert all(column.known(batch.whole()) for column in (batch.logp_old, batch.logp))
+        self._note("learned", metrics["policy/version"])
+
+
+def as_run(parts_: Parts) -> Run:
+    """The parts with prompts and rewards of their own, whatever is asked."""
+    prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {"n": i}) for i in range(4)]
+
+    class Rewards:
+        def score(self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]]) -> RewardResult:
+            assert asked == [f"prompt {i // 4}" for i in range(16)] and columns == {"n": [i // 4 for i in range(16)]}
+            total = [float(i % 5) for i in range(len(ids))]
+            return RewardResult(total=total, by_function={"own": total}, failed={}, messages=[])
+
+    stream = SimpleNamespace(next=lambda count: prompts[:count])
+    return SimpleNamespace(**vars(parts_), stream=stream, rewards=Rewards())  # type: ignore[return-value]
+
+
+def test_a_step_samples_scores_learns_and_publishes_in_this_order(llama):
+    run = parts(llama, train={"minibatch_size": 8})
+    run.engine.publish(run.policy.current)
+    diary = Diary(run)
+    step.rl_step(run.config, as_run(run), 0, Observers([diary]))
+    assert diary.lines == [
+        ("rollout", "begins", 0),
+        ("rollout", "ends", 0),
+        ("reward", "begins", 0),
+        ("reward", "ends", 0),
+        ("scored", 4, 16, 16, 0),
+        ("learner", "begins", 0),
+        ("begin", 16, 0),
+        ("minibatch", 8, 0),
+        ("forward", 8, 0),
+        ("update", 1),
+        ("minibatch", 8, 1),
+        ("forward", 8, 1),
+        ("update", 2),
+        ("learned", 2.0, 2),
+        ("learner", "ends", 2),
+        ("publish", "begins", 2),
+        ("publish", "ends", 2),
+    ]
+    assert run.engine.version == run.policy.version == 2
+
+
+def test_observers_are_told_in_their_order_and_the_first_that_raises_ends_it(llama):
+    class Named(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self, batch: Batch) -> None:
+            told.append(self.name)
+            if self.name == "second":
+                raise RuntimeError("odd")
+
+    told: list[str] = []
+    run = parts(llama)
+    before = run.masters()
+    with pytest.raises(RuntimeError, match="odd"):
+        run.learn(live(run), watch=Observers([Named("first"), Named("second"), Named("third")]))
+    assert told == ["first", "second"]
+    assert all(torch.equal(before[name], master) for name, master in run.masters().items())
+
+
+def test_what_observers_take_is_counted_by_phase(llama, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("qarl.training.observer.time.perf_counter", lambda: float(next(clock)))
+    watch = Observers([Observer()])
+    with watch.phase("rollout"):
+        watch.progress(1)
+        watch.progress(1)
+    with watch.phase("learner"):
+        watch.update(1.0)
+    assert watch.seconds == {"rollout": 2.0, "learner": 1.0}
+
+
+def test_a_batch_of_another_version_is_not_learned_from(llama):
+    run = parts(llama)
+    stale = live(run)
+    run.learn(live(run, 2))
+    with pytest.raises(AssertionError, match="after an update"):
+        run.learn(stale)
+
+
+# --- decisions that several processes would have to take together
+
+
+def test_losses_are_divided_by_the_sizes_of_the_whole_minibatch(llama, monkeypatch):
+    run = parts(llama, train={"minibatch_size": 8, "micro_batch_tokens": 30})
+    seen, totals = [], decisions.minibatch_totals
+    monkeypatch.setattr(step, "minibatch_totals", lambda *given: seen.append(totals(*given)) or seen[-1])
+    batch = live(run)
+    run.learn(batch)
+    tokens = [
+        sum(len(batch.responses[i]) for i in m.indices) for m in batch.minibatches(8, run.config.train.seed, 0, 0)
+    ]
+    assert [tuple(found) for found in seen] == [(8, tokens[0], 8), (8, tokens[1], 8)]
+
+
+def test_whether_an_update_is_taken_is_decided_in_one_function(llama, monkeypatch):
+    run = parts(llama)
+    before, norms = run.masters(), []
+    monkeypatch.setattr(learner, "update_is_taken", lambda norm: norms.append(norm) or False)
+    metrics = run.learn(live(run))
+    assert len(norms) == 2 and all(norm > 0.0 for norm in norms) and metrics["policy/skipped_steps"] == 2.0
+    assert all(torch.equal(before[name], master) for name, master in run.masters().items())
+    assert [decisions.update_is_taken(norm) for norm in (0.0, 3.5, float("inf"), float("nan"))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
