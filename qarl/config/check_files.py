@@ -57,8 +57,8 @@ def file_faults(config: Config) -> Iterator[Fault]:
     yield from _source_faults(("data", "source"), config.data)
     yield from _reward_faults(("reward", "functions"), config.reward.functions)
     if isinstance(config.objective, Custom) and config.objective.file is not None:
-        key, text = ("objective", "path"), f"no such file below {Path.cwd()}; give an existing file.py:name"
-        yield from _expect(key, config.objective.file, "file", text, config.objective.path)
+        text = f"no such file below {Path.cwd()}; give an existing file.py:name"
+        yield from _expect(("objective", "path"), config.objective.file, "file", text, config.objective.path)
     for index, task in enumerate(config.evaluation.tasks):
         key: Loc = ("evaluation", "tasks", index)
         yield from _source_faults((*key, "path") if task.preset else (*key, "data", "source"), task.dataset)
