@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages import IDS, PAGES, ROOT, blocks, config_reference, known_keys, spans
+from qarl_formats.scheme import scheme_class, scheme_names
 
 from qarl.config import Config
 from qarl.config.load import make_config
@@ -39,6 +40,13 @@ def test_every_key_that_is_named_exists(page: Path):
         if (found := KEY.fullmatch(span)) and not span.endswith((".py", ".md", ".json", ".yaml")):
             key = found[1]
             assert key in known_keys() or key.startswith(NO_KEYS), span
+
+
+def test_the_table_of_schemes_is_the_registry():
+    text = (ROOT / "docs/configuration.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| ([^|`]+) \|$", text, re.MULTILINE))
+    schemes = scheme_names(lambda kind: kind.__module__.startswith("qarl_formats."))  # and no other test's
+    assert table == {name: scheme_class(name).description for name in schemes}
 
 
 def test_the_reference_of_keys_is_what_the_schema_says():
