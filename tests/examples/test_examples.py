@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAID = {  # what each prints that shows it did its work
     "train_arithmetic": r"3 steps in .*checkpoint .*/000003\n(.*\n)*largest mismatch of sampler and learner: 0\.0 nats",
     "compare_schemes": r"closest to bf16: (w8a8|fp8), KL 0\.\d+ nats\nsmallest checkpoint: w4a16",
