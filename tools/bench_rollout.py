@@ -150,7 +150,7 @@ def native(model, tokenizer, scheme: str, prompts: list[list[int]], work: Worklo
     """A function that generates once and returns the number of tokens."""
     quant = QuantConfig(scheme=scheme, group_size=work.group_size if scheme.startswith("w4") else None)
     policy = Policy(model, make_scheme(scheme, quant.group_size), quant, torch.bfloat16, torch.device(work.device))
-    engine = NativeEngine(policy, tokenizer, RolloutConfig(max_num_seqs=len(prompts)))
+    engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)))
     engine.publish(policy.current)
     asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts)]
     sampling = SamplingParams(n=1, seed=0, max_response_length=work.new_tokens)

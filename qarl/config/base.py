@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from qarl.config.limits import DEPTH, VALUES
 from qarl.inputs.paths import path_fault
 
-__all__ = ["Fault", "Field", "Section", "path_faults", "refusal"]
+__all__ = ["Fault", "Field", "Renamed", "Section", "path_faults", "refusal"]
 
 
 class Fault(NamedTuple):
@@ -23,6 +23,13 @@ class Fault(NamedTuple):
     key: tuple[str | int, ...]
     value: Any
     text: str
+
+
+class Renamed(NamedTuple):
+    """What a key of an earlier version is called now. values: new names of its values, where those changed."""
+
+    key: str
+    values: Mapping[str, str]
 
 
 def refusal(faults: list[Fault]) -> PydanticCustomError:
@@ -76,9 +83,13 @@ def _encodes(text: str) -> bool:
 
 
 class Section(BaseModel):
-    """One section of the configuration. Immutable: change a value with an override, or `model_copy(update=...)`."""
+    """One section of the configuration. Immutable: change a value with an override, or `model_copy(update=...)`.
+
+    renamed: what earlier versions called its keys and their values; they are refused with the new names.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, Renamed]] = {}
 
     def faults(self) -> Iterator[Fault]:
         """Combinations of this section's keys that make no sense."""
@@ -87,6 +98,21 @@ class Section(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """Values for keys left null whose default depends on other keys of the section."""
         return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, data: Any) -> Any:
+        faults = []
+        for old, (new, values) in cls.renamed.items() if isinstance(data, dict) else ():
+            if old in data:
+                known = values.get(str(data[old]))
+                fix = f"; write {new}: {known}" if known else ""
+                faults.append(Fault((old,), data[old], f"is called {new} now{fix}"))
+            elif (known := values.get(str(data.get(new)), data.get(new))) != data.get(new):
+                faults.append(Fault((new,), data[new], f"is called {known} now"))
+        if faults:
+            raise refusal(faults)
+        return data
 
     @model_validator(mode="after")
     def _finish(self) -> Section:

@@ -184,20 +184,20 @@ class Config(Section):
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
-        if model.device == "cpu" and self.rollout.kernels == "native" and not scheme_of(quant).vllm_cpu:
-            text = f"vLLM has no {quant.scheme} on a CPU; use rollout.kernels: qarl"
-            yield Fault(("rollout", "kernels"), self.rollout.kernels, text)
+        if model.device == "cpu" and self.rollout.linear_kernels == "vllm" and not scheme_of(quant).vllm_cpu:
+            text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
+            yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
         # bits.
         if model.dtype == "float32" and quant.scheme != "bf16":
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif scheme_of(quant).packed and self.rollout.kernels == "native":
+            elif scheme_of(quant).packed and self.rollout.linear_kernels == "vllm":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
-                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.kernels: qarl",
+                    f"vLLM has no float32 {quant.scheme}; {valid}, or on the CPU rollout.linear_kernels: qarl",
                 )
         if scheme_of(quant).packed and scheme_of(quant).scale_dtypes and quant.scale_dtype != model.dtype:
             yield Fault(

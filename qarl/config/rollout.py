@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from qarl.config.base import Fault, Field, Section
+from qarl.config.base import Fault, Field, Renamed, Section
 from qarl.config.limits import (
     IDS,
     ITEMS,
@@ -24,13 +24,14 @@ from qarl.config.vllm import VLLMConfig
 class RolloutConfig(Section):
     """The rollout engine and its sampling parameters."""
 
+    renamed: ClassVar = {"kernels": Renamed("linear_kernels", {"native": "vllm", "qarl": "qarl"})}
     engine: Literal["native", "vllm"] = Field(
         "native",
         description="native: in process, on the policy's own modules and quantized tensors; vllm: vLLM, to which each "
         "version is published.",
     )
-    kernels: Literal["native", "qarl"] = Field(
-        "native", description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM."
+    linear_kernels: Literal["vllm", "qarl"] = Field(
+        "vllm", description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM."
     )
     n: int = Field(
         8, ge=1, le=SAMPLES, description="Responses per prompt (the group size of group-relative advantages)."
@@ -70,9 +71,11 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, where it is the engine.")
 
     def faults(self) -> Iterator[Fault]:
-        if self.kernels == "qarl" and self.engine == "native":
+        if self.linear_kernels == "qarl" and self.engine == "native":
             yield Fault(
-                ("kernels",), self.kernels, "engine native runs qarl's kernels anyway; leave native, or use engine vllm"
+                ("linear_kernels",),
+                self.linear_kernels,
+                "engine native runs qarl's kernels anyway; leave vllm, or use engine vllm",
             )
         if self.engine == "vllm" and self.max_batched_tokens < self.max_num_seqs:
             yield Fault(

@@ -7,7 +7,7 @@ import torch
 from qarl_formats.quantize import codes_changed
 from torch import Tensor
 
-from qarl.publish.snapshot import Snapshot
+from qarl.weight_sync.snapshot import Snapshot
 
 Crossings = dict[str, tuple[int, int]]
 """Module name -> (changed values, values), in layer order."""

@@ -139,7 +139,7 @@ class Probe(Observer):
         whole, before = batch.whole(CPU), self._before
         if before is None:  # an aligned learner's own log-probs at the snapshot
             before = whole.logp_old
-        after = before if self.policy.version == batch.version else self._shadow_of_all(batch)
+        after = before if self.policy.at(batch.version) else self._shadow_of_all(batch)
         return deployed_metrics(before, after, whole.advantages, whole.segments)
 
     def _shadow_at(self, part: Part, logps: TokenLogProbs) -> Tensor:

@@ -2,7 +2,6 @@
 
 staging.py    a directory that appears whole or not at all
 writer.py     parameters streamed one at a time into those files, proved, with everything a loader needs beside them
-snapshot_checkpoint.py   a snapshot as a directory that a sampler starts from
 card.py       README.md: what it is, how it was trained, how to load it
 training.py   what the card says of the run
 job.py        from a target to an exported directory

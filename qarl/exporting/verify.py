@@ -38,10 +38,10 @@ from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.json import read_json_object
 from qarl.inputs.tensors import stored_tensors
-from qarl.publish.snapshot import Snapshot
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import read_records
 from qarl.types import Prompt
+from qarl.weight_sync.snapshot import Snapshot
 
 MAX_TOKENS = 24
 PROMPTS = ("The capital of France is", "2 + 2 =", "Once upon a time, there was", "def add(a, b):\n    return")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from qarl_formats.compressed import quantization_config, to_state_dict
+from qarl_formats.compressed import to_state_dict
 from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.scheme import Scheme
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
@@ -25,15 +22,14 @@ from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer
-from qarl.publish.snapshot import Manifest, TensorRecord, describe, named_tensors
 from qarl.storage.disk import disk_errors
 from qarl.storage.environment import package_versions
+from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_document, files_in, save_tokenizer
 from qarl.storage.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
+from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_tensors
 
 FORMAT_VERSION = 1
-RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most
-DOCUMENT_BYTES = 2**16  # card and configurations
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def export_checkpoint(
             for name, document in documents.items():
                 write_file(directory / name, [json.dumps(document, indent=2).encode() + b"\n"])
             write_file(directory / "README.md", [card.encode()])
-            files = {str(path.relative_to(directory)): path.stat().st_size for path in _files(directory)}
+            files = {str(path.relative_to(directory)): path.stat().st_size for path in files_in(directory)}
     return ExportReport(out, files, total, bf16_bytes(masters.shapes), digest, same_as_run)
 
 
@@ -152,39 +148,6 @@ def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRe
             raise UserError(f"{out}: {shard.file} cannot be read back ({error}); check the disk") from error
         if changed:
             raise UserError(f"{out}: {changed[0]} came back from {shard.file} with other bytes; check the disk")
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Tokenizer files and chat template, durably. Raises OSError."""
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:  # the tokenizers library has no narrower one for a disk that refuses
-        if "os error" not in str(error):
-            raise
-        raise OSError(str(error)) from error
-    for path in _files(directory):
-        with open(path) as file:
-            os.fsync(file.fileno())
-
-
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def config_document(
-    config: PreTrainedConfig, dtype: torch.dtype, scheme: Scheme, ignore: list[str], unpacked: bool = False
-) -> dict[str, Any]:
-    """config.json of a checkpoint in `scheme`. config: of the unquantized model, not changed. unpacked: see
-    `qarl_formats.compressed.tensor_specs`."""
-    config = type(config).from_dict(config.to_dict())
-    config.dtype = dtype
-    if not config.architectures:  # GGUF headers do not name the class
-        with torch.device("meta"):
-            config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
-    values = json.loads(config.to_json_string())
-    if scheme.quantized:
-        values["quantization_config"] = quantization_config(scheme, ignore, unpacked)
-    return values
 
 
 def _provenance(

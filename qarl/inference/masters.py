@@ -20,9 +20,9 @@ from qarl.fused import shared_scales
 from qarl.inference.target import Target
 from qarl.policy.load import load_generation_config, load_model, load_model_config, model_weights
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.publish.snapshot import published
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
+from qarl.weight_sync.snapshot import published
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from qarl.policy.load import (
 from qarl.policy.modules import check_family
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.publish.snapshot import Snapshot, build_snapshot
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 
 @dataclass
@@ -90,7 +90,7 @@ def open_policy(
         snapshot = snapshot_of(target, masters, dtype, where)
     limit = target.run.model.max_length if target.run else None
     policy = Policy(skeleton(config), scheme_of(target.quant), target.quant, dtype, where, limit, snapshot)
-    engine = NativeEngine(policy, tokenizer, rollout or RolloutConfig())
+    engine = NativeEngine(policy.sampler, tokenizer, rollout or RolloutConfig())
     engine.publish(policy.current)
     return Opened(target, policy, tokenizer, engine, generation)
 

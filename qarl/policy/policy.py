@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
-from qarl_formats.prepared import PreparedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
@@ -20,25 +19,25 @@ from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_cont
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import check_family, replace_modules
+from qarl.policy.sampler import Sampler, final_states
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
 from qarl.policy.views import ViewMaker
-from qarl.publish.snapshot import Snapshot, build_snapshot, published
-from qarl.publish.verify import PublishError
-
-SCORE_CHUNK = 128  # rows of logits that `score` holds at once
+from qarl.weight_sync.layout import ModelLayout
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
 
 
 class Policy:
     """A Hugging Face causal LM rebuilt on qarl's layers.
 
     masters: `named_parameters()`, float32. current: the `Snapshot` of the masters at `version`; `refresh` makes a
-    new one after an optimizer step, and the learner's forward reads it. `install_sampler` points the sampler's
-    forward at a published snapshot. Given a snapshot from the start, the policy is for inference alone: `model` may be
+    new one after an optimizer step, and the learner's forward reads it. sampler: what rollout engines get; its
+    `install` points the sampler's forward at a published snapshot.
+    Given a snapshot from the start, the policy is for inference alone: `model` may be
     a `skeleton` whose masters hold no values. Raises UserError for models and schemes that cannot run exactly.
 
     dtype: of what is published and of the sampler's forward. learner_dtype: of the learner's, where it is another one;
-    it then reads the masters, rounded to it. learner_view, sampler_view: what their forwards read.
+    it then reads the masters, rounded to it. learner_view: what its forward reads.
     aligned: the learner's forward is the sampler's; at the same version they read one view and give the same bits.
     """
 
@@ -86,12 +85,21 @@ class Policy:
         head_name = next(name for name, parameter in masters.items() if parameter is self.head_master)
         self._views = ViewMaker(masters, self.linears, head_name, quant, dtype, self.learner_dtype, self.kernels)
         self._reference: View | None = None
+        layout = ModelLayout(
+            model.config,
+            getattr(model, "generation_config", None),
+            scheme,
+            quant.ignore,
+            dtype,
+            device,
+            self.max_length,
+        )
+        self.sampler = Sampler(layout, self.model.base_model, self.role, head_name, self.kernels)
         if snapshot is None:
             self.refresh(version=0)
         else:
-            self.version, self.current = snapshot.version, snapshot
-            self._install_learner()
-        self.install_sampler(self.current)
+            self._take(snapshot)
+        self.sampler.install(self.current)
 
     def _replace_linears(self) -> dict[str, QuantLinear]:
         linears = {}
@@ -108,10 +116,13 @@ class Policy:
         return linears
 
     @property
-    def head_dim(self) -> int:
-        """Features of an attention head."""
-        given = getattr(self.config, "head_dim", None)
-        return given or self.config.hidden_size // self.config.num_attention_heads
+    def version(self) -> int:
+        """Of the current parameters: optimizer steps taken."""
+        return self.current.version
+
+    def at(self, version: int) -> bool:
+        """Whether the current parameters are those of policy version `version`."""
+        return self.version == version
 
     # --- masters and snapshots ---------------------------------------------------------------------------------
 
@@ -134,17 +145,19 @@ class Policy:
             (name, published(name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)))
             for name, master in masters.items()
         )
-        self.version, self.current = version, build_snapshot(version, forms)
-        self._install_learner()
+        self._take(build_snapshot(version, forms))
         return self.current
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """The snapshot is what the masters are now: the learner's forward reads it, and the sampler's may."""
+        self.current = snapshot
+        self.learner_view = self._views.learner(snapshot)
+        self._shadow: View | None = None  # made where somebody asks
+        self.role.settle(self.learner_view)
+        self.sampler.offer(snapshot, self._sampling_view)
 
     def _scheme_of(self, name: str) -> Scheme | None:
         return self.scheme if name.endswith(".weight") and self.quantized(name.removesuffix(".weight")) else None
-
-    def _install_learner(self) -> None:
-        self.learner_view = self._views.learner(self.current)
-        self._shadow: View | None = None  # made where somebody asks
-        self.role.settle(self.learner_view)
 
     def _sampling_view(self) -> View:
         """The current snapshot in the sampler's arithmetic: what a shadow reads, and the sampler after a publish."""
@@ -154,45 +167,15 @@ class Policy:
             self._shadow = self._views.sampling(self.current, self.learner_view)
         return self._shadow
 
-    def install_sampler(self, snapshot: Snapshot) -> None:
-        """Point the sampler's forward at `snapshot`. An aligned learner reads the same operands already.
-
-        Raises PublishError unless the snapshot is the policy's current one: what is published is what was learned last.
-        """
-        if snapshot is not self.current:
-            raise PublishError(
-                f"publish of version {snapshot.version}: the learner is at version {self.version}; "
-                "publish the current snapshot"
-            )
-        self.sampler_view = self._sampling_view()
-
-    def sampler_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that the sampler's forward stands on, by published name, read from the operands themselves."""
-        for name, operand in self.sampler_view.operands.items():
-            assert isinstance(operand, PreparedWeight), f"{name}: the sampler multiplies what is published"
-            try:
-                held = operand.held()
-            except ValueError as error:
-                raise PublishError(f"publish of version {self.version}: {name}: {error}") from error
-            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in held.items())
-        yield from self.sampler_view.values.items()
-
     def keep_reference(self) -> None:
         """Keep the learner's parameters as they are now, for `reference_logprobs`; later versions change nothing."""
         self._reference = self.learner_view
 
-    @property
-    def head_value(self) -> Tensor:
-        """The output layer as the sampler reads it, (V, H): float32 on the CPU, the compute dtype on a GPU."""
-        return self.sampler_view.head
-
     # --- forwards ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
+    def sampling(self) -> AbstractContextManager[None]:
         """Inside, forwards run as the sampler: on the published operands, without gradient."""
-        with self.role.as_(self.sampler_view, sampling=True), torch.no_grad():
-            yield
+        return self.sampler.running()
 
     def shadow(self) -> AbstractContextManager[None]:
         """Inside, forwards run in the sampler's arithmetic at the current version, published or not.
@@ -204,13 +187,7 @@ class Policy:
 
     def hidden_states(self, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Final hidden states of a packed batch. ids, positions: (T,) int64. Returns (T, H) of the compute dtype."""
-        base = self.model.base_model
-        output = base(input_ids=ids[None], position_ids=positions[None], use_cache=False, qarl_context=context)
-        return output.last_hidden_state[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits (R, V) of the sampler's hidden states (R, H); no gradient."""
-        return logits_of(hidden, self.sampler_view.head, self.kernels)
+        return final_states(self.model.base_model, ids, positions, context)
 
     def logprobs(
         self,
@@ -278,22 +255,6 @@ class Policy:
         assert self._reference is not None, "no reference was kept"
         with self.role.as_(self._reference):
             return self.logprobs(prompts, responses, truncation, chunk)[0]
-
-    @torch.no_grad()
-    def score(self, sequences: list[list[int]]) -> Tensor:
-        """Log-probs of every token but the first of each sequence, at temperature 1, as the sampler computes them.
-
-        sequences: token ids, two or more each. Returns (T,) float32, in nats, sequence after sequence.
-        """
-        context, positions = learner_context([(len(tokens) - 1, [0]) for tokens in sequences], self.device)
-        ids = torch.tensor([t for tokens in sequences for t in tokens[:-1]], device=self.device)
-        targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.device)
-        with self.sampling():
-            hidden = self.hidden_states(ids, positions, context)
-            logp, _ = token_logprobs(
-                hidden, None, self.sampler_view.head, targets, Truncation(), SCORE_CHUNK, self.kernels
-            )
-        return logp
 
     def set_gradient_checkpointing(self, on: bool) -> None:
         """Recompute each layer in the backward instead of keeping its activations."""

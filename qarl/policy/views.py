@@ -14,7 +14,7 @@ from qarl.config import QuantConfig
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand
 from qarl.policy.view import View
-from qarl.publish.snapshot import Snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, published
 
 
 @dataclass(frozen=True)

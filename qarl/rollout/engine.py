@@ -10,9 +10,9 @@ from typing import Protocol
 from qarl_kernels.logprob import Truncation
 
 from qarl.errors import UserError
-from qarl.publish.snapshot import Snapshot
-from qarl.publish.verify import PublishError
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.verify import PublishError
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qarl.config import Config
 from qarl.objectives.custom import Custom
 from qarl.policy.load import stop_token_ids
-from qarl.publish.snapshot import Manifest, describe
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.storage.saved_state import Digests
+from qarl.weight_sync.snapshot import Manifest, describe
 
 
 def input_digests(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Digests:

@@ -91,7 +91,7 @@ class Learner:
 
     def at_snapshot(self, batch: Batch) -> bool:
         """Whether the weights are still those that the batch was drawn from."""
-        return self.policy.version == batch.version
+        return self.policy.at(batch.version)
 
     def shadow(self, part: Part, logp: Tensor) -> Tensor:
         """(T,) the sampler's arithmetic at the current weights: an aligned learner's own log-probs, `logp`."""

@@ -163,12 +163,15 @@ def build_engine(
     Raises UserError where vLLM does not start.
     """
     if config.rollout.engine == "native":
-        return NativeEngine(policy, tokenizer, config.rollout)
-    from qarl.rollout.vllm.canary import canary_of
+        return NativeEngine(policy.sampler, tokenizer, config.rollout)
     from qarl.rollout.vllm.engine import VLLMEngine
+    from qarl.weight_sync.canary import canary_of
+    from qarl.weight_sync.sender import WeightSender
 
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
-    return VLLMEngine(config, policy, tokenizer, canary, run_dir, say)
+    layout = policy.sampler.layout
+    weights = WeightSender(layout, tokenizer, policy.sampler, canary, say)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

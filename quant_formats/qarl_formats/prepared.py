@@ -10,6 +10,7 @@ from torch import Tensor
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, make_scheme
 
+WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 UNQUANTIZED = make_scheme("bf16")
 
 
@@ -35,7 +36,12 @@ class PreparedWeight:
         return n, k
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x: (M, K) of `dtype`; bias: (N,) or None. Returns (M, N) of x's dtype; a row's bits are its own."""
+        """x: (M, K) of `dtype`; bias: (N,) or None. Returns (M, N) of x's dtype; a row's bits are its own.
+
+        Raises ValueError where x does not fit.
+        """
+        if x.ndim != 2 or x.shape[1] != self.shape[1]:
+            raise ValueError(f"x is {list(x.shape)}, but the weight takes (rows, {self.shape[1]}); reshape x")
         return self.scheme.multiply(x, self.operands, self.shape[0], bias, self.kernels)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -78,4 +84,10 @@ def held(
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    """Compared as integers of the widest kind that fits both: torch does it element by element."""
+    if a is b or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return a is b
+    flat = [tensor.contiguous().view(-1) for tensor in (a, b)]
+    starts = [tensor.storage_offset() * tensor.itemsize for tensor in flat]
+    kind = next(kind for kind in WORDS if all(n % kind.itemsize == 0 for n in (flat[0].nbytes, *starts)))
+    return torch.equal(*(tensor.view(kind) for tensor in flat))

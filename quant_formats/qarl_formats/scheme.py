@@ -229,6 +229,13 @@ class Scheme(ABC):
     def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
         """A weight as `multiply` reads it, by name. dtype: of the activations. Stored tensors stand as themselves."""
 
+    @classmethod
+    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
+        """The CPU's operands of layers that lie under one another in a fused weight, each of so many rows."""
+        blocks = [-(-width // cls.row_block) for width in widths]
+        split = [tensor.split(blocks if name == "weight_scale" else widths) for name, tensor in operands.items()]
+        return [dict(zip(operands, part, strict=True)) for part in zip(*split, strict=True)]
+
     def kernel_bytes(self, out_features: int, in_features: int) -> int:
         """Bytes of a GPU's operands of one weight beside its stored tensors."""
         return 0

@@ -21,7 +21,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.publish.snapshot import build_snapshot
+from qarl.weight_sync.snapshot import build_snapshot
 
 
 def opened(path, scheme, dtype="float32", **sizes):
@@ -76,7 +76,7 @@ def test_bf16_against_itself_diverges_by_exactly_zero(tiny_model, windows):
     assert found.agrees.all()
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "nvfp4a16"])
 def test_every_scheme_diverges_from_bf16_by_something_above_zero(tiny_model, windows, scheme):
     found = numbers_of(tiny_model(), scheme, windows, "bfloat16")
     assert (found.kl >= 0).all()
@@ -143,7 +143,7 @@ def test_an_empty_layer_has_no_relative_error():
     assert error_of(torch.zeros(1, 2), torch.zeros(1, 2)) == {"relative": None, "sqnr_db": None, "max_abs": 0.0}
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "nvfp4a16"])
 def test_checkpoint_bytes_are_those_of_the_snapshot(tiny_model, scheme):
     target = opened(tiny_model("qwen2"), scheme).target
     masters = open_masters(target)

@@ -74,6 +74,14 @@ def test_vllm_needs_the_layers_it_fuses_ignored_together(inspect):
     inspect("rollout.engine=vllm", half, "quant.scheme=bf16", "quant.group_size=")
 
 
+def test_vllm_needs_whole_blocks_of_rows_in_the_layers_it_fuses(inspect):
+    scheme = ["quant.scheme=fp8_block", "quant.group_size="]
+    inspect(*scheme)
+    message = refused(inspect, *scheme, "rollout.engine=vllm")
+    assert 'quant.scheme = "fp8_block"' in message and "its 96 rows are not whole blocks of 128" in message
+    inspect(*scheme, "rollout.engine=vllm", "quant.ignore=[lm_head, 're:.*(q|k|v|gate|up)_proj']")
+
+
 def test_an_ignore_entry_that_names_no_layer_is_refused(inspect):
     message = refused(inspect, "quant.ignore=[lm_head, model.layers.0.q_proj]")
     assert 'quant.ignore.1 = "model.layers.0.q_proj"' in message

@@ -42,8 +42,9 @@ def sizes(device="cpu", **sections) -> dict[str, int]:
         (make_scheme("w8a8", scale_dtype="float32"), 64 * 96 + 64 * 4),
         (make_scheme("fp8"), 64 * 96 + 64 * 2),
         (make_scheme("fp8_block"), 64 * 96 + 2),
+        (make_scheme("nvfp4a16"), 64 * 96 // 2 + 64 * 6 + 4),
     ],
-    ids=["group", "channel", "zero_points", "int8", "fp8", "fp8_block"],
+    ids=["group", "channel", "zero_points", "int8", "fp8", "fp8_block", "nvfp4a16"],
 )
 def test_stored_weight(scheme, expected):
     assert memory.quantized_weight_bytes(scheme, 64, 96) == expected
@@ -107,8 +108,8 @@ def test_kv_cache_holds_keys_and_values_of_every_layer():
 
 
 def vllm(**settings):
-    kernels = settings.pop("kernels", "native")
-    return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "kernels": kernels, "vllm": settings}
+    kernels = settings.pop("kernels", "vllm")
+    return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "linear_kernels": kernels, "vllm": settings}
 
 
 def test_vllm_on_a_cpu_adds_its_process_weights_and_what_is_sent():

@@ -5,7 +5,7 @@ from qarl_formats.scheme import Scheme
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.diagnostics.crossings import crossing_metrics, crossings
-from qarl.publish.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
 
 NAMES = (
     "model.embed_tokens.weight",

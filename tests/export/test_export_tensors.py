@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
 from qarl_formats.quantize import dequantize_weight, unpack_codes
@@ -51,9 +52,12 @@ def test_the_librarys_reader_gives_back_the_codes(exported):
     assert len(weights) == 14
     for module, weight in weights.items():
         own = {n.removeprefix(f"{module}."): t for n, t in stored.items() if n.startswith(f"{module}.")}
-        if weight.scheme.packed:
+        if "weight_shape" in own:
             codes = unpack_from_int32(own["weight_packed"], 4, torch.Size(own["weight_shape"].tolist()))
             assert torch.equal(codes, unpack_codes(weight)), module
+        elif weight.scheme.packed:
+            codes = unpack_fp4_from_uint8(own["weight_packed"], *weight.shape, torch.float32)
+            assert torch.equal(codes, unpack_codes(weight).float()), module
         decompressed = compressor.decompress(own, scheme)["weight"]
         assert torch.equal(decompressed, dequantize_weight(weight, decompressed.dtype)), module
 
@@ -85,7 +89,7 @@ def test_the_provenance_names_run_step_scheme_and_every_tensor(exported):
     }
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8", "fp8_block"])
+@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "w8a8", "fp8", "fp8_block", "nvfp4a16"])
 def test_transformers_loads_the_dequantized_weights(name, tiny_model, tmp_path):
     run = save_run(tmp_path / "run", tiny_model(), **SCHEMES[name])
     run.export(tmp_path / "out")

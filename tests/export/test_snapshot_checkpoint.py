@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.exporting import snapshot_checkpoint
-from qarl.exporting.snapshot_checkpoint import write_snapshot_checkpoint
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
+from qarl.weight_sync import checkpoint as snapshot_checkpoint
+from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 
 
 def make_policy(model: Path, **quant: Any) -> Policy:
@@ -30,12 +30,8 @@ def write(policy: Policy, model: Path, directory: Path, **options: Any) -> int:
     return write_snapshot_checkpoint(
         directory,
         policy.current,
-        policy.config,
-        policy.model.generation_config,
+        policy.sampler.layout,
         load_tokenizer(ModelConfig(path=str(model))),
-        policy.scheme,
-        policy.quant.ignore,
-        policy.dtype,
         **options,
     )
 

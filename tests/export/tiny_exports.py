@@ -19,8 +19,8 @@ from qarl.inference.target import Target, resolve_target
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.weight_sync.snapshot import Snapshot
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "w4a16-g32": {"scheme": "w4a16", "group_size": 32},
@@ -32,6 +32,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {"scheme": "fp8"},
     "w4a8": {"scheme": "w4a8", "group_size": 32},
     "fp8_block": {"scheme": "fp8_block"},
+    "nvfp4a16": {"scheme": "nvfp4a16"},
 }
 
 

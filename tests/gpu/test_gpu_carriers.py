@@ -13,12 +13,12 @@ import torch
 from qarl_kernels.digest import digest
 from torch import Tensor
 
-from qarl.publish.delta import apply_patch, patch_of
-from qarl.publish.verify import fingerprints
-from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier
-from qarl.rollout.vllm.transport import ReceiverPlan, make_carrier
+from qarl.weight_sync.delta import apply_patch, patch_of
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.gpu_carriers import CudaIpcCarrier
+from qarl.weight_sync.transport import ReceiverPlan, make_carrier
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "rollout_vllm"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "weight_sync"))
 from far_side import Sampler, ragged
 from listening import listening
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl.policy.kernel_operand import KernelOperand
+from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import Scheme, make_scheme
 from qarl_kernels.logprob import Truncation, logits_of
@@ -15,10 +15,10 @@ from qarl.errors import UserError
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import QuantLinear
 from qarl.policy.load import load_model
-from qarl.policy.operand import operand_of
+from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
 from qarl.policy.view import Role, View
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ pytestmark = [
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
 SCHEMES = (
-    [("bf16", {}), ("w8a8", {}), ("fp8", {})]
+    [("bf16", {}), ("w8a8", {}), ("fp8", {}), ("fp8_block", {})]
     + [(name, {"group_size": group}) for name in ("w4a16", "w4a8") for group in (32, 64, 128, -1)]
     + [("w4a16", {"group_size": 64, "symmetric": False})]
 )
@@ -37,7 +37,11 @@ SCHEMES = (
 @pytest.fixture(autouse=True)
 def _fp8_needs_ada(request: pytest.FixtureRequest) -> None:
     parameters = getattr(request.node, "callspec", None)
-    if parameters and parameters.params.get("scheme") == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if (
+        parameters
+        and parameters.params.get("scheme") in ("fp8", "fp8_block")
+        and torch.cuda.get_device_capability() < (8, 9)
+    ):
         pytest.skip("fp8 kernels need compute capability 8.9")
 
 
@@ -88,7 +92,7 @@ def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: 
     master = linear.weight.detach()
     weight = quantize_weight(master, scheme, "w") if scheme.quantized else master.to(dtype)
     bias = {"linear.bias": linear.bias.detach().to(dtype)}
-    linear.role.settle(View({"linear": operand_of(weight, dtype, kernels)}, bias, weight))
+    linear.role.settle(View({"linear": prepare(weight, dtype, kernels)}, bias, weight))
     return linear
 
 
@@ -157,7 +161,14 @@ def _logprobs(policy: Policy) -> Tensor:
     return policy.logprobs(tokens[:3], tokens[3:], Truncation(), 50)[0]
 
 
-POLICIES = [("bf16", {}), ("w8a8", {}), ("fp8", {}), ("w4a16", {"group_size": 32}), ("w4a8", {"group_size": 32})]
+POLICIES = [
+    ("bf16", {}),
+    ("w8a8", {}),
+    ("fp8", {}),
+    ("fp8_block", {}),
+    ("w4a16", {"group_size": 32}),
+    ("w4a8", {"group_size": 32}),
+]
 
 
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
@@ -172,13 +183,17 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
         assert one.grad.isfinite().all(), name
         error = float((one.grad - other.grad).norm() / other.grad.norm())
         # bf16 activations that differ by an ulp, through every layer; FP8 sums keep 14 bits (fast accumulation)
-        assert error < (0.15 if scheme == "fp8" else 0.05), f"{name}: {error:.3f}"
+        assert error < (0.15 if scheme.startswith("fp8") else 0.05), f"{name}: {error:.3f}"
+
+
+def _by_kernels(operand: object) -> bool:
+    return isinstance(operand, PreparedWeight) and operand.kernels
 
 
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
 def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: str, changes: dict) -> None:
     policy = _policy(tiny_model("qwen3"), scheme, "auto", **changes)
-    assert all(isinstance(operand, KernelOperand) for operand in policy.learner_view.operands.values())
+    assert all(_by_kernels(operand) for operand in policy.learner_view.operands.values())
     with torch.no_grad():
         learner = _logprobs(policy)
         with policy.sampling():
@@ -188,8 +203,8 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 @pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(operand.product == "plain" for operand in policy.learner_view.operands.values())
-    assert all(isinstance(operand, KernelOperand) for operand in policy.sampler_view.operands.values())
+    assert all(isinstance(operand, PlainWeight) for operand in policy.learner_view.operands.values())
+    assert all(_by_kernels(operand) for operand in policy.sampler.view.operands.values())
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
 ]
 
-SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("w4a8", 32)]
+SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
 
 
 @pytest.mark.parametrize("rows", [1, 33])

@@ -22,12 +22,12 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 CASES = {
     "w4a16 in vLLM's kernels": ["quant.scheme=w4a16"],
-    "w4a16 in qarl's kernels": ["quant.scheme=w4a16", "rollout.kernels=qarl"],
+    "w4a16 in qarl's kernels": ["quant.scheme=w4a16", "rollout.linear_kernels=qarl"],
     "w4a16 in vLLM's kernels under graphs of the decode": [
         "quant.scheme=w4a16",
         "rollout.vllm.args={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}",
     ],
-    "deep sleep": ["quant.scheme=w4a16", "rollout.kernels=qarl", "rollout.vllm.sleep_level=2"],
+    "deep sleep": ["quant.scheme=w4a16", "rollout.linear_kernels=qarl", "rollout.vllm.sleep_level=2"],
     "changed words": ["quant.scheme=fp8", "quant.group_size=null", "rollout.vllm.publish=delta"],
     "in one process": ["quant.scheme=w8a8", "quant.group_size=null", "rollout.vllm.process=inline"],
 }

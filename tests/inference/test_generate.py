@@ -44,7 +44,7 @@ def test_greedy_is_the_likeliest_token_of_a_whole_forward_at_every_step(tiny_mod
         context, positions = learner_context([(len(ids), [0])], policy.device)
         with policy.sampling():
             hidden = policy.hidden_states(torch.tensor(ids), positions, context)
-            row = policy.logits(hidden[-1:])[0].log_softmax(-1)
+            row = policy.sampler.logits(hidden[-1:])[0].log_softmax(-1)
         assert token == row.argmax().item()
         assert logprob == row[token].item()
         ids.append(token)

@@ -16,11 +16,13 @@ from qarl.errors import UserError
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import PlainWeight
-from qarl.publish.snapshot import published
+from qarl.weight_sync.snapshot import published
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
+INT4 = {"weight_tiled", "weight_meta"}
+TILED = {"w4a16": INT4, "w4a8": INT4, "nvfp4a16": {"weight_tiled", "weight_columns"}}
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter; TRITON_INTERPRET=1 is not set")
 
 
@@ -92,7 +94,7 @@ def test_a_kernel_operand_holds_the_published_tensors_and_no_float_copy(scheme: 
     assert operand.kernels and operand.scheme.name == scheme and operand.source is weight
     published = [weight] if scheme == "bf16" else list(weight.tensors.values())
     own = {name: t for name, t in operand.operands.items() if not any(t is tensor for tensor in published)}
-    assert own.keys() == ({"weight_tiled", "weight_meta"} if scheme.startswith("w4") else set())
+    assert own.keys() == TILED.get(scheme, set())
 
 
 @interpreted
@@ -154,7 +156,7 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         ignore=["lm_head", ignored],
     )
     for name in policy.linears:
-        own, sampler = policy.learner_view.operands[name], policy.sampler_view.operands[name]
+        own, sampler = policy.learner_view.operands[name], policy.sampler.view.operands[name]
         assert sampler.kernels and sampler.scheme.name == ("bf16" if name == ignored else "w4a16")
         if learner == "aligned":
             assert own is sampler

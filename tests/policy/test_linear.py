@@ -10,13 +10,14 @@ from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.scheme import make_scheme, scheme_class, scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qarl.policy.linear import QuantLinear
 from qarl.policy.operand import fake_quant_operand, full_precision_operand
 
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QUANTIZED_INPUTS = [
     ("w8a8", quantize_activation_int8),
     ("fp8", quantize_activation_fp8),
@@ -132,6 +133,30 @@ def test_inside_another_view_a_linear_reads_that_ones_operand_and_bias() -> None
         assert torch.equal(linear(x), other.operands["linear"](x, other.values["linear.bias"]))
         assert not torch.equal(linear(x), own)
     assert linear.role.view is before and torch.equal(linear(x), own)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_one_gradient_alone_can_be_had(wanted: str) -> None:
+    linear, _ = _linear("w4a16", torch.bfloat16)
+    tensors = {"x": _x(torch.bfloat16), "weight": linear.weight, "bias": linear.bias}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name == wanted)
+    linear(tensors["x"]).sum().backward()
+    grad = tensors[wanted].grad
+    assert grad.dtype == tensors[wanted].dtype and grad.abs().sum() > 0
+    assert all(tensor.grad is None for name, tensor in tensors.items() if name != wanted)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_checkpointing_gives_the_same_gradients(scheme: str) -> None:
+    found = []
+    for call in (lambda linear, x: linear(x), lambda linear, x: checkpoint(linear, x, use_reentrant=False)):
+        linear, _ = _linear(scheme, torch.bfloat16)
+        x = _x(torch.bfloat16).requires_grad_()
+        y = call(linear, x)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+        found.append((y.detach(), x.grad, linear.weight.grad, linear.bias.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_leading_dimensions_are_kept() -> None:

@@ -21,7 +21,8 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
-from qarl.publish.verify import PublishError, fingerprints, verify
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.verify import PublishError, verify
 
 GROUP = 32
 PLAIN = Truncation()
@@ -76,7 +77,7 @@ def test_the_shadow_is_the_sampler_of_the_current_version(tiny_model, learner: s
     assert not torch.equal(ahead, published)
     with policy.sampling():
         assert torch.equal(logprobs(policy), published), "the shadow moved the sampler"
-    policy.install_sampler(policy.current)
+    policy.sampler.install(policy.current)
     with policy.sampling():
         assert torch.equal(logprobs(policy), ahead)
 
@@ -107,13 +108,13 @@ def test_what_is_published_after_a_shadow_still_proves_itself(tiny_model, learne
     old = policy.current.fingerprints()
     _move(policy)
     _shadow(policy)
-    verify(0, old, fingerprints(policy.sampler_tensors()))  # until the publish, the old version whole
-    policy.install_sampler(policy.current)
-    verify(1, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
+    verify(0, old, fingerprints(policy.sampler.held()))  # until the publish, the old version whole
+    policy.sampler.install(policy.current)
+    verify(1, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
     with torch.no_grad():
-        next(policy.sampler_view.operands[n].source for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
+        next(policy.sampler.view.operands[n].source for n in policy.linears).tensors["weight_packed"][0, 0] ^= 1
     with pytest.raises(PublishError, match=r"version 1: .*weight_values of the product is not what its codes"):
-        fingerprints(policy.sampler_tensors())
+        fingerprints(policy.sampler.held())
 
 
 def test_a_shadows_gradient_goes_straight_through_to_the_masters(tiny_model) -> None:
@@ -171,7 +172,7 @@ def test_the_reference_stays_what_the_learner_was(tiny_model, learner: str) -> N
     policy.keep_reference()
     _move(policy)
     _move(policy)
-    policy.install_sampler(policy.current)
+    policy.sampler.install(policy.current)
     found = policy.reference_logprobs(*TEXTS.values(), PLAIN, 128)
     assert not found.requires_grad and torch.equal(found, start)
     assert not torch.equal(logprobs(policy).detach(), start)
@@ -204,7 +205,7 @@ def test_the_sampler_keeps_its_bits_beside_a_learner_of_another_dtype(tiny_model
     with policy.sampling(), plain.sampling():
         assert torch.equal(logprobs(policy), logprobs(plain))
     assert torch.equal(_shadow(policy), _shadow(plain))
-    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
+    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
 
 
 @pytest.mark.parametrize("learner", UNALIGNED)
@@ -240,7 +241,7 @@ def test_a_wider_learner_is_nearer_to_float64_than_the_samplers_dtype(tiny_model
 
 def test_the_same_dtype_shares_every_tensor(tiny_model) -> None:
     policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, torch.bfloat16)
-    own, sampler = policy.learner_view, policy.sampler_view
+    own, sampler = policy.learner_view, policy.sampler.view
     assert own.values is sampler.values and own.head is sampler.head
     assert all(own.values[name] is policy.current.tensors[name] for name in own.values)
     assert len(policy.model.base_model.rotary_emb.tables) == 1

@@ -12,7 +12,8 @@ from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.policy.operand import PlainWeight
 from qarl.policy.policy import Policy
-from qarl.publish.verify import PublishError, fingerprints, verify
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.verify import PublishError, verify
 
 # compressed-tensors: suffix -> (dtype, shape of a [N, K] weight in groups of 32)
 LAYOUTS = {
@@ -32,6 +33,11 @@ LAYOUTS = {
     "fp8_block": {
         "weight": (torch.float8_e4m3fn, lambda n, k: (n, k)),
         "weight_scale": (torch.bfloat16, lambda n, k: (-(-n // 128), -(-k // 128))),
+    },
+    "nvfp4a16": {
+        "weight_packed": (torch.uint8, lambda n, k: (n, k // 2)),
+        "weight_scale": (torch.float8_e4m3fn, lambda n, k: (n, k // 16)),
+        "weight_global_scale": (torch.float32, lambda n, k: (1,)),
     },
 }
 LAYOUTS["w4a8"] = LAYOUTS["w4a16"]
@@ -79,7 +85,7 @@ def test_weights_of_a_snapshot_hold_the_published_tensors_themselves(tiny_model)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_sampler_stands_on_exactly_what_was_published(tiny_model, family: str, learner: str) -> None:
     policy = make_policy(tiny_model(family), "w4a16", torch.bfloat16, 32, learner=learner)
-    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler_tensors()))
+    verify(0, policy.current.fingerprints(), fingerprints(policy.sampler.held()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,10 +93,10 @@ def test_the_sampler_stands_on_exactly_what_was_published(tiny_model, family: st
 def test_refresh_makes_new_tensors_and_leaves_the_old_snapshot(tiny_model, scheme: str, dtype: torch.dtype) -> None:
     policy = make_policy(tiny_model("llama"), scheme, dtype, _group(scheme))
     old = policy.current
-    manifest = old.manifest()
+    manifest, generator = old.manifest(), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _, master in policy.named_parameters():
-            master.mul_(-0.5)
+        for _, master in policy.named_parameters():  # not all alike: scales relative to a tensor's own would stay
+            master.mul_(-0.5 - 0.5 * torch.rand(master.shape, generator=generator))
     assert old.manifest() == manifest, "a master's change reached the snapshot"
     new = policy.refresh(7)
     assert policy.version == new.version == 7 and policy.current is new
@@ -109,7 +115,7 @@ def test_refresh_moves_the_learner_and_publish_the_sampler(tiny_model) -> None:
     assert not torch.equal(logprobs(policy).detach(), before)
     with policy.sampling():
         assert torch.equal(logprobs(policy), before)
-    policy.install_sampler(policy.current)
+    policy.sampler.install(policy.current)
     with policy.sampling():
         assert not torch.equal(logprobs(policy), before)
 
@@ -119,7 +125,7 @@ def test_only_the_current_snapshot_can_be_installed(tiny_model) -> None:
     old = policy.current
     policy.refresh(1)
     with pytest.raises(PublishError, match="version 0: the learner is at version 1"):
-        policy.install_sampler(old)
+        policy.sampler.install(old)
 
 
 # --- what stays unquantized
@@ -161,7 +167,7 @@ def test_ignore_list_without_lm_head_is_refused(tiny_model) -> None:
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_aligned_learner_shares_the_samplers_operands(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
-    assert policy.aligned and policy.learner_view is policy.sampler_view
+    assert policy.aligned and policy.learner_view is policy.sampler.view
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)

@@ -27,6 +27,7 @@ SCHEMES = {
     "W8A8": make_scheme("w8a8"),
     "FP8_DYNAMIC": make_scheme("fp8"),
     "FP8_BLOCK": make_scheme("fp8_block"),
+    "NVFP4A16": make_scheme("nvfp4a16"),
 }
 STORED = [
     make_scheme("w4a16", 32),
@@ -38,6 +39,7 @@ STORED = [
     make_scheme("w4a8", 32),
     make_scheme("fp8_block"),
     make_scheme("fp8_block", scale_dtype="float32"),
+    make_scheme("nvfp4a16"),
 ]
 
 

@@ -31,7 +31,10 @@ def test_bf16_is_not_quantized():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "w2a16"}, "scheme 'w2a16' is unknown; choose one of bf16, w4a16, w8a8, fp8, w4a8, fp8_block"),
+        (
+            {"name": "w2a16"},
+            "scheme 'w2a16' is unknown; choose one of bf16, w4a16, w8a8, fp8, w4a8, fp8_block, nvfp4a16",
+        ),
         ({"name": "w4a16", "group_size": 48}, "group_size 48 is not supported"),
         ({"name": "w8a8", "group_size": 64}, "group_size 64 does not apply to scheme w8a8"),
         ({"name": "fp8", "group_size": -1}, "group_size -1 does not apply to scheme fp8"),

@@ -45,8 +45,9 @@ def make_engine(make_policy, tokenizer) -> Callable[..., NativeEngine]:
     """make_engine(policy=None, **rollout) -> an engine with the policy's current snapshot published."""
 
     def make(policy: Policy | None = None, **rollout) -> NativeEngine:
-        engine = NativeEngine(policy or make_policy(), tokenizer, RolloutConfig(**rollout))
-        engine.publish(engine.policy.current)
+        policy = policy or make_policy()
+        engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(**rollout))
+        engine.publish(policy.current)
         return engine
 
     return make

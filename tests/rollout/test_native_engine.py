@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from qarl.errors import UserError
-from qarl.publish.verify import PublishError
 from qarl.rollout.engine import SamplingParams
 from qarl.training.batch import build_batch
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.verify import PublishError
 
 PROMPT = Prompt(4, [10, 20, 30], "", {})
 
@@ -189,7 +189,7 @@ def test_an_interrupt_from_progress_leaves_the_engine_usable(make_engine, prompt
 
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, sampling, 0, interrupt)
-    assert engine.policy.role.sampling is False
+    assert engine.sampler._role.sampling is False
     assert engine.generate(prompts, sampling, 0) == expected
 
 
@@ -204,6 +204,6 @@ def test_sleep_gives_the_kv_cache_back_and_changes_no_response(make_engine, prom
 
 def test_logprobs_that_are_not_finite_are_refused_with_the_prompt(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr(engine.policy, "logits", lambda hidden: torch.full((len(hidden), 259), float("nan")))
+    monkeypatch.setattr(engine.sampler, "logits", lambda hidden: torch.full((len(hidden), 259), float("nan")))
     with pytest.raises(UserError, match="prompt 4 are not finite at policy version 0"):
         engine.generate([PROMPT], SamplingParams(1, 0, 5), 0)

@@ -20,6 +20,7 @@ SCHEMES = {
     "fp8": {"scheme": "fp8"},
     "w4a8": {"scheme": "w4a8"},
     "fp8_block": {"scheme": "fp8_block"},
+    "nvfp4a16": {"scheme": "nvfp4a16"},
 }
 LAYOUTS = {
     "one token a step": {"max_batched_tokens": 1},
@@ -79,7 +80,7 @@ def test_logprobs_are_equal_in_other_compute_dtypes(make_policy, make_engine, pr
     assert torch.equal(learner_logprobs(policy, prompts, rollouts), sampler_logprobs(rollouts))
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8", "fp8_block", "nvfp4a16"])
 def test_logprobs_are_equal_with_this_many_threads(make_policy, make_engine, prompts, threads: int, scheme: str):
     policy = make_policy("qwen3", **SCHEMES[scheme])
     rollouts = make_engine(policy, max_batched_tokens=50).generate(prompts, SAMPLING, 0)
@@ -106,7 +107,10 @@ def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, n: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "scheme"), [("llama", "w4a16"), ("qwen3", "w8a8"), ("qwen2", "fp8_block")])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [("llama", "w4a16"), ("qwen3", "w8a8"), ("qwen2", "fp8_block"), ("llama", "nvfp4a16")],
+)
 def test_responses_do_not_depend_on_how_steps_are_cut(
     make_policy, make_engine, prompts, layout: str, family: str, scheme: str
 ):
@@ -126,10 +130,11 @@ def test_responses_do_not_depend_on_preemption(make_engine):
 
 def test_logprobs_are_equal_after_preemption(make_policy, make_engine):
     prompts = [Prompt(i, [3 + (i * 31 + j) % 256 for j in range(60)], "", {}) for i in range(4)]
-    engine = make_engine(make_policy("qwen2", "fp8"), kv_cache_tokens=256, max_batched_tokens=20)
+    policy = make_policy("qwen2", "fp8")
+    engine = make_engine(policy, kv_cache_tokens=256, max_batched_tokens=20)
     rollouts = engine.generate(prompts, SamplingParams(n=2, seed=5, max_response_length=70), 0)
     assert engine.preemptions > 0
-    assert torch.equal(learner_logprobs(engine.policy, prompts, rollouts), sampler_logprobs(rollouts))
+    assert torch.equal(learner_logprobs(policy, prompts, rollouts), sampler_logprobs(rollouts))
 
 
 def test_responses_do_not_depend_on_the_other_prompts(make_engine, prompts):

@@ -29,11 +29,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from qarl.publish.delta import Patch, apply_patch
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints, verify
 from qarl.rollout.vllm import process, worker
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
 from qarl.rollout.vllm.wire import HEADER, MAGIC
+from qarl.weight_sync.delta import Patch, apply_patch
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError, verify
 
 VOCABULARY = 259
 EVEN = -math.log(VOCABULARY)

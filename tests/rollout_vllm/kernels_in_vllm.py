@@ -14,7 +14,7 @@ import torch
 from qarl_formats.compressed import quantization_config
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import quantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.scheme import make_scheme, scheme_names
 from qarl_kernels.logprob import Truncation
 
 from qarl.exporting.vllm_probe import ENVIRONMENT
@@ -39,9 +39,7 @@ TRUNCATIONS = {
     "top_p": Truncation(top_p=0.8),
     "all": Truncation(0.8, top_k=20, top_p=0.9, min_p=0.05),
 }
-WIDTHS = (576, 192, 192)  # of q, k and v in SmolLM2
 DTYPE = torch.bfloat16
-SCHEMES = ("bf16", "w4a16", "w4a8", "w8a8", "fp8", "nvfp4a16")
 
 
 def main(checkpoint: str, answer: str) -> None:
@@ -92,7 +90,7 @@ def main(checkpoint: str, answer: str) -> None:
         "reloaded_equal": scores(engine, texts) == first,
         "not_as_published": [name for name, pair in linears.items() if not as_published(name, *pair, snapshot)],
         "truncated": {name: reported(engine, opened.policy, cut) for name, cut in TRUNCATIONS.items()},
-        "schemes": {name: scheme_agrees(engine, name) for name in SCHEMES},
+        "schemes": {name: scheme_agrees(engine, name) for name in scheme_names()},
     }
     Path(answer).write_text(json.dumps(found))
 
@@ -145,7 +143,7 @@ def same_logits(model, policy) -> bool:
     width = model.config.hidden_size
     hidden = torch.randn(7, width, generator=torch.Generator().manual_seed(0)).to(DTYPE)
     found = model.compute_logits(hidden)
-    return found.dtype == torch.float32 and torch.equal(found, policy.logits(hidden))
+    return found.dtype == torch.float32 and torch.equal(found, policy.sampler.logits(hidden))
 
 
 def gap(one: list[list[float]], other: list[list[float]]) -> dict[str, float]:
@@ -184,11 +182,13 @@ def scheme_agrees(engine, name: str) -> bool:
         config = get_quantization_config("qarl-dense").from_config({})
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     with set_current_vllm_config(engine.llm_engine.vllm_config), set_default_torch_dtype(DTYPE):
-        layer = QKVParallelLinear(576, 64, 9, 3, bias=True, quant_config=config, prefix="model.layers.0.qkv_proj")
+        heads, kv = (10, 4) if scheme.row_block > 1 else (9, 3)  # of 64; whole blocks of rows, or SmolLM2's
+        layer = QKVParallelLinear(576, 64, heads, kv, bias=True, quant_config=config, prefix="model.layers.0.qkv_proj")
         generator = torch.Generator().manual_seed(1)
-        masters = [torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05 for width in WIDTHS]
+        widths = (64 * heads, 64 * kv, 64 * kv)
+        masters = [torch.randn(width, 576, generator=generator, dtype=torch.float32) * 0.05 for width in widths]
         shared, biases, weights = scheme.shared(masters), [], []
-        for shard, width, master in zip("qkv", WIDTHS, masters, strict=True):
+        for shard, width, master in zip("qkv", widths, masters, strict=True):
             weights.append(
                 quantize_weight(master, scheme, shard, shared=shared) if scheme.quantized else master.to(DTYPE)
             )

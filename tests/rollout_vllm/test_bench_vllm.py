@@ -63,10 +63,10 @@ def test_a_simulated_step_moves_every_master_by_the_learning_rate():
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
 def test_a_small_step_changes_few_published_words(scheme: str):
-    from qarl.publish.delta import plan_shipment
+    from qarl.weight_sync.plan import plan_update
 
     before, after = (policy.current for policy in policies(scheme, 1e-6))
-    sent = plan_shipment(after.tensors, after.fingerprints(), before.fingerprints(), before.tensors, {}, "delta")
+    sent = plan_update(after.tensors, after.fingerprints(), before.fingerprints(), before.tensors, {}, "delta")
     assert 0 < sent.nbytes < 0.2 * sent.full_nbytes
 
 
@@ -76,14 +76,14 @@ def test_a_policy_can_be_published_again_as_a_new_version():
     policy, _ = policies("w4a16", 1e-6)
     first = policy.current
     second = as_new_version(policy, 7)
-    policy.install_sampler(second)
+    policy.sampler.install(second)
     assert (second.version, policy.version) == (7, 7)
     assert second.fingerprints() is not first.fingerprints()
     assert second.fingerprints() == first.fingerprints()
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8"])
-@pytest.mark.parametrize("kernels", ["native", "qarl"])
+@pytest.mark.parametrize("kernels", ["vllm", "qarl"])
 def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: str, tmp_path: Path):
     from vllm_bench.case import Case, engine_config, with_vllm
     from vllm_bench.models import quant_of
@@ -106,8 +106,8 @@ def test_the_configuration_of_every_case_is_a_valid_one(scheme: str, kernels: st
 
 def test_inline_is_refused_for_two_starts():
     with pytest.raises(SystemExit):
-        options("--process", "inline", "--schemes", "bf16", "--kernels", "native", "qarl")
-    options("--process", "inline", "--parts", "engine", "--schemes", "bf16", "--kernels", "native")
+        options("--process", "inline", "--schemes", "bf16", "--kernels", "vllm", "qarl")
+    options("--process", "inline", "--parts", "engine", "--schemes", "bf16", "--kernels", "vllm")
 
 
 def test_the_learner_agrees_with_qarls_own_engine_to_the_bit(tiny_model, tmp_path: Path):

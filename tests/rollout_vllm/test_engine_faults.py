@@ -16,10 +16,11 @@ from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.publish.verify import PublishError
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.sender import WeightSender
+from qarl.weight_sync.verify import PublishError
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
 PROMPTS = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]
@@ -41,9 +42,9 @@ class Case:
         self.policy = Policy(
             load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
         )
-        self.engine = VLLMEngine(
-            config, self.policy, load_tokenizer(config.model), [[5, 70, 90], [6, 71]], self.folder, self.said.append
-        )
+        sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
+        weights = WeightSender(sampler.layout, tokenizer, sampler, [[5, 70, 90], [6, 71]], say)
+        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say)
         return self.engine
 
     def publish(self) -> None:

@@ -9,11 +9,12 @@ import fake_sampler
 import pytest
 import torch
 
-from qarl.publish.verify import PublishError
 from qarl.rollout.vllm import process
-from qarl.rollout.vllm.process import SamplerFault, SamplerProcess
+from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
-from qarl.rollout.vllm.transport import make_carrier
+from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.transport import make_carrier
+from qarl.weight_sync.verify import PublishError
 
 ORDER = ([Request([5, 70], seed) for seed in range(8)], Drawing(8, 1.0, 0, 1.0, 0.0, (), (1,)))
 
@@ -53,7 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             enforce_eager=True,
             sleep=False,
             staging=False,
-            kernels="native",
+            linear_kernels="vllm",
             cuda=None,
             args={"troubles": str(tmp_path / "troubles")},
         )

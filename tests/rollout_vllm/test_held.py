@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 from qarl.rollout.vllm.held import HeldModel
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError
 
 ROWS = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
 DIRECT = {
@@ -173,6 +174,11 @@ def flip_a_bit(model: Model) -> None:
     model.embed.weight.view(torch.int16)[3, 5] ^= 1
 
 
+def last_bit_of_a_scale(model: Model) -> None:
+    """Less than the published dtype can hold, so that rounding would hide it."""
+    model.layers[0].qkv_proj.weight_scale.view(torch.int32)[7] ^= 1
+
+
 def round_a_scale(model: Model) -> None:
     model.layers[0].qkv_proj.weight_scale[7] *= 1.01
 
@@ -180,20 +186,30 @@ def round_a_scale(model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (keep("norm.weight"), "does not hold 'norm.weight'"),
-        (keep("tiled.reversed"), "does not hold 'tiled.weight'"),
-        (keep("layers.0.qkv_proj.weight_scale"), "does not hold 'layers.0.q_proj.weight_scale'"),
-        (keep("layers.0.qkv_proj.bias"), "does not hold 'layers.0.q_proj.bias'"),
-        (swap_rows, "does not hold 'layers.0.k_proj.weight'"),
-        (round_a_scale, "does not hold 'layers.0.k_proj.weight_scale'"),
-        (flip_a_bit, "does not hold 'embed.weight'"),
+        (keep("norm.weight"), "'norm.weight' differs in vLLM"),
+        (keep("tiled.reversed"), "'tiled.weight' differs in vLLM"),
+        (keep("layers.0.qkv_proj.weight_scale"), "'layers.0.q_proj.weight_scale' differs in vLLM"),
+        (keep("layers.0.qkv_proj.bias"), "'layers.0.q_proj.bias' differs in vLLM"),
+        (swap_rows, "'layers.0.k_proj.weight' differs in vLLM"),
+        (round_a_scale, "'layers.0.k_proj.weight_scale' differs in vLLM"),
+        (last_bit_of_a_scale, "'layers.0.k_proj.weight_scale' differs in vLLM"),
+        (flip_a_bit, "'embed.weight' differs in vLLM"),
     ],
-    ids=["dropped norm", "dropped repacked weight", "stale scales", "stale bias", "swapped rows", "a scale", "a bit"],
+    ids=[
+        "dropped norm",
+        "dropped repacked weight",
+        "stale scales",
+        "stale bias",
+        "swapped rows",
+        "a scale",
+        "a scale's bit",
+        "a bit",
+    ],
 )
 def test_a_wrong_load_is_refused_with_the_tensors_name(model, held, change, what) -> None:
     model.load(snapshot(1))
     change(model)
-    with pytest.raises(PublishError, match=f"publish of version 1: vLLM {what} as it was sent"):
+    with pytest.raises(PublishError, match=f"publish of version 1: {what}"):
         held.check(1, prints(snapshot(1)))
 
 
@@ -221,3 +237,21 @@ def test_an_opaque_layer_is_compared_with_the_last_version_and_not_with_the_firs
 def test_of_a_blind_layer_only_the_canary_can_tell(model, held) -> None:
     changed = snapshot() | {"layers.0.library.weight": snapshot(1)["layers.0.library.weight"]}
     held.check(1, prints(changed))
+
+
+def test_what_a_kernel_made_of_the_tensors_that_a_layer_holds_too_is_proved(model) -> None:
+    """W4A16 on the CPU: the layer holds codes as they were published, and multiplies with values made of them."""
+
+    class Dequantized:
+        def published(self, layer: nn.Module) -> dict[str, Tensor]:
+            if not torch.equal(layer.values, layer.weight.float()):
+                raise ValueError("values of the product are not what its codes and scales make")
+            return {"weight": layer.weight}
+
+    model.norm.register_buffer("values", model.norm.weight.float())
+    model.norm.kernel = Dequantized()
+    held = HeldModel(model, prints(snapshot()))
+    held.check(0, prints(snapshot()))
+    model.norm.values[3] += 1
+    with pytest.raises(PublishError, match="layer 'norm': values of the product are not what"):
+        held.check(1, prints(snapshot()))

@@ -11,7 +11,7 @@ import torch
 
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.process import SamplerFault
+from qarl.weight_sync.link import SamplerFault
 
 
 @pytest.fixture(autouse=True)

@@ -75,6 +75,6 @@ def test_reported_log_probs_are_of_the_distribution_that_tokens_are_drawn_from(f
     assert apart["edge"] <= 3  # of 128 tokens
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w4a8", "w8a8", "fp8", "nvfp4a16"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w4a8", "w8a8", "fp8", "fp8_block", "nvfp4a16"])
 def test_a_fused_layer_that_vllm_builds_has_the_bits_of_the_learners_parts(found, scheme) -> None:
     assert found["schemes"][scheme]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 K = 192
 QKV = [96, 32, 32]  # q, k and v, fused by vLLM; each whole words of zero points
+BLOCKS = [256, 128, 72]  # of fp8_block: whole blocks of rows but in the last
 SINGLE = [72]
 SCHEMES = [
     ("w4a16", 32, True),
@@ -27,6 +28,7 @@ SCHEMES = [
     ("w4a8", -1, True),
     ("w8a8", None, True),
     ("fp8", None, True),
+    ("fp8_block", None, True),
     ("nvfp4a16", None, True),
 ]
 
@@ -72,9 +74,13 @@ def _loaded(weights: list[QuantizedWeight]) -> nn.Module:
     layer = nn.Module()
     layer.output_partition_sizes = [w.shape[0] for w in weights]
     for suffix, tensor in _fused(weights).items():
-        # vLLM's FP8 scheme hands the kernel a transposed view
-        hold(layer, suffix, tensor.t() if suffix == "weight" and tensor.dtype == torch.float8_e4m3fn else tensor)
+        # vLLM's scheme hands the kernel of rows a transposed view
+        hold(layer, suffix, tensor.t() if weights[0].scheme.name == "fp8" and suffix == "weight" else tensor)
     return layer
+
+
+def _fusable(name: str, widths: list[int]) -> list[int]:
+    return BLOCKS if name == "fp8_block" and len(widths) > 1 else widths
 
 
 def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
@@ -82,7 +88,7 @@ def _kernel(name: str, group: int | None, symmetric: bool, k: int = K):
 
     if name == "nvfp4a16":
         return nvfp4.NVFP4A16Kernel()
-    kernel = getattr(linear_kernels, f"{name.upper()}Kernel")
+    kernel = next(k for k in vars(linear_kernels).values() if getattr(k, "name", None) == name)
     if issubclass(kernel, linear_kernels.MPLinearKernel):
         config = _config(k, group, symmetric)
         assert kernel.can_implement(config) == (True, None)
@@ -104,6 +110,7 @@ def _x(m: int, k: int = K) -> Tensor:
 @pytest.mark.parametrize("widths", [QKV, SINGLE], ids=["fused", "single"])
 @pytest.mark.parametrize(("name", "group", "symmetric"), SCHEMES)
 def test_outputs_have_the_bits_of_the_learners_operands(name, group, symmetric, widths) -> None:
+    widths = _fusable(name, widths)
     weights = _weights(name, group, symmetric, widths)
     layer, kernel = _loaded(weights), _kernel(name, group, symmetric)
     kernel.process_weights_after_loading(layer)
@@ -115,7 +122,7 @@ def test_outputs_have_the_bits_of_the_learners_operands(name, group, symmetric, 
 
 @pytest.mark.parametrize(("name", "group", "symmetric"), SCHEMES)
 def test_published_gives_back_what_was_loaded(name, group, symmetric) -> None:
-    weights = _weights(name, group, symmetric, QKV)
+    weights = _weights(name, group, symmetric, _fusable(name, QKV))
     layer, kernel = _loaded(weights), _kernel(name, group, symmetric)
     kernel.process_weights_after_loading(layer)
     found, loaded = kernel.published(layer), _fused(weights)
@@ -128,7 +135,8 @@ def test_published_gives_back_what_was_loaded(name, group, symmetric) -> None:
 @pytest.mark.parametrize(("name", "group", "symmetric"), SCHEMES)
 def test_a_reload_into_the_first_tensors_serves_the_new_weights(name, group, symmetric) -> None:
     kernel = _kernel(name, group, symmetric)
-    first, new = _loaded(_weights(name, group, symmetric, QKV)), _weights(name, group, symmetric, QKV, seed=1)
+    qkv = _fusable(name, QKV)
+    first, new = _loaded(_weights(name, group, symmetric, qkv)), _weights(name, group, symmetric, qkv, seed=1)
     kernel.process_weights_after_loading(first)
     again = _loaded(new)
     kernel.process_weights_after_loading(again)
@@ -148,31 +156,50 @@ SMALL_QKV, SMALL_K = [24, 8, 8], 64  # in Triton's interpreter
 def test_the_gpus_form_of_a_fused_weight_has_the_bits_of_the_learners_parts(name, group, symmetric) -> None:
     weights = _weights(name, group, symmetric, SMALL_QKV, k=SMALL_K)
     layer, kernel = _loaded(weights), _kernel(name, group, symmetric, SMALL_K)
-    kernel.tile(layer)
+    kernel.process_weights_after_loading(layer, kernels=True)
     bias, x = torch.linspace(-1, 1, sum(SMALL_QKV)).bfloat16(), _x(3, SMALL_K)
-    assert torch.equal(kernel.multiply_tiled(layer, x, bias), _learners(weights, x, bias, kernels=True))
+    assert torch.equal(kernel.multiply(layer, x, bias), _learners(weights, x, bias, kernels=True))
 
 
 @pytest.mark.parametrize(("name", "group", "symmetric"), TILED)
 def test_the_gpus_form_gives_back_what_was_loaded_and_holds_no_copy_of_it(name, group, symmetric) -> None:
     weights = _weights(name, group, symmetric, SMALL_QKV, k=SMALL_K)
     layer, kernel = _loaded(weights), _kernel(name, group, symmetric, SMALL_K)
-    kernel.tile(layer)
+    kernel.process_weights_after_loading(layer, kernels=True)
     assert not hasattr(layer, "weight_packed")
     loaded = _fused(weights)
     assert all(torch.equal(tensor, loaded[suffix]) for suffix, tensor in kernel.published(layer).items())
 
 
+@pytest.mark.parametrize(("name", "group", "symmetric"), SCHEMES)
+def test_a_change_of_what_the_product_reads_shows_in_what_is_published(name, group, symmetric) -> None:
+    weights = _weights(name, group, symmetric, _fusable(name, QKV))
+    kernel = _kernel(name, group, symmetric)
+    kernel.process_weights_after_loading(_loaded(weights))
+    for operand in kernel.names:
+        layer = _loaded(weights)
+        kernel.process_weights_after_loading(layer)
+        changed = getattr(layer, operand).data.clone()
+        changed.view(torch.uint8).view(-1)[-1] ^= 1 << 5  # the last byte: of a float its exponent
+        getattr(layer, operand).data = changed
+        try:
+            found, loaded = kernel.published(layer), _fused(weights)
+        except ValueError as error:
+            assert "is not what its codes and scales make" in str(error)
+        else:
+            assert any(not torch.equal(found[s].view(torch.uint8), loaded[s].view(torch.uint8)) for s in loaded)
+
+
 def test_many_rows_of_a_tiled_weight_are_multiplied_by_its_values(monkeypatch) -> None:
-    from qarl_kernels import tuning
+    from qarl_kernels import tuning, w4a16
 
     weights, x = _weights("w4a16", 64, False, SMALL_QKV, k=SMALL_K), _x(20, SMALL_K)
     layer, kernel = _loaded(weights), _kernel("w4a16", 64, False, SMALL_K)
-    kernel.tile(layer)
-    fused = kernel.multiply_tiled(layer, x, None)
+    kernel.process_weights_after_loading(layer, kernels=True)
+    fused = kernel.multiply(layer, x, None)
     lookup, way = tuning.lookup, tuning.Tile("dequantized", 64, 64, 64)
-    monkeypatch.setattr(tuning, "lookup", lambda table, *a, **b: way if table == "w4a16" else lookup(table, *a, **b))
-    assert torch.equal(kernel.multiply_tiled(layer, x, None), fused)
+    monkeypatch.setattr(w4a16, "lookup", lambda table, *a, **b: way if table == "w4a16" else lookup(table, *a, **b))
+    assert torch.equal(kernel.multiply(layer, x, None), fused)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +235,10 @@ def test_plugin_is_inert_without_its_switch_and_idempotent_with_it(monkeypatch) 
     from vllm.platforms import PlatformEnum
 
     from qarl.rollout.vllm import plugin
-    from qarl.rollout.vllm.linear_kernels import FP8Kernel, W4A16Kernel, W8A8Kernel
+    from qarl.rollout.vllm.linear_kernels import FP8BlockKernel, FP8Kernel, W4A16Kernel, W8A8Kernel
 
-    for table in ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS"):
+    tables = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS", "_POSSIBLE_FP8_BLOCK_KERNELS")
+    for table in tables:
         monkeypatch.setattr(linear, table, {p: list(kernels) for p, kernels in getattr(linear, table).items()})
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", list(quantization.QUANTIZATION_METHODS))
@@ -224,3 +252,5 @@ def test_plugin_is_inert_without_its_switch_and_idempotent_with_it(monkeypatch) 
         assert linear._POSSIBLE_KERNELS[platform][0] is W4A16Kernel
         assert linear._POSSIBLE_INT8_KERNELS[platform][0] is W8A8Kernel
         assert linear._POSSIBLE_FP8_KERNELS[platform].count(FP8Kernel) == 1
+        assert linear._POSSIBLE_FP8_BLOCK_KERNELS[platform][0] is FP8BlockKernel
+        assert linear._POSSIBLE_FP8_BLOCK_KERNELS[platform].count(FP8BlockKernel) == 1

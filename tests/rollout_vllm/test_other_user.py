@@ -22,12 +22,12 @@ from listening import listening
 from test_engine_process import ORDER, ignore
 
 from qarl.config import Config
-from qarl.publish.verify import fingerprints
-from qarl.rollout.vllm.messages import Publication
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.rollout.vllm.transport import make_carrier
 from qarl.storage.rundir import RunDirectory
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.transport import make_carrier
+from qarl.weight_sync.update import WeightUpdate
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 
@@ -88,7 +88,7 @@ def scene() -> Iterator[Scene]:
             enforce_eager=True,
             sleep=False,
             staging=False,
-            kernels="native",
+            linear_kernels="vllm",
             cuda=None,
             args={"troubles": str(folder / "troubles")},
         )
@@ -96,7 +96,7 @@ def scene() -> Iterator[Scene]:
         try:
             sampler.start(ignore)
             tensors = {"secret": torch.frombuffer(bytearray(SECRET), dtype=torch.uint8)}
-            sampler.call("publish", Publication(1, carrier.pack(tensors), fingerprints(tensors.items()), []), ignore)
+            sampler.call("publish", WeightUpdate(1, carrier.pack(tensors), fingerprints(tensors.items()), []), ignore)
             assert len(sampler.call("generate", ORDER, ignore)) == 8
             yield Scene(
                 folder,

@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head siz
 @pytest.fixture(scope="module")
 def tiny(tiny_model):
     """`parts` with a vLLM configuration: `policy.max_length` is 512."""
-    return parts(tiny_model(), rollout={"engine": "vllm", "kernels": "qarl", "max_num_seqs": 8})
+    return parts(tiny_model(), rollout={"engine": "vllm", "linear_kernels": "qarl", "max_num_seqs": 8})
 
 
 def changed(tiny, **rollout):
@@ -31,14 +31,14 @@ def changed(tiny, **rollout):
 
 def test_settings_follow_the_configuration(tiny) -> None:
     vllm = tiny.config.rollout.vllm.model_copy(update={"publish": "delta", "args": {"block_size": 64}})
-    found = sampler_settings(changed(tiny, vllm=vllm), tiny.policy, Path("here"))
+    found = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here"))
     assert (found.checkpoint, found.dtype, found.scheme, found.context) == (Path("here"), "bfloat16", "w4a16", 512)
-    assert (found.max_num_seqs, found.max_batched_tokens, found.kernels) == (8, 512, "qarl")
+    assert (found.max_num_seqs, found.max_batched_tokens, found.linear_kernels) == (8, 512, "qarl")
     assert found.staging and found.args == {"block_size": 64}  # patches need what they change
 
 
 def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
-    found = sampler_settings(tiny.config, tiny.policy, Path("here"))
+    found = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
     assert found.enforce_eager and not found.sleep and not found.staging and found.cuda is None
 
 
@@ -57,15 +57,18 @@ def test_a_missing_vllm_is_named_with_the_command_that_installs_it(tiny, monkeyp
 
 def test_kv_cache_holds_all_sequences_at_full_length(tiny) -> None:
     # 64 + 8 tokens take a block of 128; and a block is vLLM's own
-    assert kv_cache_bytes(tiny.config, tiny.policy) == (8 * 128 + 128) * BYTES_PER_TOKEN
+    assert kv_cache_bytes(tiny.config, tiny.policy.sampler.layout) == (8 * 128 + 128) * BYTES_PER_TOKEN
 
 
 def test_kv_cache_holds_at_least_one_sequence_of_the_whole_context(tiny) -> None:
-    assert kv_cache_bytes(changed(tiny, max_num_seqs=1), tiny.policy) == (512 + 128) * BYTES_PER_TOKEN
+    assert kv_cache_bytes(changed(tiny, max_num_seqs=1), tiny.policy.sampler.layout) == (512 + 128) * BYTES_PER_TOKEN
 
 
 def test_kv_cache_tokens_that_the_user_gives_are_rounded_up_to_blocks(tiny) -> None:
-    assert kv_cache_bytes(changed(tiny, kv_cache_tokens=1000), tiny.policy) == (1024 + 128) * BYTES_PER_TOKEN
+    assert (
+        kv_cache_bytes(changed(tiny, kv_cache_tokens=1000), tiny.policy.sampler.layout)
+        == (1024 + 128) * BYTES_PER_TOKEN
+    )
 
 
 def test_request_seeds_stay_what_they_are() -> None:

@@ -74,7 +74,7 @@ INLINE = {
     "w8a8": (["quant.scheme=w8a8", *BYTES], FORGET_SCALES),
     "fp8": (["quant.scheme=fp8", *BYTES, "train.steps=2", "rollout.temperature=0.7"], ""),
     "unknown argument": (["quant.scheme=fp8", *BYTES, "rollout.vllm.args={no_such_thing: 1}"], ""),
-    "w4a16": (["rollout.kernels=qarl", "rollout.vllm.publish=delta"], ""),
+    "w4a16": (["rollout.linear_kernels=qarl", "rollout.vllm.publish=delta"], ""),
 }
 
 

@@ -18,7 +18,6 @@ import pytest
 from far_side import NO_SETTINGS
 from test_engine_process import ORDER, ignore, start  # noqa: F401  a fixture
 
-from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.messages import (
     data_limit,
     done,
@@ -32,11 +31,13 @@ from qarl.rollout.vllm.messages import (
     read_start,
     start_order,
 )
-from qarl.rollout.vllm.parcels import CudaHandle, Entry, Inline, Parcel
-from qarl.rollout.vllm.process import SamplerFault
-from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request, Response
-from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.settings import Drawing, Failure, Request, Response
 from qarl.rollout.vllm.wire import HEADER, MAGIC, Channel, Message, WireError, WireTimeout, channel_pair
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.parcels import CudaHandle, Entry, Inline, Parcel
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
 
 DRAWING = Drawing(8, 0.7, 20, 0.95, 0.1, ("\n\n", "π"), (1, 2))
 REQUESTS = [Request([5, 2**31 - 1], 2**63 - 1), Request([0], 0), Request([7] * 5, 1)]
@@ -49,7 +50,7 @@ PRINTS = {"a.weight": Fingerprint((3, 4), "torch.int32", "sha256:00"), "b": Fing
 HANDLE = CudaHandle((4, 1), 2, 0, "ff00", 512, 0, "2f74", 3, "00", True)
 PLACES = (64, Inline("00" * 16), HANDLE)
 PARCEL = Parcel(tuple(Entry(f"a{place}", "int32", (3, 4), place) for place in PLACES), 512)
-PUBLICATION = Publication(3, PARCEL, PRINTS, [[5, 6, 7], [1, 2]])
+PUBLICATION = WeightUpdate(3, PARCEL, PRINTS, [[5, 6, 7], [1, 2]])
 ORDERS: list[tuple[str, Any]] = [
     ("publish", PUBLICATION),
     ("score", [[5, 6, 7], [1, 2]]),

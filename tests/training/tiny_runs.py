@@ -114,7 +114,7 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     learner = Learner(policy, optimizer, config, sampling.truncation)
     if learner.objective.needs.reference:
         policy.keep_reference()
-    return Parts(config, policy, optimizer, learner, NativeEngine(policy, tokenizer, config.rollout), sampling)
+    return Parts(config, policy, optimizer, learner, NativeEngine(policy.sampler, tokenizer, config.rollout), sampling)
 
 
 @pytest.fixture(scope="module")

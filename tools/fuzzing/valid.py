@@ -75,7 +75,7 @@ LEFT_OUT = (
     "model.trust_remote_code",
     "rollout.engine",
     "rollout.vllm",
-    "rollout.kernels",
+    "rollout.linear_kernels",
     "quant.kernels",
     "logging.wandb",
     "logging.trackio",

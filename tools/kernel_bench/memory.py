@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from qarl_formats.quantize import dequantize_weight, quantize_weight
+from qarl_formats.scheme import scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 
 from kernel_bench.measure import Stopwatch, Wrong
 from kernel_bench.peers import ERRORS, reason, vllm_quantizers
-from kernel_bench.problems import qarl_scheme, quantize_blocks
+from kernel_bench.problems import qarl_scheme
 from kernel_bench.shapes import BLOCK, MATRICES
 
 Row = dict[str, Any]
@@ -69,62 +70,32 @@ Operation = tuple[str, str, Callable[[], Prepared]]
 
 def _weights(n: int, k: int, group: int, device: torch.device) -> Iterator[Operation]:
     master = torch.randn(n, k, device=device).mul_(0.02)
-    for name, scheme, symmetric in (
-        ("w4a16", "w4a16", True),
-        ("w4a16 asymmetric", "w4a16", False),
-        ("w8a8", "w8a8", True),
-        ("fp8", "fp8", True),
-    ):
+    kinds = [(name, True) for name in scheme_names(lambda kind: kind.weight_bits is not None)]
+    for scheme, symmetric in [*kinds, *((name, False) for name in scheme_names(lambda kind: kind.zero_points))]:
+        name = scheme if symmetric else f"{scheme} asymmetric"
         yield "qarl", f"quantize {name}", partial(_quantize, master, scheme, symmetric, group)
         yield "qarl", f"dequantize {name}", partial(_dequantize, master, scheme, symmetric, group)
-    yield "qarl", "quantize fp8_block", partial(_quantize_block, master)
-    yield "qarl", "dequantize fp8_block", partial(_dequantize_block, master)
     yield "qarl", "tile w4a16", partial(_tile, master, group)
 
 
 def _quantize(master: Tensor, scheme: str, symmetric: bool, group: int) -> Prepared:
-    from qarl_kernels import quantize
+    kind = qarl_scheme(scheme, group, symmetric)
+    wanted = quantize_weight(master[:CHECKED], kind, scheme).tensors
+    expected = tuple(tensor for suffix, tensor in wanted.items() if suffix != "weight_shape")
 
-    wanted = quantize_weight(master[:CHECKED], qarl_scheme(scheme, group, symmetric), scheme).tensors
-    if scheme != "w4a16":
-        run = {"w8a8": quantize.quantize_int8, "fp8": quantize.quantize_fp8}[scheme]
-        return lambda: run(master, torch.bfloat16), (wanted["weight"], wanted["weight_scale"]), (master,)
-    expected = (wanted["weight_packed"], wanted["weight_scale"])
-    if not symmetric:
-        expected += (wanted["weight_zero_point"],)
-    options = {"symmetric": symmetric, "divisor": 7.5, "lowest": -8, "highest": 7, "scale_dtype": torch.bfloat16}
-    return lambda: quantize.quantize_int4(master, group, **options), expected, (master,)
+    def call() -> Result:
+        tensors, _ = kind.quantize(master, kernels=True)
+        return tuple(tensor for suffix, tensor in tensors.items() if suffix != "weight_shape")
+
+    return call, expected, (master,)
 
 
 def _dequantize(master: Tensor, scheme: str, symmetric: bool, group: int) -> Prepared:
-    from qarl_kernels import dequantize
-
     kind = qarl_scheme(scheme, group, symmetric)
-    stored = quantize_weight(master, kind, scheme).tensors
+    weight = quantize_weight(master, kind, scheme)
     expected = (dequantize_weight(quantize_weight(master[:CHECKED], kind, scheme), torch.bfloat16),)
-    scale, zero_point = stored["weight_scale"], stored.get("weight_zero_point")
-    if scheme == "w4a16":
-        packed = stored["weight_packed"]
-        read = (packed, scale) if zero_point is None else (packed, scale, zero_point)
-        k = master.shape[1]
-        return lambda: dequantize.dequantize_int4(packed, scale, zero_point, k, torch.bfloat16), expected, read
-    codes = stored["weight"]
-    return lambda: dequantize.dequantize_channel(codes, scale, torch.bfloat16), expected, (codes, scale)
-
-
-def _quantize_block(master: Tensor) -> Prepared:
-    from qarl_kernels import quantize
-
-    return lambda: quantize.quantize_fp8_block(master, torch.bfloat16), quantize_blocks(master[:CHECKED]), (master,)
-
-
-def _dequantize_block(master: Tensor) -> Prepared:
-    from qarl_kernels import dequantize
-
-    codes, scale = quantize_blocks(master)
-    wide = scale[: CHECKED // BLOCK].float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    expected = ((codes[:CHECKED].float() * wide[:, : codes.shape[1]]).to(torch.bfloat16),)
-    return lambda: dequantize.dequantize_fp8_block(codes, scale, torch.bfloat16), expected, (codes, scale)
+    read = tuple(tensor for suffix, tensor in weight.tensors.items() if suffix != "weight_shape")
+    return lambda: dequantize_weight(weight, torch.bfloat16, kernels=True), expected, read
 
 
 def _tile(master: Tensor, group: int) -> Prepared:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from qarl_formats.quantize import dequantize_weight, quantize_weight
-from qarl_formats.scheme import Scheme, make_scheme
+from qarl_formats.scheme import Scheme, make_scheme, scheme_class
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 
@@ -77,18 +77,7 @@ class Activations:
 
 def qarl_scheme(name: str, group: int, symmetric: bool = True) -> Scheme:
     """The scheme of this name, with a group size where it has one."""
-    return make_scheme(name, group if name in ("w4a16", "w4a8") else None, symmetric)
-
-
-def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8_block in plain torch: (codes e4m3 (N, K), scale bf16 (ceil(N / 128), ceil(K / 128)), scale = absmax / 448."""
-    n, k = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -k % BLOCK, 0, -n % BLOCK))
-    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    absmax = blocks.abs().amax(dim=(1, 3))
-    scale = (absmax / torch.full_like(absmax, FP8_MAX)).to(torch.bfloat16)
-    codes = (blocks / scale.float()[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).view(padded.shape)[:n, :k]
-    return codes.to(torch.float8_e4m3fn).contiguous(), scale
+    return make_scheme(name, group if scheme_class(name).group_sizes else None, symmetric)
 
 
 def make_weight(scheme: str, n: int, k: int, group: int, device: torch.device) -> Weight:
@@ -97,13 +86,10 @@ def make_weight(scheme: str, n: int, k: int, group: int, device: torch.device) -
     if scheme == "dense":
         stored = {"weight": master.to(torch.bfloat16)}
         return Weight(scheme, n, k, stored, stored["weight"].float())
-    if scheme == "fp8_block":
-        codes, scale = quantize_blocks(master)
-        wide = scale.float().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
-        return Weight(scheme, n, k, {"weight": codes, "weight_scale": scale}, codes.float().mul_(wide))
     kind = qarl_scheme(scheme, group)
     quantized = quantize_weight(master, kind, scheme)
-    dtype = torch.bfloat16 if scheme == "w4a16" else torch.float32  # W4A16's operand is the value rounded to bf16
+    # Where activations are not quantized, the operand is the value rounded to bf16.
+    dtype = torch.bfloat16 if kind.activation is None else torch.float32
     values = dequantize_weight(quantized, dtype).float()
     return Weight(scheme, n, k, quantized.tensors, values, kind.group_size)
 

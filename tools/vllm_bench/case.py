@@ -54,7 +54,7 @@ def engine_config(
     }
     rollout = {
         "engine": "vllm",
-        "kernels": case.kernels,
+        "linear_kernels": case.kernels,
         "max_response_length": new_tokens,
         "max_num_seqs": max_seqs,
         "max_batched_tokens": max(8192 if on_gpu else 512, max_seqs),

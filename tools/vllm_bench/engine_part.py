@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from qarl.policy.policy import Policy
-from qarl.publish.verify import fingerprints
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import VLLMEngine
 from qarl.types import Prompt
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.sender import WeightSender
 from vllm_bench.case import Case, Record, engine_config, seconds_of, wait, with_vllm
 from vllm_bench.models import (
     GROUPS,
@@ -77,7 +78,9 @@ class Session:
             publish="delta" if "delta" in options.modes else "changed",
         )
         self.notes: list[str] = []
-        self.engine = VLLMEngine(config, self.policies[0], byte_tokenizer(), self.canary, case.place, self.notes.append)
+        sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(), self.notes.append
+        weights = WeightSender(sampler.layout, tokenizer, sampler, self.canary, say)
+        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, case.place, say)
 
     def _policy(self, masters: Callable) -> Policy:
         return policy_of(self.model, self.quant, masters, self.version, self.device, self.context)
@@ -129,7 +132,7 @@ class Session:
         policy = self.policies[0]
 
         digests = lambda: fingerprints(policy.current.tensors.items())  # noqa: E731
-        for what, action in (("digests", digests), ("canary", lambda: policy.score(self.canary).tolist())):
+        for what, action in (("digests", digests), ("canary", lambda: policy.sampler.score(self.canary).tolist())):
             action()
             yield self._record(what, [seconds_of(action, self.device) for _ in range(self.options.reps)])
 
@@ -204,7 +207,7 @@ class Session:
         self.version += 1
         policy = self.policies[index]
         snapshot = as_new_version(policy, self.version)
-        self.engine.policy = policy
+        self.engine.weights.scorer = policy.sampler
         return seconds_of(lambda: self.engine.publish(snapshot), self.device)
 
     def _canary(self) -> Record:

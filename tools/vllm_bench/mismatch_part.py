@@ -22,9 +22,10 @@ from qarl.policy.load import load_model, load_tokenizer, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.vllm.canary import canary_of
 from qarl.rollout.vllm.engine import VLLMEngine
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.canary import canary_of
+from qarl.weight_sync.sender import WeightSender
 from vllm_bench.case import Case, Record, engine_config
 from vllm_bench.models import DTYPE, quant_of
 
@@ -78,7 +79,7 @@ class Mismatch:
     def records(self, case: Case, own_engine: bool = False) -> Iterator[Record]:
         """Responses of one started vLLM, or with `own_engine` of qarl's, under each regime of the learner."""
         policy = self._policy(case, "aligned")
-        sampler = "qarl engine" if own_engine else f"vllm {case.kernels}"
+        sampler = "qarl engine" if own_engine else "vllm" if case.kernels == "vllm" else f"vllm {case.kernels}"
         rollouts, facts = self._from_native(policy) if own_engine else self._from_vllm(case, policy)
         for learner in ("aligned", "fake_quant", "full_precision"):
             if learner == "fake_quant" and case.scheme == "bf16":
@@ -113,7 +114,9 @@ class Mismatch:
         )
         canary = canary_of([prompt.token_ids for prompt in self.prompts], self.context)
         notes: list[str] = []
-        engine = VLLMEngine(config, policy, self.tokenizer, canary, case.place, notes.append)
+        layout = policy.sampler.layout
+        weights = WeightSender(layout, self.tokenizer, policy.sampler, canary, notes.append)
+        engine = VLLMEngine(config, layout, self.tokenizer, weights, case.place, notes.append)
         try:
             begin = time.perf_counter()
             engine.publish(policy.current)
@@ -132,7 +135,7 @@ class Mismatch:
     def _from_native(self, policy: Policy) -> tuple[list[Rollout], Record]:
         tokens = 8192 if policy.device.type == "cuda" else 512
         rollout = RolloutConfig(max_num_seqs=self._responses(), max_batched_tokens=tokens)
-        engine = NativeEngine(policy, self.tokenizer, rollout)
+        engine = NativeEngine(policy.sampler, self.tokenizer, rollout)
         engine.publish(policy.current)
         try:
             return engine.generate(self.prompts, self.sampling, policy.version), {}

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-from qarl_formats.scheme import is_ignored
+from qarl_formats.scheme import grouped_names, is_ignored
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
@@ -15,7 +15,7 @@ from qarl.config.quant import scheme_of
 from qarl.policy.kernels import use_kernels
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.publish.snapshot import Snapshot, build_snapshot, published
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot, published
 
 STD = 0.02  # of weights
 DTYPE = torch.bfloat16
@@ -65,7 +65,7 @@ Masters = Callable[[str, tuple[int, ...]], Tensor]
 
 def quant_of(scheme: str, group_size: int, learner: str = "aligned") -> QuantConfig:
     """The quantization section. group_size: for schemes that have groups."""
-    values = {"scheme": scheme, "learner": learner} | ({"group_size": group_size} if scheme.startswith("w4") else {})
+    values = {"scheme": scheme, "learner": learner} | ({"group_size": group_size} if scheme in grouped_names() else {})
     return QuantConfig.model_validate(values)
 
 
@@ -115,7 +115,8 @@ def policy_of(
 
 def as_new_version(policy: Policy, version: int) -> Snapshot:
     """The policy's tensors as another version, whose fingerprints nobody knows yet."""
-    policy.version, policy.current = version, Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.current = Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
     return policy.current
 
 

@@ -23,7 +23,7 @@ LOGIT_BYTES = 64 * 2**20  # of one float64 chunk of logits; a handful are held a
 def final_states(policy: Policy, windows: Windows) -> Tensor:
     """States before each predicted token, in the sampler's arithmetic: (windows, predictions, H) on the CPU.
 
-    What `Policy.logits` makes of them is the whole distribution, so these are all that needs keeping of a reference.
+    What `Sampler.logits` makes of them is the whole distribution, so these are all that needs keeping of a reference.
     """
     kept = []
     for ids in windows.ids:
@@ -78,14 +78,14 @@ def token_numbers(policy: Policy, states: Tensor, reference: Tensor, windows: Wi
     Raises UserError where a log-prob is not finite.
     """
     device = policy.device
-    chunk = max(1, LOGIT_BYTES // (8 * policy.head_value.shape[0]))
+    chunk = max(1, LOGIT_BYTES // (8 * policy.sampler.view.head.shape[0]))
     columns: list[list[Tensor]] = [[], [], [], []]
     targets = torch.tensor([ids[-windows.predictions :] for ids in windows.ids])
     flat_states, flat_reference, flat_targets = states.flatten(0, 1), reference.flatten(0, 1), targets.flatten()
     for start in range(0, len(flat_targets), chunk):
         part = slice(start, start + chunk)
-        p = policy.logits(flat_reference[part].to(device)).double().log_softmax(-1)
-        q = policy.logits(flat_states[part].to(device)).double().log_softmax(-1)
+        p = policy.sampler.logits(flat_reference[part].to(device)).double().log_softmax(-1)
+        q = policy.sampler.logits(flat_states[part].to(device)).double().log_softmax(-1)
         following = flat_targets[part].to(device)[:, None]
         # A divergence is not negative; only float64 rounding of the sum is.
         divergence = (p.exp() * (p - q)).sum(-1).clamp_(min=0.0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qarl.config import QuantConfig
 from qarl.inference.masters import Masters
-from qarl.publish.snapshot import Snapshot
 from qarl.storage.shards import stored_bytes
+from qarl.weight_sync.snapshot import Snapshot
 
 
 def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, Any]]:

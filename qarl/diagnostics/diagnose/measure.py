@@ -21,7 +21,7 @@ from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.errors import UserError
 from qarl.objectives import TokenLogProbs, build_objective, finish_stats
 from qarl.objectives.contribution import contribution_stats
-from qarl.publish.snapshot import Snapshot
+from qarl.weight_sync.snapshot import Snapshot
 
 EXAMPLES = 8
 Say = Callable[[str], None]

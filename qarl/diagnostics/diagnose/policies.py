@@ -19,11 +19,11 @@ from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
 from qarl.training.batch import CPU, Batch, Column
 from qarl.training.setup import build_policy, build_sampling, set_determinism
+from qarl.weight_sync.snapshot import Snapshot
 
 
 class RunPolicy:

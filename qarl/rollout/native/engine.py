@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.policy.attention import Span, sampler_context
-from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot
-from qarl.publish.verify import PublishError, fingerprints, verify
+from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.sampling import draw, uniforms
@@ -28,6 +26,8 @@ from qarl.rollout.native.scheduler import Chunk, Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.verify import PublishError, verify_in_process
 
 LOGIT_ROWS = 128  # rows of logits held at once
 
@@ -35,23 +35,22 @@ LOGIT_ROWS = 128  # rows of logits held at once
 class NativeEngine:
     """Continuous batching over a paged KV cache. See `RolloutEngine` for the contract.
 
-    preemptions: how often a sequence lost its pages in the last `generate`.
+    sampler: the policy's forward, which runs on the version that is published. preemptions: how often a sequence lost
+    its pages in the last `generate`.
     """
 
-    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> None:
-        self.policy, self.tokenizer, self.config = policy, tokenizer, config
+    def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> None:
+        self.sampler, self.tokenizer, self.config = sampler, tokenizer, config
         self.version: int | None = None
         self.preemptions = 0
         self.metrics: dict[str, float] = {}
-        self._snapshot: Snapshot | None = None
         self._cache: KVCache | None = None
 
     def publish(self, snapshot: Snapshot) -> None:
-        self.version = self._snapshot = None  # until proven, nothing is held
-        expected = snapshot.fingerprints()
-        self.policy.install_sampler(snapshot)
-        verify(snapshot.version, expected, fingerprints(self.policy.sampler_tensors()))
-        self.version, self._snapshot = snapshot.version, snapshot
+        self.version = None  # until proven, nothing is held
+        self.sampler.install(snapshot)
+        verify_in_process(snapshot.version, snapshot.tensors, self.sampler.held())
+        self.version = snapshot.version
 
     def sleep(self) -> None:
         self._cache = None
@@ -61,15 +60,15 @@ class NativeEngine:
 
     def close(self) -> None:
         self._cache = None
-        self.version = self._snapshot = None
+        self.version = None
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
     ) -> list[Rollout]:
         require_version(self.version, version)
-        if self.policy.current is not self._snapshot:  # embeddings and norms are the learner's own
+        if not self.sampler.current:  # a run draws from what was learned last
             raise PublishError(
-                f"rollout: the policy was requantized (version {self.policy.version}) after the sampler "
+                f"rollout: the policy was requantized (version {self.sampler.newest}) after the sampler "
                 f"got version {version}; publish it first"
             )
         if not prompts:
@@ -92,7 +91,7 @@ class NativeEngine:
             scheduler.add(samples)
             responses += samples
         tokens = finished = 0
-        with self.policy.sampling():
+        with self.sampler.running():
             while scheduler.busy:
                 drawn = self._step(scheduler, cache, sampling)
                 tokens += len(drawn)
@@ -109,7 +108,7 @@ class NativeEngine:
         ]
 
     def _kv_cache(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[KVCache, PagePool]:
-        longest = longest_of(prompts, sampling, self.policy.max_length)
+        longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
         per_sequence = -(-longest // PAGE)
         if self.config.kv_cache_tokens is None:
             count = per_sequence * min(self.config.max_num_seqs, len(prompts) * sampling.n)
@@ -122,15 +121,8 @@ class NativeEngine:
             )
         if self._cache is None or self._cache.count != count:
             self._cache = None  # the old one goes before the new one comes
-            model = self.policy.config
-            self._cache = KVCache(
-                count,
-                model.num_hidden_layers,
-                model.num_key_value_heads,
-                self.policy.head_dim,
-                self.policy.dtype,
-                self.policy.device,
-            )
+            layout = self.sampler.layout
+            self._cache = KVCache(count, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.device)
         return self._cache, PagePool(count, self._cache.clear)
 
     def _step(self, scheduler: Scheduler, cache: KVCache, sampling: SamplingParams) -> list[Response]:
@@ -158,16 +150,16 @@ class NativeEngine:
             ids += chunk.sequence.tokens(chunk.start, chunk.stop)
             positions += range(chunk.start, chunk.stop)
             row += count
-        device = self.policy.device
+        device = self.sampler.layout.device
         context = sampler_context(spans, device, cache.layers)
-        return self.policy.hidden_states(
+        return self.sampler.hidden_states(
             torch.tensor(ids, device=device), torch.tensor(positions, device=device), context
         )
 
     def _draw(self, responses: list[Response], rows: list[int], hidden: Tensor, sampling: SamplingParams) -> None:
         """Give each response its next token, from the state in its row of `hidden` (T, H). Forks share a row."""
         distinct = list(dict.fromkeys(rows))
-        log_probs = log_probs_of(self.policy.logits(hidden[distinct]), sampling.truncation)
+        log_probs = log_probs_of(self.sampler.logits(hidden[distinct]), sampling.truncation)
         if len(distinct) < len(rows):
             place = {row: i for i, row in enumerate(distinct)}
             log_probs = log_probs[[place[row] for row in rows]]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,17 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.exporting.snapshot_checkpoint import write_snapshot_checkpoint
-from qarl.policy.policy import Policy
-from qarl.publish.delta import Shipment, flatten, plan_shipment, unflatten
-from qarl.publish.snapshot import Snapshot
-from qarl.publish.verify import Fingerprint, PublishError
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.canary import Bound, Difference, difference
-from qarl.rollout.vllm.carriers import Carrier
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, sampler_settings
-from qarl.rollout.vllm.process import SamplerFault, SamplerProcess
-from qarl.rollout.vllm.settings import Publication, Request, request_seed
-from qarl.rollout.vllm.transport import make_carrier
+from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.types import Prompt, Rollout
+from qarl.weight_sync.layout import ModelLayout
+from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.sender import WeightSender
+from qarl.weight_sync.snapshot import Snapshot
 
 MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
@@ -43,51 +38,44 @@ class SamplerError(UserError):
     """vLLM cannot go on, however often it is started."""
 
 
-@dataclass
-class _Held:
-    """What the running vLLM holds: the snapshot whose fingerprints it proved. tensors: for delta publishing only."""
-
-    version: int
-    prints: Mapping[str, Fingerprint]
-    tensors: dict[str, torch.Tensor] | None
-
-
 class VLLMEngine:
     """A vLLM, started at the first publish. See `RolloutEngine` for the contract.
 
-    policy: computes the canary and gives the configuration to export. canary: token sequences of two tokens or more.
-    place: directory for the log (`sampler.log`) and, while vLLM loads it, the exported policy. say: gets one line about
-    what the user should know. restarts: used up so far.
+    weights: brings the policy's versions to vLLM and proves them. place: directory for the log (`sampler.log`) and,
+    while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
+    far.
     """
 
     def __init__(
         self,
         config: Config,
-        policy: Policy,
+        layout: ModelLayout,
         tokenizer: PreTrainedTokenizerBase,
-        canary: list[list[int]],
+        weights: WeightSender,
         place: Path,
         say: Callable[[str], None],
     ) -> None:
-        self.config, self.policy, self.tokenizer, self.place = config, policy, tokenizer, place
-        self.canary, self.say = canary, say
+        self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
+        self.weights, self.say = weights, say
         self.log = place / "sampler.log"
         self.version: int | None = None
         self.restarts = 0
-        self.metrics: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
         self._sampler: SamplerProcess | InlineSampler | None = None
-        self._carrier: Carrier | None = None
-        self._held: _Held | None = None
-        self._bound: Bound | None = None
         self._asleep = False
         self._fault: SamplerFault | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last publish and sleep, by metric name."""
+        return self._measured | self.weights.metrics
 
     # --- the contract ------------------------------------------------------------------------------------------
 
     def publish(self, snapshot: Snapshot) -> None:
         self.version, self._snapshot = None, snapshot  # until proven, nothing is held
-        self.policy.install_sampler(snapshot)
+        self.weights.scorer.install(snapshot)
         self._again_after_faults(lambda: self._publish(snapshot))
         self.version = snapshot.version
 
@@ -97,7 +85,7 @@ class VLLMEngine:
         require_version(self.version, version)
         if not prompts:
             return []
-        longest_of(prompts, sampling, self.policy.max_length)  # raises where one does not fit
+        longest_of(prompts, sampling, self.layout.max_length)  # raises where one does not fit
         order: list[tuple[Prompt, int]] = []
         occurrences: Counter[int] = Counter()
         for prompt in prompts:
@@ -108,7 +96,7 @@ class VLLMEngine:
         drawing = drawing_of(sampling)
 
         def draw() -> Any:
-            if self._sampler is None or self._asleep or self._held is None:
+            if self._sampler is None or self._asleep or not self.weights.holds:
                 assert self._snapshot is not None
                 self._publish(self._snapshot)  # a new process, or one whose weights slept away
             assert self._sampler is not None
@@ -147,9 +135,9 @@ class VLLMEngine:
         if freed is None:
             return
         self._asleep = True
-        self.metrics["memory/sampler_freed_gib"] = freed / 2**30
+        self._measured["memory/sampler_freed_gib"] = freed / 2**30
         if level == 2:
-            self._held = None  # nothing, until it is published whole
+            self.weights.forget()  # nothing, until it is published whole
 
     def wake(self) -> None:
         """Nothing yet: a sampler wakes at the next publish or generate."""
@@ -160,7 +148,7 @@ class VLLMEngine:
             torch.cuda.empty_cache()  # the learner's spare memory is what the sampler gave it
             begin = time.perf_counter()
             self._sampler.call("wake", None, ignore_progress)
-            self.metrics["time/sampler_wake_s"] = time.perf_counter() - begin
+            self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
             self._asleep = False
 
     def close(self) -> None:
@@ -177,97 +165,29 @@ class VLLMEngine:
             self._start(snapshot)
             return
         self._wake()
-        mode = self.config.rollout.vllm.publish
-        try:
-            self._send(snapshot, mode)
-        except PublishError as error:
-            if mode == "full":
-                raise
-            self.say(f"{error}; sending everything")
-            self._held = None
-            self._send(snapshot, "full")
-
-    def _send(self, snapshot: Snapshot, mode: str) -> None:
-        assert self._sampler is not None and self._bound is not None
-        prints = snapshot.fingerprints()
-        held, self._held = self._held, None
-        shipment = plan_shipment(
-            snapshot.tensors, prints, held and held.prints, held and held.tensors, self._sampler.facts["units"], mode
-        )
-        found = self._ship(shipment, snapshot.version, prints)
-        self._bound.check(snapshot.version, found)
-        self._measure(found, shipment)
-        self._held = _Held(snapshot.version, prints, dict(snapshot.tensors) if mode == "delta" else None)
-
-    def _ship(self, shipment: Shipment, version: int, prints: Mapping[str, Fingerprint]) -> Difference:
-        """Send, and score the canary on both sides: the policy's side while the sampler loads."""
-        assert self._sampler is not None
-        tensors = flatten(shipment)
-        carrier = self._carrier
-        # In one process what is published is handed over as it is.
-        cargo = list(unflatten(tensors.items())) if carrier is None else carrier.pack(tensors)
-        try:
-            self._sampler.begin("publish", Publication(version, cargo, prints, self.canary))
-            expected = self.policy.score(self.canary).tolist()
-            seconds, scored = self._sampler.finish(ignore_progress)
-            self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
-            return difference(_joined(scored), expected)
-        except SamplerFault:
-            carrier = None  # closed with the sampler, it takes back what that one never released
-            raise
-        finally:
-            if carrier is not None:
-                carrier.release()
-
-    def _measure(self, found: Difference, shipment: Shipment | None) -> None:
-        self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
-        if shipment is not None:
-            self.metrics["publish/sent_mib"] = shipment.nbytes / 2**20
-            self.metrics["publish/sent_frac"] = shipment.nbytes / shipment.full_nbytes
-        if self._sampler is not None:
-            self.metrics["publish/proved_frac"] = self._sampler.facts["proved_frac"]
+        self.weights.send(self._sampler, snapshot, self.config.rollout.vllm.publish)
 
     # --- the process -------------------------------------------------------------------------------------------
 
     def _start(self, snapshot: Snapshot) -> None:
-        """Export the snapshot, start vLLM on it, and take the bound of later publishes from how it computes then."""
+        """Export the snapshot and start vLLM on it."""
         vllm = self.config.rollout.vllm
         folder = self.place / "sampler"
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was cut off
-        prints = snapshot.fingerprints()
         torch.cuda.empty_cache()
         try:
-            model = self.policy.model
-            write_snapshot_checkpoint(
-                folder,
-                snapshot,
-                model.config,
-                model.generation_config,
-                self.tokenizer,
-                self.policy.scheme,
-                self.config.quant.ignore,
-                self.policy.dtype,
-            )
-            settings = sampler_settings(self.config, self.policy, folder)
+            self.weights.write_checkpoint(folder, snapshot)
+            settings = sampler_settings(self.config, self.layout, folder)
+            expected = snapshot.fingerprints()
             if vllm.process == "inline":
-                self._sampler = InlineSampler(settings, prints, self.log)
+                self._sampler = InlineSampler(settings, expected, self.log)
             else:
-                self._carrier, plan = make_carrier(self.policy.device, vllm.device)
-                self._sampler = SamplerProcess(settings, prints, plan, self.log, vllm.timeout_s)
+                plan = self.weights.open(vllm.device)
+                self._sampler = SamplerProcess(settings, expected, plan, self.log, vllm.timeout_s)
             self._sampler.start(ignore_progress)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        scored = _joined(self._sampler.call("score", self.canary, ignore_progress))
-        found = difference(scored, self.policy.score(self.canary).tolist())
-        bound = Bound.of(found)
-        if self._bound is None:
-            self._bound = bound
-            for note in self._sampler.facts["notes"]:
-                self.say(note)
-        else:
-            self._bound.check(snapshot.version, found)
-        self._measure(found, None)
-        self._held = _Held(snapshot.version, prints, dict(snapshot.tensors) if vllm.publish == "delta" else None)
+        self.weights.accept(self._sampler, snapshot, vllm.publish)
 
     def _again_after_faults(self, action: Callable[[], Any]) -> Any:
         """Do it, and after a fault of vLLM again with a new one, as often as the configuration allows."""
@@ -277,13 +197,13 @@ class VLLMEngine:
             except SamplerFault as fault:
                 self._note(fault)
             except BaseException:
-                if self._held is None:
+                if not self.weights.holds:
                     self._stop()  # in the middle of a load: what it holds now is unknown
                 raise
 
     def _note(self, fault: SamplerFault) -> None:
         """End the sampler that failed; the next publish or generate starts another, up to the limit (SamplerError)."""
-        started = self._held is not None or self._bound is not None
+        started = self.weights.started
         self._stop()
         limit = self.config.rollout.vllm.max_restarts
         if not started:
@@ -300,11 +220,6 @@ class VLLMEngine:
     def _stop(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
-        if self._carrier is not None:
-            self._carrier.close()
-        self._sampler = self._carrier = self._held = None
+        self.weights.close()
+        self._sampler = None
         self._asleep = False
-
-
-def _joined(scores: list[list[float]]) -> list[float]:
-    return [logprob for sequence in scores for logprob in sequence]

@@ -11,6 +11,8 @@ from qarl_kernels import logprob
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+ROWS = 256  # compared at a time
+
 
 class Float32Head(UnquantizedEmbeddingMethod):
     """The output layer, or the embedding where the two are tied, with `qarl_kernels.logprob.logits_of`.
@@ -31,6 +33,14 @@ class Float32Head(UnquantizedEmbeddingMethod):
         if self.wide is None:
             self.wide = torch.empty_like(weight, dtype=torch.float32)
         self.wide.copy_(weight)
+
+    def fresh(self) -> bool:
+        """Whether what multiplies is the layer's weight as it is now."""
+        if self.wide is None:
+            return True
+        weight = self._weight(self._layer)
+        blocks = zip(self.wide.split(ROWS), weight.split(ROWS), strict=True)
+        return all(torch.equal(wide, rows.float()) for wide, rows in blocks)
 
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
         """Nothing: vLLM calls it in the middle of a load, and not for a layer whose weight is another's."""

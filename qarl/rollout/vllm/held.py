@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
 # Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
 METADATA = (".weight_shape",)
@@ -96,6 +97,7 @@ class HeldModel:
         held_bytes = {name: sum(t.nbytes for t in _own_tensors(self._modules[name]).values()) for name in hidden}
         self.blind = tuple(name for name in hidden if held_bytes[name] < 0.9 * sent_bytes[name])
         self.plain = self._plain_units()
+        self._prepared = self._prepared_units()
         total = sum(p.nbytes for p in expected.values())
         self.proved_frac = sum(expected[name].nbytes for name in self.direct) / total
         self.opaque = tuple(name for name in hidden if name not in self.blind)
@@ -117,7 +119,7 @@ class HeldModel:
                 unit = of
                 tensors = {True: _own_tensors(self._modules[unit])}
                 if not place.own:
-                    tensors[False] = _made_from(self._modules[unit])
+                    tensors[False] = _made_from(unit, self._modules[unit])
             tensor = place.read(tensors[place.own])
             assert tensor is not None, f"{name} is no longer where it was"
             yield name, _as_published(tensor, expected[name])
@@ -139,15 +141,12 @@ class HeldModel:
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
-        found = fingerprints(self.read(self.direct, expected))
-        for name, print_ in found.items():
-            if print_ != expected[name]:
-                raise PublishError(f"publish of version {version}: vLLM does not hold '{name}' as it was sent")
+        for unit in self._prepared:
+            _made_from(unit, self._modules[unit])
+        direct = {name: expected[name] for name in self.direct}
+        verify(version, direct, fingerprints(self.read(self.direct, expected)), "vLLM")
         sent, held = self._sent_prints(expected), self._held_prints()
-        for name in self.opaque:
-            if (sent[name] == self._sent[name]) != (held[name] == self._held[name]):
-                what = "did not change with its weights" if sent[name] != self._sent[name] else "changed by itself"
-                raise PublishError(f"publish of version {version}: vLLM's layer '{name}' {what}")
+        verify_changes(version, (self._sent, sent), (self._held, held), "vLLM's layer")
         self._sent, self._held = sent, held
 
     def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
@@ -156,7 +155,7 @@ class HeldModel:
         for source in unit.sources[: unit.sources.index(module_name)]:
             start += expected[f"{source}.{suffix}"].shape[0]
         module = self._modules[unit.name]
-        for own, tensors in ((True, _own_tensors(module)), (False, _made_from(module))):
+        for own, tensors in ((True, _own_tensors(module)), (False, _made_from(unit.name, module))):
             for transposed in (False, True):
                 place = _Place(suffix, start, start + print_.shape[0], transposed, own)
                 tensor = place.read(tensors)
@@ -175,6 +174,11 @@ class HeldModel:
                 found.add(unit)
         return frozenset(found)
 
+    def _prepared_units(self) -> list[str]:
+        """Layers that hold their published tensors and more: the kernel multiplies with what it made of them."""
+        read = {unit for unit, place in self.direct.values() if not place.own}  # `read` undoes their layout anyway
+        return [unit for unit in self._names if unit not in self.plain and unit not in read]
+
     def _sent_prints(self, expected: Mapping[str, Fingerprint]) -> dict[str, list[Fingerprint]]:
         return {unit: [expected[name] for name in self._names[unit]] for unit in self.opaque}
 
@@ -190,14 +194,23 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
 
 
-def _made_from(module: nn.Module) -> dict[str, Tensor]:
-    """What qarl's kernels, where one multiplies with the module, make of its tensors by undoing their layout."""
+def _made_from(unit: str, module: nn.Module) -> dict[str, Tensor]:
+    """What qarl's kernels, where one multiplies with the module, make of its tensors by undoing their layout.
+
+    Raises PublishError where what the kernel reads stands for no published tensors. unit: the module's name.
+    """
     from qarl.rollout.vllm.linear_kernels import kernel_of  # imports vLLM
 
     kernel = kernel_of(module)
-    return {} if kernel is None else kernel.published(module)
+    try:
+        return {} if kernel is None else kernel.published(module)
+    except ValueError as error:
+        raise PublishError(f"publish: vLLM's layer '{unit}': {error}") from error
 
 
 def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:
-    """vLLM widens 16-bit scales to float32, which rounding undoes exactly."""
-    return tensor.to(print_.torch_dtype).contiguous()
+    """vLLM widens 16-bit scales to float32, which rounding undoes; NaN where it would not undo it exactly."""
+    narrow = tensor.to(print_.torch_dtype)
+    if tensor.dtype == torch.float32 and narrow.dtype in (torch.bfloat16, torch.float16):
+        narrow = torch.where(narrow.float() == tensor, narrow, torch.nan)
+    return narrow.contiguous()

@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qarl.errors import UserError
-from qarl.publish.delta import Patch
-from qarl.publish.verify import Fingerprint, PublishError, fingerprints
 from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader
 from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.receiver import Arriving, arrived
+from qarl.weight_sync.verify import PublishError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -44,12 +45,12 @@ class Host:
         self._llm = _start(settings)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
-        if settings.kernels == "qarl" or settings.cuda is None:
+        if settings.linear_kernels == "qarl" or settings.cuda is None:
             # Without it vLLM's packed copy of a tied output layer would outlive its reloads on the CPU.
             from qarl.rollout.vllm.head import use_float32_head
 
             self._head = use_float32_head(self._model)
-        if settings.kernels == "qarl":
+        if settings.linear_kernels == "qarl":
             _require_served(self._model)
         self.held = HeldModel(self._model, expected)
         self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging)
@@ -67,7 +68,7 @@ class Host:
         import vllm
 
         quantization = json.loads((self.settings.checkpoint / "config.json").read_text()).get("quantization_config")
-        _, note = known_limits(quantization, vllm.__version__) if self.settings.kernels == "native" else ("", "")
+        _, note = known_limits(quantization, vllm.__version__) if self.settings.linear_kernels == "vllm" else ("", "")
         return {
             "proved_frac": self.held.proved_frac,
             "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},
@@ -77,9 +78,7 @@ class Host:
     # --- publishing --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def publish(
-        self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
-    ) -> dict[str, float]:
+    def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
         """Load what arrives, whole units in layer order, and check what is held afterwards.
 
         arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
@@ -87,10 +86,7 @@ class Host:
         Raises PublishError: other bytes arrived than were sent, or other ones are held.
         """
         begin = time.perf_counter()
-        tensors = self._loader.arrived(arriving, expected)
-        for name, found in fingerprints(tensors.items()).items():
-            if found != expected[name]:
-                raise PublishError(f"publish of version {version}: '{name}' arrived with other bytes than were sent")
+        tensors = arrived(version, arriving, expected, lambda name: self._loader.base(name, expected))
         received = self._now()
         if tensors:
             self._loader.load(tensors, expected)
@@ -100,6 +96,8 @@ class Host:
                 self._head.refresh()
         loaded = self._now()
         self.held.check(version, expected)
+        if self._head is not None and not self._head.fresh():
+            raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
         return {"receive": received - begin, "load": loaded - received, "check": self._now() - loaded}
 
     def _now(self) -> float:
@@ -196,7 +194,7 @@ class Host:
 def _prepare_environment(settings: SamplerSettings) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["QARL_VLLM_KERNELS"] = settings.kernels
+    os.environ["QARL_VLLM_KERNELS"] = settings.linear_kernels
     keep_compiled_code_private()
     if settings.threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
@@ -239,7 +237,7 @@ def _arguments(settings: SamplerSettings) -> dict[str, Any]:
         arguments |= {"gpu_memory_utilization": settings.memory_frac, "enable_sleep_mode": settings.sleep}
     if settings.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    if settings.kernels == "qarl" and settings.scheme == "bf16":
+    if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
         arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
     return arguments
 
@@ -248,7 +246,9 @@ def _require_served(model: nn.Module) -> None:
     from qarl.rollout.vllm.linear_kernels import unserved
 
     if names := unserved(model):
-        raise UserError(f"rollout.kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.kernels=native")
+        raise UserError(
+            f"rollout.linear_kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.linear_kernels=vllm"
+        )
 
 
 def _itself(worker: Any) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
-from qarl.publish.verify import Fingerprint
-from qarl.rollout.vllm.process import SamplerFault, Tick
+from qarl.rollout.vllm.process import Tick
 from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.link import SamplerFault
 
 
 class InlineSampler:

@@ -12,33 +12,33 @@ from qarl import memory
 from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
-from qarl.rollout.vllm.transport import learner_gpu
+from qarl.weight_sync.layout import ModelLayout
+from qarl.weight_sync.transport import learner_gpu
 
 KV_BLOCK = 128  # tokens, vLLM's on the CPU and a multiple of its other ones
 
 
-def sampler_settings(config: Config, policy: Policy, checkpoint: Path) -> SamplerSettings:
-    """What vLLM is started with. checkpoint: of the policy's current snapshot."""
+def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> SamplerSettings:
+    """What vLLM is started with. checkpoint: of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
-    on_gpu = policy.device.type == "cuda"
+    on_gpu = layout.device.type == "cuda"
     shared = on_gpu and vllm.device is None
     return SamplerSettings(
         checkpoint=checkpoint,
         dtype=config.model.dtype,
         scheme=config.quant.scheme,
-        context=policy.max_length,
+        context=layout.max_length,
         max_num_seqs=rollout.max_num_seqs,
         max_batched_tokens=rollout.max_batched_tokens,
-        kv_cache_bytes=kv_cache_bytes(config, policy),
+        kv_cache_bytes=kv_cache_bytes(config, layout),
         memory_frac=vllm.memory_frac,
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep_level > 0,
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
-        kernels=rollout.kernels,
-        cuda=(learner_gpu(policy.device) if vllm.device is None else vllm.device) if on_gpu else None,
+        linear_kernels=rollout.linear_kernels,
+        cuda=(learner_gpu(layout.device) if vllm.device is None else vllm.device) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),
     )
@@ -58,8 +58,8 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
             "bfloat16 or float16"
         )
     scheme = scheme_of(config.quant)
-    if device.type == "cpu" and config.rollout.kernels == "native" and not scheme.vllm_cpu:
-        raise UserError(f"rollout.kernels: vLLM has no {scheme.name} on a CPU; use rollout.kernels: qarl")
+    if device.type == "cpu" and config.rollout.linear_kernels == "vllm" and not scheme.vllm_cpu:
+        raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
@@ -71,20 +71,18 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
         raise UserError(f"rollout.vllm.device: {own}, but this machine shows {torch.cuda.device_count()} GPUs, from 0")
 
 
-def kv_cache_bytes(config: Config, policy: Policy) -> int | None:
+def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
     """Bytes of the KV cache that the configuration asks for; None: what `memory_frac` of a GPU leaves."""
-    rollout, model = config.rollout, policy.config
+    rollout = config.rollout
     tokens = rollout.kv_cache_tokens
     if tokens is None:
-        if policy.device.type == "cuda":
+        if layout.device.type == "cuda":
             return None
-        longest = min(policy.max_length, config.data.max_prompt_length + rollout.max_response_length)
+        longest = min(layout.max_length, config.data.max_prompt_length + rollout.max_response_length)
         # vLLM demands that one sequence of the whole context fits.
-        tokens = max(policy.max_length, rollout.max_num_seqs * _blocks(longest))
+        tokens = max(layout.max_length, rollout.max_num_seqs * _blocks(longest))
     held = _blocks(tokens) + KV_BLOCK  # one block is vLLM's own
-    return memory.kv_cache_bytes(
-        held, model.num_hidden_layers, model.num_key_value_heads, policy.head_dim, policy.dtype.itemsize
-    )
+    return memory.kv_cache_bytes(held, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype.itemsize)
 
 
 def _blocks(tokens: int) -> int:

@@ -6,18 +6,19 @@ otherwise for another N, the parts are multiplied one by one in the learner's sh
 
 A kernel's state are the layer's parameters, all made in `process_weights_after_loading` with the same names, shapes and
 dtypes in every call: vLLM reloads weights by making them anew and copying them into the first ones, whose addresses
-CUDA graphs know. Only one form of a weight is held, from which `published` gives back what was loaded. The exception
-is W4A16 on the CPU: packed codes, and the values in float32 that the product reads, as in the learner.
+CUDA graphs know. They are the operands of the scheme, from which `published` gives back what was loaded: only one form
+of a weight is held (but of W4A16 on the CPU both the packed codes and the values in float32 that the product reads).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
+from collections.abc import Mapping
 
-import qarl_kernels.ops  # noqa: F401 (registers torch.ops.qarl)
 import torch
-from qarl_formats.packing import pack_int4
-from qarl_kernels import unpack
+from qarl_formats.prepared import held
+from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.scheme import GROUP_SIZES, Scheme, make_scheme
 from torch import Tensor, nn
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearLayerConfig,
@@ -31,22 +32,77 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from qarl.rollout.vllm import int4_ops  # noqa: F401 (registers torch.ops.qarl)
+from qarl.rollout.vllm.ops import linear
 
-OPS = torch.ops.qarl
-INT4_GROUPS = (-1, 32, 64, 128)  # -1: a row is one group
+STORED = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
 
 
 class HoldsPublished(ABC):
-    """A kernel or linear method that multiplies with qarl's products."""
+    """A kernel or linear method that multiplies with qarl's products.
 
-    @abstractmethod
+    Prepared once for each load of its layer: scheme, shape (N, K) and dtype of the activations of the fused weight,
+    names of the operands, and whether Triton multiplies them.
+    """
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    kernels: bool
+
+    def prepare(
+        self,
+        layer: nn.Module,
+        scheme: Scheme,
+        tensors: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        kernels: bool | None = None,
+    ) -> None:
+        """Make the loaded `tensors` of a weight (N, K), fused parts under one another, operands of the product.
+
+        kernels: by Triton; None: where they are on a GPU.
+        """
+        on_gpu = any(tensor.device.type != "cpu" for tensor in tensors.values())
+        self.kernels = on_gpu if kernels is None else kernels
+        self.scheme, self.shape, self.dtype = scheme, shape, dtype
+        weight = QuantizedWeight(scheme, dict(tensors), shape) if scheme.quantized else tensors["weight"]
+        operands = scheme.operands(weight, dtype, self.kernels)
+        if "weight_tiled" in operands:
+            operands.pop("weight_packed", None)
+        for name in STORED:
+            if name in layer._parameters and name not in operands:
+                delattr(layer, name)
+        for name, tensor in operands.items():
+            hold(layer, name, tensor)
+        self.names = tuple(operands)
+
+    def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: (*, K) of the compute dtype; bias: (N,) or None. Returns (*, N)."""
+        rows, operands = x.reshape(-1, x.shape[-1]), {name: getattr(layer, name) for name in self.names}
+        widths = [self.shape[0]] if self.kernels else list(layer.output_partition_sizes)
+        if len(widths) == 1:
+            y = self._product(rows, operands, self.shape[0], bias)
+        else:
+            biases = [None] * len(widths) if bias is None else bias.split(widths)
+            parts = zip(self.scheme.parts(operands, widths), widths, biases, strict=True)
+            y = torch.cat([self._product(rows, *part) for part in parts], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _product(self, rows: Tensor, operands: Mapping[str, Tensor], width: int, bias: Tensor | None) -> Tensor:
+        names, tensors = ",".join(operands), list(operands.values())
+        return linear(rows, tensors, names, self.scheme.name, width, bias, self.kernels)
+
     def published(self, layer: nn.Module) -> dict[str, Tensor]:
         """The loaded tensors by compressed-tensors suffix, fused parts under one another.
 
         Scales are in the dtype that vLLM holds them in: float32 for int8 and FP8 weights. May be the held tensors
-        themselves: do not write into them.
+        themselves: do not write into them. Raises ValueError where what the product reads stands for none.
         """
+        operands = {name: getattr(layer, name).data for name in self.names}
+        found = held(self.scheme, operands, self.shape, self.dtype, self.kernels)
+        found.pop("weight_shape", None)
+        return found
 
 
 def kernel_of(layer: nn.Module) -> HoldsPublished | None:
@@ -66,33 +122,23 @@ def unserved(model: nn.Module) -> list[str]:
 
 
 def hold(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Make `value` the layer's parameter `name`, instead of any that has the name."""
+    """Make `value` the layer's parameter `name`, instead of any that has the name.
+
+    vLLM's own parameters, whose classes know how to load, become ones that torch.compile knows. The memory stays.
+    `weight_shape` is left as it is: in a reload vLLM gives it to a fused layer once more after this.
+    """
     layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
-def plain(layer: nn.Module) -> None:
-    """Make vLLM's parameters, whose classes know how to load, ones that torch.compile knows. The memory stays.
-
-    `weight_shape` stays as it is: in a reload vLLM gives it to a fused layer once more after this.
-    """
-    for name in ("weight", "weight_packed", "weight_scale", "weight_zero_point"):
-        if name in layer._parameters:
-            hold(layer, name, getattr(layer, name).data)
-
-
-def by_parts(product, layer: nn.Module, weights: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
-    """The products of a fused layer's parts next to one another.
-
-    product: called with the rows of each of `weights` (and of the bias or None) that belong to one part.
-    """
-    widths = layer.output_partition_sizes
-    biases = [None] * len(widths) if bias is None else bias.split(widths)
-    parts = [product(*part) for part in zip(*(w.split(widths) for w in weights), biases, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+def loaded(layer: nn.Module) -> dict[str, Tensor]:
+    """The stored tensors of a layer, as vLLM has just loaded them."""
+    return {name: getattr(layer, name).data for name in STORED if name in layer._parameters}
 
 
 class _Int4Kernel(MPLinearKernel, HoldsPublished):
-    """Common to the kernels of packed int4 weights."""
+    """Common to the kernels of packed int4 weights. name: the scheme's."""
+
+    name: str
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -102,7 +148,7 @@ class _Int4Kernel(MPLinearKernel, HoldsPublished):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         if c.weight_type not in (scalar_types.uint4b8, scalar_types.uint4):
             return False, f"qarl multiplies packed int4 weights, not {c.weight_type}"
-        if c.group_size not in INT4_GROUPS:
+        if c.group_size not in (-1, *GROUP_SIZES):
             return False, f"qarl multiplies groups of 32, 64, 128 or whole rows, not of {c.group_size}"
         if getattr(c, "has_g_idx", False):  # before 0.25
             return False, "qarl does not reorder activations"
@@ -116,79 +162,27 @@ class _Int4Kernel(MPLinearKernel, HoldsPublished):
             return False, f"qarl multiplies 16-bit activations, not {c.act_type}"
         return True, None
 
+    def process_weights_after_loading(self, layer: nn.Module, kernels: bool | None = None) -> None:
+        tensors, c = loaded(layer), self.config
+        scale_dtype = str(tensors["weight_scale"].dtype).removeprefix("torch.")
+        scheme = make_scheme(self.name, c.group_size, not c.zero_points, scale_dtype=scale_dtype)
+        shape = len(tensors["weight_scale"]), c.partition_weight_shape[0]
+        self.prepare(layer, scheme, tensors, shape, c.act_type, kernels)
+
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        y = (self.multiply if x.device.type == "cpu" else self.multiply_tiled)(layer, rows, bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        plain(layer)
-        (self.unpack if layer.weight_packed.device.type == "cpu" else self.tile)(layer)
-
-    @abstractmethod
-    def unpack(self, layer: nn.Module) -> None:
-        """Make the CPU's form of the loaded weight."""
-
-    @abstractmethod
-    def tile(self, layer: nn.Module) -> None:
-        """Make the GPU's form of the loaded weight."""
-
-    @abstractmethod
-    def multiply(self, layer: nn.Module, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """The CPU's product. rows: (M, K). Returns (M, N)."""
-
-    @abstractmethod
-    def multiply_tiled(self, layer: nn.Module, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """The GPU's product. rows: (M, K). Returns (M, N)."""
-
-    @property
-    def in_features(self) -> int:
-        return self.config.partition_weight_shape[0]
-
-    @property
-    def group(self) -> int | None:
-        return None if self.config.group_size == -1 else self.config.group_size
-
-    def _untiled(self, layer: nn.Module) -> Tensor:
-        from qarl_kernels import tile
-
-        return tile.untile_int4(layer.weight_tiled, len(layer.weight_scale), self.in_features)
+        return self.multiply(layer, x, bias)
 
 
 class W4A16Kernel(_Int4Kernel):
     """Packed int4 weights, symmetric or with zero points, and activations as they are."""
 
-    def unpack(self, layer: nn.Module) -> None:
-        packed, scale, zero_point = self._get_weight_params(layer)[:3]
-        values = unpack.dequantized_int4(packed, scale, zero_point, self.in_features, self.config.act_type)
-        hold(layer, "weight_values", values.float())
-
-    def tile(self, layer: nn.Module) -> None:
-        from qarl_kernels import tile  # imports Triton, which the CPU does not need
-
-        packed, scale, zero_point = self._get_weight_params(layer)[:3]
-        n, k, dtype = len(scale), self.in_features, self.config.act_type
-        hold(layer, "weight_tiled", tile.tile_int4(packed, k))
-        hold(layer, "weight_meta", tile.meta_w4a16(scale, zero_point, n, k, self.group, dtype))
-        del layer.weight_packed
-
-    def multiply(self, layer: nn.Module, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return by_parts(lambda weight, bias: OPS.dense(rows, weight, bias), layer, (layer.weight_values,), bias)
-
-    def multiply_tiled(self, layer: nn.Module, rows: Tensor, bias: Tensor | None) -> Tensor:
-        zero_point = getattr(layer, "weight_zero_point", None)
-        return OPS.w4a16_tiled(rows, layer.weight_tiled, layer.weight_meta, layer.weight_scale, zero_point, bias)
-
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
-        packed = layer.weight_packed.data if hasattr(layer, "weight_packed") else self._untiled(layer)
-        found = {"weight_packed": packed, "weight_scale": layer.weight_scale.data}
-        if self.config.zero_points:
-            found["weight_zero_point"] = layer.weight_zero_point.data
-        return found
+    name = "w4a16"
 
 
 class W4A8Kernel(_Int4Kernel):
     """Packed int4 weights, activations quantized to int8 per token. `linear_methods.W4A8Scheme` makes it."""
+
+    name = "w4a8"
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
@@ -196,38 +190,11 @@ class W4A8Kernel(_Int4Kernel):
             return False, "qarl multiplies int8 activations with symmetric weights"
         return super().can_implement(c)
 
-    def unpack(self, layer: nn.Module) -> None:
-        hold(layer, "weight_codes", unpack.int4_codes(layer.weight_packed, self.in_features).float())
-        del layer.weight_packed
-
-    def tile(self, layer: nn.Module) -> None:
-        from qarl_kernels import tile
-
-        scale, k = layer.weight_scale, self.in_features
-        hold(layer, "weight_tiled", tile.tile_int4(layer.weight_packed, k))
-        hold(layer, "weight_meta", tile.meta_w4a8(scale, len(scale), k, self.group))
-        del layer.weight_packed
-
-    def multiply(self, layer: nn.Module, rows: Tensor, bias: Tensor | None) -> Tensor:
-        weights = layer.weight_codes, layer.weight_scale
-        return by_parts(lambda codes, scale, bias: OPS.w4a8_codes(rows, codes, scale, bias), layer, weights, bias)
-
-    def multiply_tiled(self, layer: nn.Module, rows: Tensor, bias: Tensor | None) -> Tensor:
-        return OPS.w4a8_tiled(rows, layer.weight_tiled, layer.weight_meta, layer.weight_scale, bias)
-
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
-        codes = getattr(layer, "weight_codes", None)
-        packed = self._untiled(layer) if codes is None else pack_int4(codes.data.to(torch.int8))
-        return {"weight_packed": packed, "weight_scale": layer.weight_scale.data}
-
 
 class _ByteKernel(ScaledMMLinearKernel, HoldsPublished):
-    """Common to the kernels of one code a byte, a scale a row, activations quantized per token by the product itself.
+    """Common to the kernels of one code a byte, activations quantized by the product itself. name: the scheme's."""
 
-    The CPU holds codes as float32, which its product reads and which give the bytes back.
-    """
-
-    stored: torch.dtype
+    name: str
     capability = 80
 
     @classmethod
@@ -236,34 +203,26 @@ class _ByteKernel(ScaledMMLinearKernel, HoldsPublished):
             return False, f"needs compute capability {cls.capability / 10}"
         return True, None
 
+    def process_weights_after_loading(self, layer: nn.Module, kernels: bool | None = None) -> None:
+        # vLLM holds these scales in float32; the dtype of the activations is no matter to the operands
+        scheme, tensors = make_scheme(self.name, scale_dtype="float32"), self.stored(layer)
+        self.prepare(layer, scheme, tensors, tuple(tensors["weight"].shape), torch.float32, kernels)
+
+    def stored(self, layer: nn.Module) -> dict[str, Tensor]:
+        """`loaded`, the weight (N, K)."""
+        return loaded(layer)
+
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if x.device.type == "cpu":
-            weights = layer.weight, layer.weight_scale
-            y = by_parts(lambda codes, scale, bias: self.product(rows, codes, scale, bias), layer, weights, bias)
-        else:
-            y = self.product(rows, layer.weight, layer.weight_scale, bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    @abstractmethod
-    def product(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """x: (M, K), codes: (N, K), scale: (N, 1), bias: (N,) or None. Returns (M, N)."""
-
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
-        return {"weight": layer.weight.data.to(self.stored), "weight_scale": layer.weight_scale.data}
+        return self.multiply(layer, x, bias)
 
     def _get_layer_params(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
         return layer.weight, layer.weight_scale
-
-    def _hold_codes(self, layer: nn.Module, codes: Tensor) -> None:
-        plain(layer)
-        hold(layer, "weight", codes.float() if codes.device.type == "cpu" else codes)
 
 
 class W8A8Kernel(_ByteKernel):
     """int8 weights and activations."""
 
-    stored = torch.int8
+    name = "w8a8"
 
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
@@ -271,17 +230,11 @@ class W8A8Kernel(_ByteKernel):
             return False, "qarl multiplies weights with a scale a row and activations with a symmetric scale a token"
         return True, None
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self._hold_codes(layer, layer.weight.data)
-
-    def product(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return OPS.w8a8(x, codes, scale, bias)
-
 
 class FP8Kernel(_ByteKernel):
     """float8_e4m3fn weights and activations."""
 
-    stored = torch.float8_e4m3fn
+    name = "fp8"
     capability = 89
 
     @classmethod
@@ -290,8 +243,23 @@ class FP8Kernel(_ByteKernel):
             return False, "qarl multiplies weights with a scale a row and activations with a dynamic scale a token"
         return True, None
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self._hold_codes(layer, layer.weight.data.t())  # vLLM's scheme has made it (K, N), a view
+    def stored(self, layer: nn.Module) -> dict[str, Tensor]:
+        tensors = loaded(layer)
+        return tensors | {"weight": tensors["weight"].t()}  # vLLM's scheme has made it (K, N), a view
 
-    def product(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return OPS.fp8(x, codes, scale, bias)
+
+class FP8BlockKernel(_ByteKernel):
+    """float8_e4m3fn weights with a scale a block of 128 x 128, activations with one a token and 128 features."""
+
+    name = "fp8_block"
+    capability = 89
+
+    def __init__(self, c: FP8ScaledMMLinearLayerConfig, layer_param_names: tuple[str, ...] = ()) -> None:
+        super().__init__(c, layer_param_names)
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        weight, activation = c.weight_quant_key.scale, c.activation_quant_key.scale
+        if tuple(weight.group_shape) != (128, 128) or tuple(activation.group_shape) != (1, 128) or activation.static:
+            return False, "qarl multiplies blocks of 128 x 128 and activations with a dynamic scale a token and 128"
+        return True, None

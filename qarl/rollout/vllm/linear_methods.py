@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from qarl_formats.prepared import UNQUANTIZED
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
-from qarl.rollout.vllm.linear_kernels import OPS, HoldsPublished, W4A8Kernel, by_parts, hold
+from qarl.rollout.vllm.linear_kernels import HoldsPublished, W4A8Kernel
 from qarl.rollout.vllm.nvfp4 import NVFP4A16Scheme
 
 
@@ -24,19 +25,11 @@ class DenseMethod(UnquantizedLinearMethod, HoldsPublished):
     """Weights of the compute dtype. The CPU holds them in float32, which its product reads."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if layer.weight.device.type == "cpu":
-            hold(layer, "weight", layer.weight.data.float())
+        weight = layer.weight.data
+        self.prepare(layer, UNQUANTIZED, {"weight": weight}, tuple(weight.shape), layer.params_dtype)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if x.device.type == "cpu":
-            y = by_parts(lambda weight, bias: OPS.dense(rows, weight, bias), layer, (layer.weight,), bias)
-        else:
-            y = OPS.dense(rows, layer.weight, bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
-        return {"weight": layer.weight.data.to(layer.params_dtype)}
+        return self.multiply(layer, x, bias)
 
 
 class DenseConfig(QuantizationConfig):

@@ -18,10 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.publish.delta import Patch, apply_patch
-from qarl.publish.verify import Fingerprint
 from qarl.rollout.vllm.held import METADATA, HeldModel
 from qarl.rollout.vllm.marlin import workspaces
+from qarl.weight_sync.fingerprints import Fingerprint
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
@@ -50,18 +49,9 @@ class Loader:
             found = dict(_stored(checkpoint, set(wanted), device))
             self._staging = {name: found[name] for name in wanted}
 
-    def arrived(
-        self, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]
-    ) -> dict[str, Tensor]:
-        """What arrives as tensors, by name: patches applied to what was held."""
-        tensors: dict[str, Tensor] = {}
-        for name, item in arriving:
-            if isinstance(item, Patch):
-                tensors[name] = self._base(name, expected).clone()
-                apply_patch(tensors[name], item)
-            else:
-                tensors[name] = item
-        return tensors
+    def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
+        """A published tensor as it was at the last publish. expected: fingerprints, for their dtypes."""
+        return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
 
     def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
         """Put new tensors in checkpoint layout, by published name, into the model's layers."""
@@ -123,11 +113,7 @@ class Loader:
     ) -> list[tuple[str, Tensor]]:
         """All tensors of units of which some are new, in layer order."""
         needed = [name for name in expected if self._units[name] in units]
-        return [(name, tensors[name] if name in tensors else self._base(name, expected).clone()) for name in needed]
-
-    def _base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
-        """A published tensor as it was at the last publish."""
-        return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
+        return [(name, tensors[name] if name in tensors else self.base(name, expected).clone()) for name in needed]
 
 
 def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:

@@ -7,7 +7,8 @@ and log-probs travel as arrays beside the JSON, in the machine's own order of by
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -15,13 +16,13 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from qarl.inputs.schema import schema_fault
-from qarl.publish.verify import Fingerprint
-from qarl.rollout.vllm.parcels import Parcel
-from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request, Response, SamplerSettings
-from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.settings import Drawing, Failure, Request, Response, SamplerSettings
 from qarl.rollout.vllm.wire import Message, WireError
 from qarl.text import visible
 from qarl.types import FinishReason
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate, dump_update, load_update
 
 TOKEN, LOGPROB = "i", "d"  # codes of `array`: int32, float64
 BYTES_PER_TOKEN = array(TOKEN).itemsize + array(LOGPROB).itemsize
@@ -47,14 +48,6 @@ class _Start:
 
 
 @dataclass(frozen=True)
-class _Publish:
-    version: int
-    parcel: Parcel
-    expected: dict[str, Fingerprint]
-    canary: list[list[int]]
-
-
-@dataclass(frozen=True)
 class _Generate:
     drawing: Drawing
     lengths: list[int]
@@ -74,17 +67,24 @@ class _Published:
     scores: Scores
 
 
-_START, _PUBLISH, _GENERATE = TypeAdapter(_Start), TypeAdapter(_Publish), TypeAdapter(_Generate)
+_START, _GENERATE = TypeAdapter(_Start), TypeAdapter(_Generate)
 _FACTS, _PUBLISHED, _DRAWN = TypeAdapter(_Facts), TypeAdapter(_Published), TypeAdapter(_Drawn)
 _SEQUENCES, _SCORES, _LEVEL = TypeAdapter(list[list[int]]), TypeAdapter(Scores), TypeAdapter(int)
 _FREED, _FAILURE, _PROGRESS = TypeAdapter(int | None), TypeAdapter(Failure), TypeAdapter(tuple[int, int])
 
 
-def _read(adapter: TypeAdapter[T], message: Message) -> T:
+@contextmanager
+def _checked(message: Message) -> Iterator[None]:
+    """A body that is not what its kind says is no message."""
     try:
-        return adapter.validate_python(message.body)
+        yield
     except ValidationError as error:
         raise WireError(f"{message.kind}: {schema_fault(error)}") from None
+
+
+def _read(adapter: TypeAdapter[T], message: Message) -> T:
+    with _checked(message):
+        return adapter.validate_python(message.body)
 
 
 # --- orders: the learner's side writes, the sampler's reads ------------------------------------------------------
@@ -105,9 +105,8 @@ def order(operation: str, payload: Any) -> Message:
     """The message of an operation; see `worker.perform` for what each takes."""
     match operation:
         case "publish":
-            assert isinstance(payload, Publication)
-            body = _Publish(payload.version, payload.cargo, dict(payload.expected), list(payload.canary))
-            return Message("publish", _PUBLISH.dump_python(body, mode="json"))
+            assert isinstance(payload, WeightUpdate)
+            return Message("publish", dump_update(payload))
         case "generate":
             requests, drawing = payload
             lengths, tokens = [len(request.token_ids) for request in requests], array(TOKEN)
@@ -122,8 +121,8 @@ def read_order(message: Message) -> Any:
     """The payload of an order."""
     match message.kind:
         case "publish":
-            body = _read(_PUBLISH, message)
-            return Publication(body.version, body.parcel, body.expected, body.canary)
+            with _checked(message):
+                return load_update(message.body)
         case "generate":
             asked = _read(_GENERATE, message)
             if len(asked.seeds) != len(asked.lengths):

@@ -33,5 +33,8 @@ def register() -> None:
             # vLLM takes the first kernel of its list that can do a layer and appends what is registered, so a kernel
             # of its own would always come first. The public choice, linear_backend, knows its own names only.
             table[platform].insert(0, table[platform].pop())
+    for kernels in linear._POSSIBLE_FP8_BLOCK_KERNELS.values():  # for which vLLM has no registration
+        if linear_kernels.FP8BlockKernel not in kernels:
+            kernels.insert(0, linear_kernels.FP8BlockKernel)
     register_quantization_config("qarl-dense")(linear_methods.DenseConfig)
     register_quantization_config("compressed-tensors")(linear_methods.MixedConfig)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.publish.verify import Fingerprint, PublishError
 from qarl.rollout.vllm.messages import (
     data_limit,
     order,
@@ -23,17 +22,16 @@ from qarl.rollout.vllm.messages import (
     start_order,
 )
 from qarl.rollout.vllm.settings import SamplerSettings
-from qarl.rollout.vllm.transport import ReceiverPlan
 from qarl.rollout.vllm.wire import Message, WireError, WireTimeout, channel_pair
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.verify import PublishError
 
 TICK_S = 0.1  # between two looks at a busy sampler
 ABORT_LIMIT_S = 30.0  # for an engine step that is under way when the user interrupts
 
 Tick = Callable[[int, int], None]
-
-
-class SamplerFault(Exception):
-    """vLLM did not do what it was asked to. The message says what happened, in one line."""
 
 
 class SamplerProcess:

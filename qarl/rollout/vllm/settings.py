@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from qarl.types import FinishReason
-
-if TYPE_CHECKING:
-    from qarl.publish.verify import Fingerprint
-
 
 # In process, so that the model is at hand; nothing is fetched or reported; no kernel compiled on the fly; whatever
 # still opens a socket does so where no other machine reaches it.
@@ -35,7 +31,7 @@ class SamplerSettings:
 
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
-    staging: the published tensors of repacked layers are kept. kernels: whose linear kernels. cuda: index of the GPU,
+    staging: the published tensors of repacked layers are kept. linear_kernels: whose. cuda: index of the GPU,
     None on the CPU. threads: on the CPU. args: further engine arguments.
     """
 
@@ -50,7 +46,7 @@ class SamplerSettings:
     enforce_eager: bool
     sleep: bool
     staging: bool
-    kernels: Literal["native", "qarl"]
+    linear_kernels: Literal["vllm", "qarl"]
     cuda: int | None
     threads: int | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -85,19 +81,6 @@ class Response:
     logprobs: list[float]
     finish_reason: FinishReason
     stopped_by: int | str | None
-
-
-@dataclass(frozen=True)
-class Publication:
-    """One publish. cargo: a parcel of a carrier; in one process what it holds. expected: of the whole snapshot.
-
-    canary: sequences to score afterwards.
-    """
-
-    version: int
-    cargo: Any
-    expected: Mapping[str, Fingerprint]
-    canary: Sequence[list[int]]
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,18 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
-
 from qarl.errors import UserError
-from qarl.publish.delta import Patch, unflatten
-from qarl.publish.verify import PublishError
 from qarl.rollout.vllm.host import Host, Progress
 from qarl.rollout.vllm.messages import done, failed, read_order, read_start
-from qarl.rollout.vllm.settings import Drawing, Failure, Publication, Request
-from qarl.rollout.vllm.transport import open_receiver
+from qarl.rollout.vllm.settings import Drawing, Failure, Request
 from qarl.rollout.vllm.wire import Channel, Message
+from qarl.weight_sync.receiver import Arriving, WeightReceiver
+from qarl.weight_sync.update import WeightUpdate
+from qarl.weight_sync.verify import PublishError
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,18 +31,18 @@ class Aborted(Exception):
     """The other side wants no more of this operation."""
 
 
-Unpack = Callable[[Any], Iterable[tuple[str, Tensor | Patch]]]
+Unpack = Callable[[Any], Arriving]
 
 
 def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: Progress) -> Any:
     """One operation on a host; a publish gives the seconds of its parts and the canary's log-probs.
 
-    unpack: the tensors and patches in a publication's cargo.
+    unpack: the tensors and patches in an update's content.
     """
     match operation:
         case "publish":
-            assert isinstance(payload, Publication)
-            seconds = host.publish(payload.version, unpack(payload.cargo), payload.expected)
+            assert isinstance(payload, WeightUpdate)
+            seconds = host.publish(payload.version, unpack(payload.content), payload.expected)
             begin = time.perf_counter()
             scores = host.score(payload.canary)
             return seconds | {"score": time.perf_counter() - begin}, scores
@@ -87,7 +85,7 @@ def serve(channel: Channel) -> None:
         channel.send(failed(failure(error)))
         return
     channel.send(Message("ready", host.facts()))
-    receiver = open_receiver(plan)
+    receiver = WeightReceiver(plan)
 
     def progress(responses: int, tokens: int) -> None:
         channel.send(Message("progress", [responses, tokens]))
@@ -101,7 +99,7 @@ def serve(channel: Channel) -> None:
         if operation == "abort":  # it came after the last step
             continue
         try:
-            result = perform(host, operation, payload, lambda parcel: unflatten(receiver.take(parcel)), progress)
+            result = perform(host, operation, payload, receiver.take, progress)
         except Aborted:
             channel.send(Message("aborted"))
             continue

@@ -27,7 +27,7 @@ class NVFP4A16(Scheme):
     """y = (x @ (codes * scale)^T in fp32) / global scale, as vLLM's Marlin kernel has it: no weight is rounded.
 
     Operands: the stored tensors, and in plain torch `weight_values` (N, K), codes times scales, which it multiplies,
-    float32 on the CPU; for the kernels `weight_tiled` and `weight_columns` (`qarl_kernels.nvfp4a16.tile_nvfp4`), beside
+    float32 on the CPU; for the kernels `weight_tiled` and `weight_meta` (`qarl_kernels.nvfp4a16.tile_nvfp4`), beside
     which `weight_packed` may be left out: it is then put back in order from the tiles.
     """
 
@@ -124,8 +124,8 @@ class NVFP4A16(Scheme):
             return stored | {"weight_values": values if values.device.type == "cpu" else values.to(dtype)}
         from qarl_kernels.nvfp4a16 import tile_nvfp4
 
-        tiled, columns = tile_nvfp4(stored["weight_packed"], stored["weight_scale"])
-        return stored | {"weight_tiled": tiled, "weight_columns": columns}
+        tiled, meta = tile_nvfp4(stored["weight_packed"], stored["weight_scale"])
+        return stored | {"weight_tiled": tiled, "weight_meta": meta}
 
     @classmethod
     def multiply(
@@ -139,8 +139,13 @@ class NVFP4A16(Scheme):
         from qarl_kernels import nvfp4a16
 
         packed, scale = operands.get("weight_packed"), operands["weight_scale"]
-        tiled, columns = operands["weight_tiled"], operands["weight_columns"]
-        return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, columns, bias)
+        tiled, meta = operands["weight_tiled"], operands["weight_meta"]
+        return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, meta, bias)
+
+    @classmethod
+    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
+        split = super().parts({"weight_values": operands["weight_values"]}, widths)  # what the CPU reads of a part
+        return [part | {"weight_global_scale": operands["weight_global_scale"]} for part in split]
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool

@@ -65,6 +65,10 @@ class W4A16(PackedInt4):
             bias,
         )
 
+    @classmethod
+    def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:
+        return super().parts({"weight_values": operands["weight_values"]}, widths)  # what the CPU reads
+
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
     ) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from qarl.rollout.vllm.parcels import (
+from qarl.weight_sync.parcels import (
     ALIGNED,
     CudaHandle,
     Entry,

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qarl.rollout.vllm.parcels import ALIGNED, Parcel, aligned, entry_of, in_buffer
+from qarl.weight_sync.parcels import ALIGNED, Parcel, aligned, entry_of, in_buffer
 
 
 class Carrier(Protocol):

@@ -10,8 +10,9 @@ from qarl_kernels.digest import digest
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
-from qarl.publish import verify as module
-from qarl.publish.verify import PublishError, fingerprints, verify
+from qarl.weight_sync import fingerprints as module
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.verify import PublishError, verify
 
 
 def fingerprint(tensor: Tensor):

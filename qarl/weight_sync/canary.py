@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qarl.publish.verify import PublishError
+from qarl.weight_sync.verify import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at each publish
 FACTOR = 4.0  # by which a later publish may exceed the first load; 2.6 was seen without a fault, where both were small
@@ -52,7 +52,7 @@ class Bound:
         if first.mean > BROKEN:
             raise PublishError(
                 f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
-                "does not run this model and scheme right; use rollout.kernels=qarl, or another "
+                "does not run this model and scheme right; use rollout.linear_kernels=qarl, or another "
                 "scheme"
             )
         return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))

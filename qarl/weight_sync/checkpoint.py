@@ -7,17 +7,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from qarl_formats.compressed import TensorSpec
-from qarl_formats.scheme import Scheme
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qarl.errors import UserError
-from qarl.exporting.writer import DOCUMENT_BYTES, RECORD_BYTES, config_document, save_tokenizer
-from qarl.publish.snapshot import Snapshot
 from qarl.storage.disk import disk_errors, free_bytes
+from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_document, save_tokenizer
 from qarl.storage.shards import Shard, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
+from qarl.weight_sync.layout import ModelLayout
+from qarl.weight_sync.snapshot import Snapshot
 
 MAX_SHARD_BYTES = 4 * 10**9
 
@@ -25,12 +24,8 @@ MAX_SHARD_BYTES = 4 * 10**9
 def write_snapshot_checkpoint(
     directory: Path,
     snapshot: Snapshot,
-    model_config: PreTrainedConfig,
-    generation_config: GenerationConfig | None,
+    layout: ModelLayout,
     tokenizer: PreTrainedTokenizerBase,
-    scheme: Scheme,
-    ignore: list[str],
-    dtype: torch.dtype,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     place: str = "train.run_dir",
@@ -39,8 +34,8 @@ def write_snapshot_checkpoint(
     """Write `snapshot` to the new directory `directory`, for vLLM and transformers to load. Returns bytes of tensors.
 
     Tensors stand under their own names and bit for bit, copied from their device one at a time; a tied output layer is
-    not among them. model_config: of the unquantized model. scheme, ignore, dtype: of the snapshot; dtype is that of
-    what is not quantized. max_shard_bytes: of tensors, per file. place: the key that says where to write, for errors.
+    not among them. layout: of the snapshot's model. max_shard_bytes: of tensors, per file. place: the key that says
+    where to write, for errors.
     progress: called with (bytes written, bytes of all tensors).
     Raises UserError: the directory exists, no space, the disk refuses; then nothing stays.
     """
@@ -52,9 +47,9 @@ def write_snapshot_checkpoint(
             f"{directory}: no space for the sampler's checkpoint ({needed:,} bytes needed, {free:,} free); "
             f"free some space, or choose another {place}, on another disk"
         )
-    documents = {"config.json": config_document(model_config, dtype, scheme, ignore)}
-    if generation_config is not None:
-        documents["generation_config.json"] = json.loads(generation_config.to_json_string())
+    documents = {"config.json": config_document(layout.config, layout.dtype, layout.scheme, layout.ignore)}
+    if layout.generation is not None:
+        documents["generation_config.json"] = json.loads(layout.generation.to_json_string())
     if len(shards) > 1:
         documents["model.safetensors.index.json"] = shard_index(shards)
     with disk_errors(directory, needed, place):

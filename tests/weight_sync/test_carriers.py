@@ -16,16 +16,17 @@ from far_side import Sampler, ragged, random_bytes
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from qarl.publish.delta import Patch, flatten, plan_shipment, unflatten
-from qarl.publish.verify import fingerprints
-from qarl.rollout.vllm import gpu_carriers
-from qarl.rollout.vllm.carriers import MemoryFileCarrier, MemoryFileReceiver
-from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
 from qarl.rollout.vllm.messages import order, read_order
-from qarl.rollout.vllm.parcels import ALIGNED, CudaHandle, Entry, Parcel, entry_of
-from qarl.rollout.vllm.settings import Publication
-from qarl.rollout.vllm.transport import ReceiverPlan
 from qarl.rollout.vllm.wire import Message
+from qarl.weight_sync import gpu_carriers
+from qarl.weight_sync.carriers import MemoryFileCarrier, MemoryFileReceiver
+from qarl.weight_sync.delta import Patch
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
+from qarl.weight_sync.parcels import ALIGNED, CudaHandle, Entry, Parcel, entry_of
+from qarl.weight_sync.plan import flatten, plan_update, unflatten
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_patches_arrive(sampler, carrier) -> None:
     old = ragged()
     new = old | {"last": old["last"].clone().index_fill_(0, torch.tensor([500]), 2.0)}
     prints = fingerprints(new.items()), fingerprints(old.items())
-    flat = flatten(plan_shipment(new, *prints, old, {}, "delta"))
+    flat = flatten(plan_update(new, *prints, old, {}, "delta"))
     assert list(flat) == ["last#indices", "last#values"]
     assert sampler.sent(carrier, flat) == fingerprints(flat.items())
 
@@ -112,7 +113,7 @@ def test_what_the_receiver_writes_reaches_nobody_else(carrier, receiver) -> None
 def test_a_parcel_is_small_whatever_the_tensors(carrier) -> None:
     names = [f"model.layers.{i}.self_attn.q_proj.weight_packed" for i in range(500)]
     parcel = carrier.pack(dict.fromkeys(names, torch.zeros(1000)))
-    assert len(json.dumps(order("publish", Publication(0, parcel, {}, [])).body)) < 200 * 500
+    assert len(json.dumps(order("publish", WeightUpdate(0, parcel, {}, [])).body)) < 200 * 500
 
 
 # --- what the carrier for GPUs does that needs none
@@ -120,8 +121,8 @@ def test_a_parcel_is_small_whatever_the_tensors(carrier) -> None:
 
 def arrived(parcel: Parcel) -> Parcel:
     """What the other side reads of the message that carries a parcel."""
-    sent = order("publish", Publication(0, parcel, {}, []))
-    return read_order(Message(sent.kind, json.loads(json.dumps(sent.body)), sent.data)).cargo
+    sent = order("publish", WeightUpdate(0, parcel, {}, []))
+    return read_order(Message(sent.kind, json.loads(json.dumps(sent.body)), sent.data)).content
 
 
 def test_every_kind_of_place_arrives_as_it_was_sent() -> None:
@@ -189,7 +190,7 @@ def test_a_shipment_survives_the_way_through_a_carrier(carrier, receiver) -> Non
     new = {name: tensor.clone() for name, tensor in old.items()}
     new["last"][500] = 2.0
     new["int8"] += 1
-    shipment = plan_shipment(new, fingerprints(new.items()), fingerprints(old.items()), old, {}, "delta")
+    shipment = plan_update(new, fingerprints(new.items()), fingerprints(old.items()), old, {}, "delta")
     arrived = dict(unflatten(receiver.take(carrier.pack(flatten(shipment)))))
     patch = arrived["last"]
     assert isinstance(patch, Patch) and torch.equal(patch.values, shipment.patches["last"].values)

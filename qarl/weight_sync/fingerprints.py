@@ -1,26 +1,19 @@
-"""Proof of arrival: fingerprints of tensors where they are, and their comparison with what was published.
+"""Fingerprints of tensors where they are: what two holders of one version compare while a run lasts.
 
-Fingerprints are for the comparison of two holders of a version while a run lasts; what goes into files is described by
-sha256 (`qarl.publish.snapshot.Manifest`).
+What goes into files is described by sha256 (`qarl.weight_sync.snapshot.Manifest`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qarl.errors import UserError
-
 PORTION = 1 << 30  # bytes of tensors whose digests one launch computes; a stream of tensors is let go so far at a time
-
-
-class PublishError(UserError):
-    """The sampler does not hold what the learner published."""
 
 
 @dataclass(frozen=True)
@@ -95,29 +88,3 @@ class _Portions:
         if self._waiting:
             self._launch()
         return dict(zip(self._sizes, finish_digests(torch.cat(self._sums), list(self._sizes.values())), strict=True))
-
-
-def verify(
-    version: int, expected: Mapping[str, Fingerprint], held: Mapping[str, Fingerprint], where: str = "the sampler"
-) -> None:
-    """Raise `PublishError` unless `held` is exactly what is expected: every name, shape, dtype and byte, in any order.
-
-    version: what the error names. where: who holds it, in words.
-    """
-    for name, found in held.items():
-        wanted = expected.get(name)
-        if wanted is None:
-            raise PublishError(f"publish of version {version}: {where} holds '{name}', which was not sent")
-        if found != wanted:
-            what = (
-                "bytes"
-                if found.shape == wanted.shape and found.dtype == wanted.dtype
-                else f"{found.dtype} {found.shape} for {wanted.dtype} {wanted.shape}"
-            )
-            raise PublishError(f"publish of version {version}: '{name}' differs in {where} ({what})")
-    missing = [name for name in expected if name not in held]
-    if missing:
-        raise PublishError(
-            f"publish of version {version} is partial: {len(missing)} of {len(expected)} tensors did "
-            f"not arrive in {where}, first '{missing[0]}'"
-        )

@@ -1,8 +1,6 @@
-"""What of a new version must travel: everything, what changed, or of what changed only the changed words.
+"""The plan of a weight update: everything, what changed, or of what changed only the changed words.
 
-A step of training moves few codes of a quantized weight: most masters stay within their rounding interval. So most
-32-bit words of most tensors are those that the sampler holds already. Fingerprints say which tensors changed; for
-those, a patch is the places and the new values of the changed words.
+Fingerprints say which tensors changed since the version that the sampler holds.
 """
 
 from __future__ import annotations
@@ -11,65 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from qarl.publish.verify import Fingerprint
+from qarl.weight_sync.delta import Patch, patch_of
+from qarl.weight_sync.fingerprints import Fingerprint
 
 INDICES, VALUES = "#indices", "#values"  # what the two tensors of a patch are called after the tensor's name
 
 
 @dataclass(frozen=True)
-class Patch:
-    """The changed 32-bit words of a tensor's bytes in row-major order, the last word zero-padded.
-
-    indices: int32, or int64 where the tensor has 2^31 words or more; ascending. values: int32, as many.
-    """
-
-    indices: Tensor
-    values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.indices.nbytes + self.values.nbytes
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The int32 words of a contiguous tensor: a view where its size and address allow one, else a padded copy."""
-    assert tensor.is_contiguous(), "a patch is of bytes in row-major order"
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    if data.numel() % 4 == 0 and data.storage_offset() % 4 == 0:
-        return data.view(torch.int32)
-    padded = data.new_zeros(-(-data.numel() // 4) * 4)
-    padded[: data.numel()] = data
-    return padded.view(torch.int32)
-
-
-def patch_of(old: Tensor, new: Tensor) -> Patch | None:
-    """What turns `old` into `new`; None where they are equal bit for bit.
-
-    old, new: of one shape, dtype and device, any dtype. The patch lives on their device.
-    """
-    assert (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device), (old.shape, new.shape)
-    words = _words(new.contiguous())
-    places = (_words(old.contiguous()) != words).nonzero()[:, 0]
-    if not places.numel():
-        return None
-    return Patch(places.int() if words.numel() < 2**31 else places, words[places])
-
-
-def apply_patch(tensor: Tensor, patch: Patch) -> None:
-    """Turn the old tensor into the new one, in place. tensor: contiguous, on any device; the patch goes there."""
-    words = _words(tensor)
-    words[patch.indices.to(words.device, torch.int64)] = patch.values.to(words.device)
-    if words.data_ptr() != tensor.data_ptr():
-        data = tensor.detach().reshape(-1).view(torch.uint8)
-        data.copy_(words.view(torch.uint8)[: data.numel()])
-
-
-@dataclass(frozen=True)
-class Shipment:
-    """What travels for one publish, by tensor name in layer order.
+class UpdatePlan:
+    """What one weight update sends, by tensor name in layer order.
 
     full: whole tensors, the published ones themselves. patches: of tensors that the receiver has the last version of.
     unchanged: what does not travel. full_nbytes: bytes of all tensors, had everything travelled whole.
@@ -86,14 +36,14 @@ class Shipment:
         return sum(tensor.nbytes for tensor in self.full.values()) + sum(p.nbytes for p in self.patches.values())
 
 
-def plan_shipment(
+def plan_update(
     new: Mapping[str, Tensor],
     new_prints: Mapping[str, Fingerprint],
     old_prints: Mapping[str, Fingerprint] | None,
     old: Mapping[str, Tensor] | None,
     units: Mapping[str, str],
     mode: Literal["full", "changed", "delta"],
-) -> Shipment:
+) -> UpdatePlan:
     """Decide what travels.
 
     new, new_prints: the version to publish. old_prints: what the receiver holds, None if it holds nothing: then, and
@@ -104,7 +54,7 @@ def plan_shipment(
     """
     full_nbytes = sum(tensor.nbytes for tensor in new.values())
     if mode == "full" or old_prints is None:
-        return Shipment(dict(new), {}, (), full_nbytes)
+        return UpdatePlan(dict(new), {}, (), full_nbytes)
     assert old_prints.keys() == new_prints.keys() == new.keys(), "versions of one model have the same tensors"
     changed = {name for name in new if new_prints[name] != old_prints[name]}
     if mode == "changed":
@@ -121,19 +71,19 @@ def plan_shipment(
             patches[name] = patch
         else:
             full[name] = new[name]
-    return Shipment(full, patches, tuple(name for name in new if name not in changed), full_nbytes)
+    return UpdatePlan(full, patches, tuple(name for name in new if name not in changed), full_nbytes)
 
 
-def flatten(shipment: Shipment) -> dict[str, Tensor]:
-    """The shipment as tensors that a carrier takes: whole ones by name, then `<name>#indices`, `<name>#values`."""
-    flat = dict(shipment.full)
-    for name, patch in shipment.patches.items():
+def flatten(plan: UpdatePlan) -> dict[str, Tensor]:
+    """The plan as tensors that a carrier takes: whole ones by name, then `<name>#indices`, `<name>#values`."""
+    flat = dict(plan.full)
+    for name, patch in plan.patches.items():
         flat |= {name + INDICES: patch.indices, name + VALUES: patch.values}
     return flat
 
 
 def unflatten(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Patch]]:
-    """What arrived of a flattened shipment, in its order: whole tensors and patches by tensor name."""
+    """What arrived of a flattened plan, in its order: whole tensors and patches by tensor name."""
     arriving = iter(tensors)
     for name, tensor in arriving:
         if name.endswith(INDICES):

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qarl.publish.delta import Patch, Shipment, apply_patch, flatten, patch_of, plan_shipment, unflatten
-from qarl.publish.verify import fingerprints
+from qarl.weight_sync.delta import Patch, apply_patch, patch_of
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.plan import UpdatePlan, flatten, plan_update, unflatten
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.int64, torch.float32]
 
@@ -95,12 +96,12 @@ def old() -> dict[str, Tensor]:
 UNITS = {"q.codes": "qk", "q.scale": "qk", "k.codes": "qk", "k.scale": "qk"}
 
 
-def plan(old: dict[str, Tensor], new: dict[str, Tensor], mode: str, known: bool = True) -> Shipment:
+def plan(old: dict[str, Tensor], new: dict[str, Tensor], mode: str, known: bool = True) -> UpdatePlan:
     prints = fingerprints(old.items()) if known else None
-    return plan_shipment(new, fingerprints(new.items()), prints, old if known else None, UNITS, mode)
+    return plan_update(new, fingerprints(new.items()), prints, old if known else None, UNITS, mode)
 
 
-def rebuilt(old: dict[str, Tensor], shipment: Shipment) -> dict[str, Tensor]:
+def rebuilt(old: dict[str, Tensor], shipment: UpdatePlan) -> dict[str, Tensor]:
     """What a receiver with a mirror of `old` holds after the shipment."""
     held = {name: tensor.clone() for name, tensor in old.items()}
     for name, arrived in unflatten(flatten(shipment).items()):

@@ -12,11 +12,12 @@ from torch import Tensor
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.publish.snapshot import Snapshot, describe
-from qarl.publish.verify import PublishError, fingerprints, verify
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.types import Prompt
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.snapshot import Snapshot, describe
+from qarl.weight_sync.verify import PublishError, verify
 
 PROMPTS = [Prompt(0, [5, 6, 7], "", {})]
 SAMPLING = SamplingParams(2, 0, 5)
@@ -25,26 +26,25 @@ Held = list[tuple[str, Tensor]]
 
 
 @pytest.fixture
-def engine(tiny_model) -> NativeEngine:
-    source = ModelConfig(path=str(tiny_model("qwen2")))
-    policy = Policy(
-        load_model(source),
-        make_scheme("w4a16", 32),
-        QuantConfig(scheme="w4a16", group_size=32),
-        torch.bfloat16,
-        torch.device("cpu"),
-    )
-    made = NativeEngine(policy, load_tokenizer(source), RolloutConfig())
+def policy(tiny_model) -> Policy:
+    quant = QuantConfig(scheme="w4a16", group_size=32)
+    model = load_model(ModelConfig(path=str(tiny_model("qwen2"))))
+    return Policy(model, make_scheme("w4a16", 32), quant, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.fixture
+def engine(policy: Policy, tiny_model) -> NativeEngine:
+    made = NativeEngine(policy.sampler, load_tokenizer(ModelConfig(path=str(tiny_model("qwen2")))), RolloutConfig())
     made.publish(policy.current)
     return made
 
 
-def next_version(engine: NativeEngine) -> Snapshot:
+def next_version(policy: Policy) -> Snapshot:
     """The learner takes a step."""
     with torch.no_grad():
-        for _, master in engine.policy.named_parameters():
+        for _, master in policy.named_parameters():
             master.add_(torch.randn_like(master) * 0.05)
-    return engine.policy.refresh(engine.policy.version + 1)
+    return policy.refresh(policy.version + 1)
 
 
 def drop(held: Held) -> Held:
@@ -82,73 +82,73 @@ FAULTS = {
 def fault(request, engine, monkeypatch) -> str:
     """Makes what the sampler holds go wrong on the way; the pattern of the message that must name it."""
     damage, message = FAULTS[request.param]
-    truth = engine.policy.sampler_tensors
+    truth = engine.sampler.held
 
     def held() -> Iterator[tuple[str, Tensor]]:
         yield from damage(list(truth()))
 
-    monkeypatch.setattr(engine.policy, "sampler_tensors", held)
+    monkeypatch.setattr(engine.sampler, "held", held)
     return message
 
 
-def test_a_damaged_publish_is_refused_by_tensor_and_version(engine, fault: str):
-    snapshot = next_version(engine)
+def test_a_damaged_publish_is_refused_by_tensor_and_version(engine, policy, fault: str):
+    snapshot = next_version(policy)
     with pytest.raises(PublishError, match=fault):
         engine.publish(snapshot)
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_nothing_is_generated_after_a_damaged_publish(engine, fault: str, version: int):
+def test_nothing_is_generated_after_a_damaged_publish(engine, policy, fault: str, version: int):
     with pytest.raises(PublishError):
-        engine.publish(next_version(engine))
+        engine.publish(next_version(policy))
     assert engine.version is None
     with pytest.raises(PublishError, match="nothing was published"):
         engine.generate(PROMPTS, SAMPLING, version)
 
 
-def test_a_stale_snapshot_is_refused_by_its_version(engine):
-    stale = engine.policy.current
-    next_version(engine)
+def test_a_stale_snapshot_is_refused_by_its_version(engine, policy):
+    stale = policy.current
+    next_version(policy)
     with pytest.raises(PublishError, match=r"version 0: the learner is at version 1"):
         engine.publish(stale)
     with pytest.raises(PublishError, match="nothing was published"):
         engine.generate(PROMPTS, SAMPLING, 0)
 
 
-def test_a_stale_sampler_does_not_draw_for_the_new_version(engine):
-    next_version(engine)
+def test_a_stale_sampler_does_not_draw_for_the_new_version(engine, policy):
+    next_version(policy)
     with pytest.raises(PublishError, match=r"policy is at version 1 .* holds version 0"):
         engine.generate(PROMPTS, SAMPLING, 1)
 
 
-def test_a_stale_sampler_does_not_draw_for_its_own_version_either(engine):
+def test_a_stale_sampler_does_not_draw_for_its_own_version_either(engine, policy):
     """Its embeddings and norms are the learner's, which have moved."""
-    next_version(engine)
+    next_version(policy)
     with pytest.raises(PublishError, match=r"requantized \(version 1\) after the sampler got version 0"):
         engine.generate(PROMPTS, SAMPLING, 0)
 
 
-def test_every_rollout_carries_the_version_that_drew_it(engine):
+def test_every_rollout_carries_the_version_that_drew_it(engine, policy):
     before = engine.generate(PROMPTS, SAMPLING, 0)
-    engine.publish(next_version(engine))
+    engine.publish(next_version(policy))
     after = engine.generate(PROMPTS, SAMPLING, 1)
     assert ([r.version for r in before], [r.version for r in after]) == ([0, 0], [1, 1])
 
 
-def test_a_publish_changes_what_is_drawn(engine):
+def test_a_publish_changes_what_is_drawn(engine, policy):
     before = engine.generate(PROMPTS, SAMPLING, 0)
-    engine.publish(next_version(engine))
+    engine.publish(next_version(policy))
     assert [r.logprobs for r in engine.generate(PROMPTS, SAMPLING, 1)] != [r.logprobs for r in before]
 
 
-def test_the_manifest_lists_every_tensor_in_order(engine):
-    snapshot = engine.policy.current
+def test_the_manifest_lists_every_tensor_in_order(policy):
+    snapshot = policy.current
     assert list(snapshot.manifest().records) == list(snapshot.tensors)
 
 
-def test_the_sampler_holds_exactly_the_snapshots_tensors(engine):
-    held = dict(engine.policy.sampler_tensors())
-    tensors = engine.policy.current.tensors
+def test_the_sampler_holds_exactly_the_snapshots_tensors(policy):
+    held = dict(policy.sampler.held())
+    tensors = policy.current.tensors
     assert held.keys() == tensors.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
 
@@ -171,16 +171,16 @@ def test_a_digest_tells_tensors_of_the_same_bytes_apart_by_shape_and_dtype():
     assert records[0] != records[1] != records[2] and len({r.sha256 for r in records}) == 1
 
 
-def test_verify_accepts_any_order_of_arrival(engine):
-    held = fingerprints(reversed(list(engine.policy.sampler_tensors())))
-    verify(0, engine.policy.current.fingerprints(), held)
+def test_verify_accepts_any_order_of_arrival(policy):
+    held = fingerprints(reversed(list(policy.sampler.held())))
+    verify(0, policy.current.fingerprints(), held)
 
 
-def test_fingerprints_of_a_snapshot_are_computed_once(engine):
-    snapshot = engine.policy.current
+def test_fingerprints_of_a_snapshot_are_computed_once(policy):
+    snapshot = policy.current
     assert snapshot.fingerprints() is snapshot.fingerprints()
     assert list(snapshot.fingerprints()) == list(snapshot.tensors)
 
 
-def test_fingerprints_of_a_snapshot_are_those_of_its_tensors(engine):
-    assert engine.policy.current.fingerprints() == fingerprints(engine.policy.current.tensors.items())
+def test_fingerprints_of_a_snapshot_are_those_of_its_tensors(policy):
+    assert policy.current.fingerprints() == fingerprints(policy.current.tensors.items())

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from qarl.publish.verify import PublishError
-from qarl.rollout.vllm.canary import BROKEN, FACTOR, FLOOR, TOKENS, Bound, Difference, canary_of, difference
+from qarl.weight_sync.canary import BROKEN, FACTOR, FLOOR, TOKENS, Bound, Difference, canary_of, difference
+from qarl.weight_sync.verify import PublishError
 
 
 def test_difference_is_the_mean_and_the_largest_gap() -> None:
@@ -46,7 +46,7 @@ def test_bound_never_allows_what_a_first_load_may_not() -> None:
 
 @pytest.mark.parametrize("first", [Difference(2.1, 3.0), Difference(math.inf, math.inf)])
 def test_a_first_load_that_computes_something_else_is_refused(first) -> None:
-    with pytest.raises(PublishError, match=r"initial policy are off by .*rollout\.kernels=qarl"):
+    with pytest.raises(PublishError, match=r"initial policy are off by .*rollout\.linear_kernels=qarl"):
         Bound.of(first)
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qarl.publish.verify import Fingerprint
-from qarl.rollout.vllm.carriers import Carrier
 from qarl.rollout.vllm.messages import order, start_order
-from qarl.rollout.vllm.parcels import Parcel
-from qarl.rollout.vllm.settings import Publication, SamplerSettings
-from qarl.rollout.vllm.transport import ReceiverPlan
+from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.rollout.vllm.wire import Message, channel_pair
+from qarl.weight_sync.carriers import Carrier
+from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.parcels import Parcel
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.update import WeightUpdate
 
 NO_SETTINGS = SamplerSettings(
     checkpoint=Path("none"),
@@ -31,22 +32,22 @@ NO_SETTINGS = SamplerSettings(
     enforce_eager=True,
     sleep=False,
     staging=False,
-    kernels="native",
+    linear_kernels="vllm",
     cuda=None,
 )
 
 CHILD = """
 import socket, sys
 from dataclasses import asdict
-from qarl.publish.verify import fingerprints
+from qarl.weight_sync.fingerprints import fingerprints
 from qarl.rollout.vllm.messages import read_order, read_start
-from qarl.rollout.vllm.transport import open_receiver
+from qarl.weight_sync.transport import open_receiver
 from qarl.rollout.vllm.wire import Channel, Message
 
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 receiver = open_receiver(read_start(channel.poll(None))[2])
 while (order := channel.poll(None)).kind == "publish":
-    taken = dict(receiver.take(read_order(order).cargo))
+    taken = dict(receiver.take(read_order(order).content))
     found = fingerprints(taken.items())
     answer = {name: asdict(found[name]) | {"device": str(tensor.device)} for name, tensor in taken.items()}
     del taken
@@ -83,7 +84,7 @@ class Sampler:
         return found
 
     def send(self, parcel: Parcel) -> None:
-        self.channel.send(order("publish", Publication(0, parcel, {}, [])))
+        self.channel.send(order("publish", WeightUpdate(0, parcel, {}, [])))
 
     def answer(self) -> dict[str, Fingerprint]:
         answer = self.channel.poll(180)

@@ -14,7 +14,7 @@ from qarl_formats.scheme import Scheme
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.publish.verify import Fingerprint, fingerprints
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from qarl.rollout.vllm.carriers import Carrier, MemoryFileCarrier, MemoryFileReceiver, Receiver
-from qarl.rollout.vllm.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
+from qarl.weight_sync.carriers import Carrier, MemoryFileCarrier, MemoryFileReceiver, Receiver
+from qarl.weight_sync.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""The product of every registered scheme, in plain torch and by Triton: its formula, its rows' bits, its refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from products import random
+from qarl_formats.prepared import PreparedWeight, prepare
+from qarl_formats.quantize import dequantize_weight, quantize_weight, unpack_codes
+from qarl_formats.scheme import make_scheme, scheme_class, scheme_names
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+GROUP = 32
+NAMES = [*scheme_names(), "w4a16 asymmetric"]
+SHAPES = {"small": (40, 96), "ragged": (136, 160)}  # N, K; of fp8_block two blocks each way, the last not whole
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+RUNNABLE = INTERPRETED or torch.cuda.is_available()
+BY = [pytest.param(True, marks=pytest.mark.skipif(not RUNNABLE, reason="needs TRITON_INTERPRET=1 or a GPU")), False]
+
+
+@dataclass
+class Case:
+    """A prepared weight (N, K), and the values of weight and activations that its product stands for."""
+
+    weight: PreparedWeight
+    exact: Tensor  # (N, K) float64: code * scale, and where activations are not quantized what the product makes of it
+
+    def expected(self, x: Tensor) -> Tensor:
+        """y in float64 without roundings but those of codes."""
+        return _rounded(self.weight.scheme.name, x.cpu()) @ self.exact.t()
+
+
+def _case(name: str, dtype: torch.dtype, kernels: bool, device: torch.device, shape: str = "small") -> Case:
+    scheme_name, _, kind = name.partition(" ")
+    group = GROUP if make_scheme(scheme_name).group_sizes else None
+    scale_dtype = {"scale_dtype": _scale_dtype(dtype)} if scheme_class(scheme_name).scale_dtypes else {}
+    scheme = make_scheme(scheme_name, group, symmetric=kind != "asymmetric", **scale_dtype)
+    master = random(*SHAPES[shape], seed=2, device=device)
+    if not scheme.quantized:
+        weight = master.to(dtype)
+        return Case(prepare(weight, dtype, kernels), weight.double().cpu())
+    weight = quantize_weight(master, scheme, "w", kernels)
+    if scheme.activation is None:
+        rounded = torch.float32 if scheme_name == "nvfp4a16" else dtype  # whose product rounds no weight
+        return Case(prepare(weight, dtype, kernels), dequantize_weight(weight, rounded).double().cpu())
+    n, k = weight.shape
+    codes, scale = unpack_codes(weight).double().cpu(), weight.tensors["weight_scale"].double().cpu()
+    rows, columns = (128, 128) if scheme_name == "fp8_block" else (1, k // scale.shape[1])
+    wide = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    return Case(prepare(weight, dtype, kernels), codes * wide)
+
+
+def _scale_dtype(dtype: torch.dtype) -> str:
+    return "bfloat16" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+
+
+def _rounded(scheme: str, x: Tensor) -> Tensor:
+    """What a product makes of x, in float64."""
+    if make_scheme(scheme).activation is None:
+        return x.double()
+    quantize = quantize_activation_fp8 if scheme.startswith("fp8") else quantize_activation_int8
+    parts = [quantize(part) for part in x.split(128 if scheme == "fp8_block" else x.shape[1], 1)]
+    return torch.cat([codes.double() * scale.double() for codes, scale in parts], 1)
+
+
+def _x(m: int, case: Case, seed: int = 1) -> Tensor:
+    source = next(iter(case.weight.operands.values()))
+    return random(m, case.weight.shape[1], seed=seed, device=source.device, dtype=case.weight.dtype)
+
+
+@pytest.mark.parametrize(("m", "with_bias"), [(0, False), (1, True), (5, True), (33, False)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", BY)
+@pytest.mark.parametrize("name", NAMES)
+def test_product_is_its_formula_in_float64(device, name: str, kernels: bool, dtype, m: int, with_bias: bool) -> None:
+    if kernels and dtype == torch.float32:
+        pytest.skip("kernels take activations of 16 bits")
+    case = _case(name, dtype, kernels, device, "ragged" if m == 5 else "small")
+    x, n = _x(m, case), case.weight.shape[0]
+    bias = random(n, seed=5, device=device, dtype=dtype) if with_bias else None
+    y = case.weight(x, bias)
+    expected = case.expected(x) + (0 if bias is None else bias.double().cpu())
+    assert y.dtype == dtype and y.shape == (m, n)
+    # one rounding to dtype of a float32 result, whose own error is K * 2^-24 of terms under 100
+    torch.testing.assert_close(y.double().cpu(), expected, rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernels", BY)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_keep_their_bits_in_every_batch_and_layout(device, name: str, kernels: bool, shape: str) -> None:
+    case = _case(name, torch.bfloat16, kernels, device, shape)
+    x, weight = _x(70, case), case.weight
+    whole = weight(x, None)
+    for start, rows in [(0, 1), (37, 2), (5, 33), (20, 50)]:
+        assert torch.equal(weight(x[start : start + rows], None), whole[start : start + rows])
+    columns, wide = x.t().contiguous().t(), torch.cat([x, x], 1)[:, : x.shape[1]]
+    assert torch.equal(weight(columns, None), whole) and torch.equal(weight(wide, None), whole)
+
+
+@pytest.mark.parametrize("kernels", BY)
+@pytest.mark.parametrize("name", NAMES)
+def test_quantizing_dequantizing_and_products_of_both_ways_agree(device, name: str, kernels: bool) -> None:
+    """Stored tensors and dequantized values to the bit; products up to the order of their sums."""
+    case, plain = (_case(name, torch.bfloat16, way, device, "ragged") for way in (kernels, False))
+    torch.testing.assert_close(case.weight(_x(9, case), None), plain.weight(_x(9, plain), None), rtol=2**-7, atol=1e-3)
+    found, expected = (c.weight.dequantized(torch.bfloat16) for c in (case, plain))
+    assert torch.equal(found.float(), expected.float())
+    if case.weight.scheme.quantized:
+        for suffix, tensor in plain.weight.source.tensors.items():
+            assert torch.equal(case.weight.source.tensors[suffix].view(torch.uint8), tensor.view(torch.uint8)), suffix
+
+
+@pytest.mark.parametrize("kernels", BY)
+@pytest.mark.parametrize("name", NAMES)
+def test_x_that_does_not_fit_is_refused(device, name: str, kernels: bool) -> None:
+    case = _case(name, torch.bfloat16, kernels, device)
+    for shape in [(3, 104), (2, 3, 96), (96,)]:
+        with pytest.raises(ValueError, match=r"x is \[.*reshape x"):
+            case.weight(torch.zeros(shape, dtype=torch.bfloat16, device=device), None)
+
+
+@pytest.mark.skipif(not RUNNABLE, reason="needs TRITON_INTERPRET=1 or a GPU")
+@pytest.mark.parametrize("name", ["w4a16", "w4a16 asymmetric"])
+def test_a_tiled_weight_gives_the_bits_of_the_dequantized_one(device, name: str) -> None:
+    case = _case(name, torch.bfloat16, True, device)
+    operands, x = case.weight.operands, _x(33, case)
+    packed = {key: tensor for key, tensor in operands.items() if key not in ("weight_tiled", "weight_meta")}
+    tiled = {key: tensor for key, tensor in operands.items() if key != "weight_packed"}
+    by = [case.weight.scheme.multiply(x, part, case.weight.shape[0], None, True) for part in (packed, tiled)]
+    assert torch.equal(*by) and torch.equal(case.weight(x, None), by[0])

@@ -1,0 +1,36 @@
+"""The float32 output layer inside vLLM shows whether it multiplies with the weight that vLLM holds."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture
+def layer() -> SimpleNamespace:
+    """An output layer of 300 tokens, which vLLM has padded to 320."""
+    return SimpleNamespace(weight=torch.nn.Parameter(torch.randn(320, 8).bfloat16()), org_vocab_size=300)
+
+
+def test_a_head_is_fresh_after_a_refresh_and_not_before(layer) -> None:
+    from qarl.rollout.vllm.head import Float32Head
+
+    head = Float32Head(layer)
+    assert head.fresh()
+    layer.weight.data[299, 7] += 1
+    assert not head.fresh()
+    head.refresh()
+    assert head.fresh()
+
+
+def test_one_corrupted_value_is_not_fresh(layer) -> None:
+    from qarl.rollout.vllm.head import Float32Head
+
+    head = Float32Head(layer)
+    head.wide.view(torch.int32)[17, 3] ^= 1
+    assert not head.fresh()

@@ -1,0 +1,162 @@
+"""What is proved is what multiplies: a fault in the prepared form of a weight alone is refused, and so named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from qarl_formats.prepared import PreparedWeight
+from qarl_formats.scheme import make_scheme, scheme_names
+from torch import Tensor
+
+from qarl.config import ModelConfig, QuantConfig, RolloutConfig
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.rollout.native.engine import NativeEngine
+from qarl.weight_sync.verify import PublishError
+
+LAYER = "model.layers.1.mlp.up_proj"
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SCHEMES = {
+    "bf16": {},
+    "w4a16": {"group_size": 32},
+    "w4a16 with zero points": {"group_size": 32, "symmetric": False},
+    "w4a16 of whole rows": {"group_size": -1},
+    "w8a8": {},
+    "fp8": {},
+    "w4a8": {"group_size": 32},
+    "fp8_block": {},
+    "nvfp4a16": {},
+}
+
+
+def test_every_scheme_is_among_them() -> None:
+    assert {name.split()[0] for name in SCHEMES} == set(scheme_names())
+
+
+class Case:
+    """A policy and its engine, which has published version 0. corrupt: changes what the sampler multiplies with."""
+
+    def __init__(self, directory: Path, scheme: str, dtype: torch.dtype = torch.bfloat16, **quant) -> None:
+        source = ModelConfig(path=str(directory))
+        config = QuantConfig(scheme=scheme, **quant)
+        made = make_scheme(scheme, config.group_size, config.symmetric, config.grid, config.scale_dtype)
+        self.policy = Policy(load_model(source), made, config, dtype, torch.device("cpu"))
+        self.engine = NativeEngine(self.policy.sampler, load_tokenizer(source), RolloutConfig())
+        self.engine.publish(self.policy.current)
+
+    def publish_corrupted(self, monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+        """Publish anew, with these parts of the sampler's view in place of its own."""
+        install = self.policy.sampler.install
+
+        def corrupted(snapshot) -> None:
+            install(snapshot)
+            self.policy.sampler.view = replace(self.policy.sampler.view, **changes)
+
+        monkeypatch.setattr(self.policy.sampler, "install", corrupted)
+        self.engine.publish(self.policy.current)
+
+    def with_operand(self, **changes: Tensor) -> dict[str, dict]:
+        operands, layer = self.policy.sampler.view.operands, self.layer
+        return {"operands": operands | {LAYER: replace(layer, operands=layer.operands | changes)}}
+
+    @property
+    def layer(self) -> PreparedWeight:
+        return self.policy.sampler.view.operands[LAYER]
+
+
+@pytest.fixture(params=SCHEMES)
+def case(request, tiny_model) -> Case:
+    return Case(tiny_model("qwen3"), request.param.split()[0], **SCHEMES[request.param])
+
+
+def other_value(tensor: Tensor) -> Tensor:
+    """One value that another code, or other digits, would stand for."""
+    copy = tensor.clone()
+    copy.view(torch.uint8).view(-1)[-1] ^= 1 << 5  # the last byte: of a float its exponent
+    return copy
+
+
+def last_bit(tensor: Tensor) -> Tensor:
+    """The last bit of one value: of widened ones less than the published dtype can hold."""
+    copy = tensor.clone()
+    copy.view(torch.uint8).view(-1)[-tensor.element_size()] ^= 1
+    return copy
+
+
+def refused(what: str):
+    return pytest.raises(PublishError, match=rf"version 0\b.*{what}")
+
+
+def test_an_undamaged_publish_is_proved(case, monkeypatch) -> None:
+    case.publish_corrupted(monkeypatch)
+    assert case.engine.version == 0
+
+
+@pytest.mark.parametrize("change", [other_value, last_bit])
+def test_one_value_of_whatever_multiplies_is_refused(case, change: Callable[[Tensor], Tensor], monkeypatch) -> None:
+    """Of each tensor that the product reads: values or codes, scales, zero points."""
+    for name, operand in case.layer.operands.items():
+        with monkeypatch.context() as patch, refused(LAYER):
+            case.publish_corrupted(patch, **case.with_operand(**{name: change(operand)}))
+        assert case.engine.version is None
+        case.engine.publish(case.policy.current)
+
+
+def test_the_published_tensors_are_not_what_was_corrupted(case, monkeypatch) -> None:
+    """So that it is the prepared form which is proved."""
+    before = case.policy.current.manifest()
+    name, operand = next(reversed(case.layer.operands.items()))
+    with pytest.raises(PublishError):
+        case.publish_corrupted(monkeypatch, **case.with_operand(**{name: other_value(operand)}))
+    assert case.policy.current.manifest() == before
+
+
+def test_a_weight_dequantized_with_another_scale_is_refused(tiny_model, monkeypatch) -> None:
+    case = Case(tiny_model("qwen3"), "w4a16", **SCHEMES["w4a16"])
+    values = case.layer.operands["weight_values"].clone()
+    values[3, :32] *= 2
+    with refused(LAYER):
+        case.publish_corrupted(monkeypatch, **case.with_operand(weight_values=values))
+
+
+def test_an_int4_code_out_of_range_is_refused(tiny_model, monkeypatch) -> None:
+    """16 more changes a bit of the neighbour when codes are packed; where that bit is set already it would hide."""
+    case = Case(tiny_model("qwen3"), "w4a8", **SCHEMES["w4a8"])
+    (name,) = [name for name, operand in case.layer.operands.items() if operand.dtype == torch.float32]
+    codes = case.layer.operands[name].clone()
+    odd = int((codes[3, 1::2] % 2 == 1).nonzero()[0, 0])
+    codes[3, 2 * odd] += 16
+    with refused(LAYER):
+        case.publish_corrupted(monkeypatch, **case.with_operand(**{name: codes}))
+
+
+@pytest.mark.parametrize("name", [NORM, EMBEDDING, "model.layers.0.self_attn.q_norm.weight"])
+def test_one_norm_or_embedding_value_is_refused(case, name: str, monkeypatch) -> None:
+    values = dict(case.policy.sampler.view.values)
+    values[name] = values[name].clone()
+    values[name].view(torch.int16).view(-1)[-1] ^= 1
+    with refused(name):
+        case.publish_corrupted(monkeypatch, values=values)
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", EMBEDDING), ("qwen3", HEAD)], ids=["tied", "untied"])
+def test_one_value_of_the_output_layer_is_refused(tiny_model, family: str, name: str, monkeypatch) -> None:
+    case = Case(tiny_model(family), "w4a16", **SCHEMES["w4a16"])
+    for change in (other_value, last_bit):
+        with monkeypatch.context() as patch, refused(name):
+            case.publish_corrupted(patch, head=change(case.policy.sampler.view.head))
+        case.engine.publish(case.policy.current)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+def test_float32_weights_are_proved_too(tiny_model, scheme: str, monkeypatch) -> None:
+    extra = {} if scheme == "bf16" else {"scale_dtype": "float32"}
+    case = Case(tiny_model("llama"), scheme, torch.float32, **extra, **SCHEMES[scheme])
+    for name, operand in case.layer.operands.items():
+        with monkeypatch.context() as patch, refused(LAYER):
+            case.publish_corrupted(patch, **case.with_operand(**{name: last_bit(operand)}))
+        case.engine.publish(case.policy.current)
