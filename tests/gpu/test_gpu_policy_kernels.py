@@ -28,7 +28,7 @@ pytestmark = [
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
 SCHEMES = (
-    [("bf16", {}), ("w8a8", {}), ("fp8", {}), ("fp8_block", {})]
+    [("bf16", {}), ("w8a8", {}), ("fp8", {}), ("fp8_block", {}), ("nvfp4a16", {})]
     + [(name, {"group_size": group}) for name in ("w4a16", "w4a8") for group in (32, 64, 128, -1)]
     + [("w4a16", {"group_size": 64, "symmetric": False})]
 )
@@ -166,6 +166,7 @@ POLICIES = [
     ("w8a8", {}),
     ("fp8", {}),
     ("fp8_block", {}),
+    ("nvfp4a16", {}),
     ("w4a16", {"group_size": 32}),
     ("w4a8", {"group_size": 32}),
 ]

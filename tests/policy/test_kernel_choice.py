@@ -22,7 +22,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 N, K, GROUP = 24, 64, 32
 SCHEMES = list(scheme_names())
 INT4 = {"weight_tiled", "weight_meta"}
-TILED = {"w4a16": INT4, "w4a8": INT4, "nvfp4a16": {"weight_tiled", "weight_columns"}}
+TILED = {"w4a16": INT4, "w4a8": INT4, "nvfp4a16": INT4}
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter; TRITON_INTERPRET=1 is not set")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl.publish.snapshot import build_snapshot
 from qarl_formats.nvfp4 import absmax_of, global_scale_of
 
 from qarl.config import QuantConfig
@@ -14,6 +13,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
+from qarl.weight_sync.snapshot import build_snapshot
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 ALONE = ("self_attn.o_proj", "mlp.down_proj")
