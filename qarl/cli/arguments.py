@@ -18,7 +18,7 @@ from qarl.config.messages import shown
 from qarl.errors import UserError
 from qarl.inputs.paths import path_fault, shown_path
 
-UsageError = typer.BadParameter.__mro__[1]  # of the click that comes with typer, or of click itself
+UsageError: Any = typer.BadParameter.__mro__[1]  # of the click that comes with typer, or of click itself
 
 _LONGEST = 300  # characters of a line about wrong usage
 

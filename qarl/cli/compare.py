@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 import typer
 from qarl_formats.scheme import scheme_names
 
+from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.comparison.api import OFFLINE_TOKENS, refuse
 from qarl.config.limits import TOKENS, WORKERS
 from qarl.config.quant import GROUPED
 from qarl.errors import UserError
@@ -98,58 +100,44 @@ def compare(
     Interrupted, the same command goes on. Exit code 1: a member failed; its row says why, the others are there.
     """
     only_offline = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens, "--device": device}
+    only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs}
     only_study = {"--profile": profile, "--only": only}
-    only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs, **only_study}
     if offline is not None:
-        _refuse(only_config, "needs training runs; leave it out with --offline")
+        refuse(only_config | only_study, "needs training runs; leave it out with --offline")
         if targets:
             raise UserError(f"compare: '{targets[0]}': --offline takes one model and nothing else; leave it out")
-        raise typer.Exit(_offline(offline, schemes, out, {k: v for k, v in only_offline.items() if v is not None}))
-    _refuse(only_offline, "is for --offline; leave it out")
+        if schemes is None:
+            raise UserError(f"--schemes: needed with --offline, such as --schemes {','.join(scheme_names())}")
+        done = api.compare_offline(
+            offline,
+            schemes,
+            text=text,
+            group_size=group_size,
+            max_tokens=max_tokens or OFFLINE_TOKENS,
+            out=out,
+            device=device or "auto",
+        )
+        raise typer.Exit(done.exit_code)
+    refuse(only_offline, "is for --offline; leave it out")
     if not targets:
         raise UserError("compare: nothing given; give a CONFIG, two run directories, or --offline MODEL")
     first = path_of("compare")(targets[0])
     if not first.exists():
         raise UserError(f"{targets[0]}: no such file or directory; give a CONFIG, or run directories")
-    if first.is_dir():
-        from qarl.comparison.command import compare_runs
-
-        _refuse({"--schemes": schemes, **only_config}, "is for a CONFIG; finished runs are compared as they are")
-        raise typer.Exit(compare_runs([path_of("compare")(target) for target in targets], out))
-    from qarl.comparison.command import compare_config, compare_study
-    from qarl.comparison.plan import parse_axes, parse_seeds, split_list
-    from qarl.comparison.study import is_study
-
-    if is_study(targets[0]):
-        _refuse({"--schemes": schemes, "--learners": learners}, "a study names its variants; leave it out, or edit it")
-        chosen = None if only is None else split_list("--only", only, "a,b")
-        numbers = None if seeds is None else parse_seeds(seeds)
-        raise typer.Exit(compare_study(targets[0], targets[1:], out, reuse or [], profile, chosen, numbers, jobs or 1))
-    _refuse(only_study, "is for a study file, see configs/reproductions; leave it out")
-    axes = parse_axes(schemes, learners, seeds)
-    raise typer.Exit(compare_config(targets[0], targets[1:], axes, out, reuse or [], jobs or 1))
-
-
-def _offline(model: str, schemes: str | None, out: Path | None, options: dict[str, object]) -> int:
-    from qarl.comparison.plan import parse_names
-
-    if schemes is None:
-        raise UserError(f"--schemes: needed with --offline, such as --schemes {','.join(scheme_names())}")
-    names = parse_names("--schemes", schemes, scheme_names())
-    from qarl.threads import wait_politely
-
-    wait_politely()
-    from qarl.comparison.offline.command import compare_offline  # torch
-
-    keywords = {name.removeprefix("--").replace("-", "_"): value for name, value in options.items()}
-    where = out or Path("runs") / f"offline-{Path(model).name.replace(':', '-')[:100]}"
-    return compare_offline(model, names, out=where, **keywords)
-
-
-def _refuse(options: dict[str, object], why: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UserError(f"{name}: {why}")
+    runs = first.is_dir()
+    done = api.compare(
+        [path_of("compare")(target) for target in targets] if runs else targets[0],
+        () if runs else targets[1:],
+        schemes=schemes,
+        learners=learners,
+        seeds=seeds,
+        out=out,
+        reuse=reuse or (),
+        profile=profile,
+        only=only,
+        jobs=jobs,
+    )
+    raise typer.Exit(done.exit_code)
 
 
 def register(app: typer.Typer) -> None:

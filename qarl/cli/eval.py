@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from qarl import api
 from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
 from qarl.config.evaluation_presets import PRESETS
 from qarl.config.limits import ITEMS, ROWS, STEPS
 from qarl.config.messages import shown
 from qarl.errors import UserError
-from qarl.threads import wait_politely
 
 
 def evaluate(
@@ -66,19 +66,24 @@ def evaluate(
 ) -> None:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % confidence intervals. Rerun to go on."""
     ks = None if k is None else _numbers(k)
-    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
-    from qarl.evaluation.request import Request, evaluation_section
-    from qarl.inference.target import resolve_target
-
-    found = resolve_target(target, step=step, quant=quant or None, model=model)
-    request = Request(tuple(data or ()), samples, ks, temperature, max_response_length, max_prompts, seed)
-    section, notes = evaluation_section(found, request)
-    wait_politely()
-    from qarl.evaluation.command import evaluate_target  # torch: only once the request is known to be good
-
-    results, path = evaluate_target(found, section, not data, out, device, notes)
-    _print(results, found.label)
-    typer.echo(f"results: {path / 'results.json'}\ncompletions: {path / 'completions.jsonl'}")
+    found = api.evaluate(
+        target,
+        data or (),
+        scheme=scheme,
+        group_size=group_size,
+        samples=samples,
+        pass_at=ks,
+        temperature=temperature,
+        max_response_length=max_response_length,
+        max_prompts=max_prompts,
+        seed=seed,
+        step=step,
+        model=model,
+        out=out,
+        device=device,
+    )
+    _print(found.results)
+    typer.echo(f"results: {found.path / 'results.json'}\ncompletions: {found.path / 'completions.jsonl'}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -89,7 +94,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _print(results: dict[str, Any], label: str) -> None:
+def _print(results: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -97,6 +102,8 @@ def _print(results: dict[str, Any], label: str) -> None:
     from qarl.terminal.console import Console
 
     n, ks = results["samples"], [k for k in results["overall"]["pass"] if k != "1"]  # pass@1 is avg
+    at = "" if results["step"] is None else f" step {results['step']}"
+    label = f"{results['target']}{at}, {results['scheme']}"
     table = Table(title=Text(f"{label}: mean [95 % interval]"), title_justify="left")
     table.add_column("task")
     for name in ("prompts", f"avg@{n}", *(f"pass@{k}" for k in ks), "cut off", "tokens"):

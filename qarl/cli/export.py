@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from qarl import api
 from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
 from qarl.config.limits import STEPS
-from qarl.errors import UserError
-from qarl.export.staging import require_vacant
-from qarl.inference.target import Target, resolve_target
-from qarl.storage.shards import parse_size
-from qarl.threads import wait_politely
-
-if TYPE_CHECKING:
-    from qarl.export.writer import ExportReport
+from qarl.results import ExportResult
 
 ShardSize = Annotated[
     str,
@@ -54,43 +48,23 @@ def export(
 
     With --verify the exit code is 1 if a reader disagrees with the run; the checkpoint stays, with verification.json.
     """
-    target = resolve_target(run, step=step, model=model, quant=None if dtype is None else {"scheme": "bf16"})
-    if target.run_dir is None:
-        kinds = {"export": "is exported already", "model": "is a model, no run"}
-        what = kinds[target.kind] if Path(run).expanduser().exists() else "is no run directory"
-        raise UserError(f"RUN: {run} {what}; give a run directory, or use qarl quantize for a model")
-    out = out or target.run_dir / "export"
-    report = write(target, out, max_shard_size, unpacked, unquantized=dtype is not None)
-    show(report)
-    if verify:
-        from qarl.export.verify import verify_export
-        from qarl.training.noise import quiet_libraries
-
-        with quiet_libraries(typer.echo):
-            record = verify_export(target, out, device="auto", say=typer.echo)
-        if not record["ok"]:
-            raise typer.Exit(1)
-
-
-def write(target: Target, out: Path, max_shard_size: str, unpacked: bool, unquantized: bool = False) -> ExportReport:
-    """Export with a progress bar. unquantized: in bfloat16, whatever the model's compute dtype is."""
-    max_shard_bytes = parse_size(max_shard_size)
-    require_vacant(out)
-    wait_politely()
-    import torch  # only once the arguments are known to be good
-
-    from qarl.export.job import export_target
-    from qarl.policy.device import DTYPES
-    from qarl.training.noise import quiet_libraries
-
-    dtype = torch.bfloat16 if unquantized else DTYPES[target.model.dtype]
-    with quiet_libraries(typer.echo), _bar(str(out)) as progress:
-        return export_target(
-            target, out, dtype=dtype, max_shard_bytes=max_shard_bytes, unpacked=unpacked, progress=progress
+    with bar(str(out or "export")) as progress:
+        written = api.export(
+            run,
+            out,
+            step=step,
+            model=model,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            unpacked=unpacked,
+            progress=progress,
         )
+    show(written)
+    if verify and not api.verify_export(run, written.path, step=step, model=model, say=typer.echo)["ok"]:
+        raise typer.Exit(1)
 
 
-def show(report: ExportReport) -> None:
+def show(report: ExportResult) -> None:
     """Say what was written."""
     weights = [name for name in report.files if name.endswith(".safetensors")]
     total = sum(report.files.values())
@@ -102,7 +76,7 @@ def show(report: ExportReport) -> None:
 
 
 @contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Bytes written, at a terminal; nothing else where."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from qarl_formats.scheme import scheme_names
 
+from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
-from qarl.cli.export import ShardSize, Unpacked, show, write
+from qarl.cli.export import ShardSize, Unpacked, bar, show
 from qarl.config.quant import GROUPED, ZERO_POINTS
-from qarl.errors import UserError
-from qarl.inference.target import resolve_target
 
 SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
 
@@ -49,17 +48,20 @@ def quantize(
     unpacked: Unpacked = False,
 ) -> None:
     """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline."""
-    quant: dict[str, Any] = {"scheme": scheme, "symmetric": not asymmetric, "ignore": ["lm_head", *(ignore or [])]}
-    if group_size is not None:
-        quant["group_size"] = group_size
-    if grid is not None:
-        quant["grid"] = grid
-    kind = resolve_target(model).kind
-    if kind != "model":
-        what = "is a run; use qarl export, or" if kind == "run" else "is quantized already;"
-        raise UserError(f"MODEL: {model} {what} give the model that it was made from")
-    target = resolve_target(model, quant=quant)
-    show(write(target, out, max_shard_size, unpacked))
+    with bar(str(out)) as progress:
+        written = api.quantize(
+            model,
+            out,
+            scheme,
+            group_size=group_size,
+            symmetric=not asymmetric,
+            grid=grid,
+            ignore=ignore or (),
+            max_shard_size=max_shard_size,
+            unpacked=unpacked,
+            progress=progress,
+        )
+    show(written)
 
 
 def register(app: typer.Typer) -> None:

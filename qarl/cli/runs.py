@@ -35,7 +35,7 @@ def runs(
 
 def summary(record: RunRecord, root: Path) -> dict[str, Any]:
     """What the list says of a run, for JSON. age_s: seconds since its last step, or its start."""
-    evaluation = record.evaluations[-1] if record.evaluations else {}
+    evaluation: Any = record.evaluations[-1] if record.evaluations else {}
     for key in ("overall", "avg", "mean"):
         evaluation = evaluation.get(key) if isinstance(evaluation, dict) else None
     config = record.config

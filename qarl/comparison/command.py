@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from qarl.comparison.launch import Start, TrainProcess, locked, train_members, write_configs
 from qarl.comparison.members import entry_of, grouped
@@ -17,6 +18,7 @@ from qarl.comparison.summary import build, configurations, differing, environmen
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
+from qarl.invocation import command_line
 from qarl.storage.disk import names_in_out
 from qarl.storage.runs import RunRecord, find_runs, read_run
 
@@ -31,17 +33,20 @@ def compare_config(
     reuse: list[Path],
     jobs: int = 1,
     start: Start = TrainProcess,
+    *,
+    data: Any = None,
 ) -> int:
     """Train what is missing of the members, then write and print the comparison.
 
-    out: default runs/compare-STEM of `file`. reuse: directories to search for finished runs of the same configuration.
+    out: default as `default_out` has it. data: what the configuration holds where `file` is no file but a name for
+    messages. reuse: directories to search for finished runs of the same configuration.
     jobs: members trained at once. start: starts a member's process. Finished members are not trained again, stopped
     ones go on from their checkpoint.
     Returns 0, 1 where a member failed or was refused, 128 + the signal where one interrupted.
     Raises UserError before anything is written: nothing to compare, all members refused, directories of other runs.
     """
-    out = out or Path("runs") / f"compare-{Path(file).stem[:100]}"
-    members = plan(file, overrides, axes, out)
+    out = out or default_out([Path(file)])
+    members = plan(file, overrides, axes, out, data)
     return _train_and_compare(f"Comparison of {file}", members, out, reuse, jobs, start)
 
 
@@ -58,7 +63,7 @@ def compare_study(
 ) -> int:
     """As `compare_config`, for the variants of a study file. profile: which of its sizes; only: which variants."""
     study = load_study(file)
-    out = out or Path("runs") / f"compare-{Path(file).stem[:100]}"
+    out = out or default_out([Path(file)])
     members = plan_study(study, file, overrides, out, profile, only, seeds)
     return _train_and_compare(study.title, members, out, reuse, jobs, start, study)
 
@@ -89,13 +94,13 @@ def _train_and_compare(
                 member.reason = "not started; the same command goes on"
         _conclude(title, members, out, study)
     if signum is not None:
-        print(f"interrupted; to go on: {shlex.join(['qarl', *sys.argv[1:]])}", file=sys.stderr)
+        print(f"interrupted; to go on: {shlex.join(command_line())}", file=sys.stderr)
         return 128 + signum
     return 1 if any(member.state in ("failed", "refused") for member in members) else 0
 
 
 def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
-    """Compare runs that are there, of any kind. out: default runs/compare-NAME-NAME. Returns 0.
+    """Compare runs that are there, of any kind. out: default as `default_out` has it. Returns 0.
 
     Raises UserError: fewer than two, the same one twice, no run directory, an `out` of something else.
     """
@@ -112,18 +117,25 @@ def compare_runs(run_dirs: list[Path], out: Path | None) -> int:
         member = Member(name, config.quant.scheme, config.quant.learner, config.train.seed, path, config, record.state)
         member.reason = REASONS.get(record.state)
         members.append(member)
-    out = out or Path("runs") / f"compare-{'-'.join(name.replace('/', '-') for name in names)[:80]}"
+    out = out or default_out(run_dirs)
     _check_out(out, own_runs=False)
     with locked(out):
         _conclude(f"Comparison of {len(members)} runs", members, out)
     return 0
 
 
+def default_out(targets: list[Path]) -> Path:
+    """runs/compare-STEM of one file, runs/compare-NAME-NAME of run directories."""
+    if len(targets) == 1:
+        return Path("runs") / f"compare-{targets[0].stem[:100]}"
+    return Path("runs") / f"compare-{'-'.join(name.replace('/', '-') for name in unique_names(targets))[:80]}"
+
+
 def unique_names(paths: list[Path]) -> list[str]:
     """The last parts of each path, as many as tell them all apart."""
     parts = [path.resolve().parts for path in paths]
     depth = 1
-    while len({part[-depth:] for part in parts}) < len(parts):
+    while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     return ["/".join(part[-depth:]) for part in parts]
 
@@ -138,7 +150,7 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
     entries = [entry_of(member, records.get(member.name), columns) for member in members]
     comparison = build(
         title,
-        ["qarl", *sys.argv[1:]],
+        command_line(),
         entries,
         grouped(entries) if _seeds_apart(members) else [],
         environments_of(members, records),

@@ -129,14 +129,13 @@ def _group(name: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _bounds(values: list[float], seeds: int) -> dict[str, float] | None:
+def _bounds(values: list[float], seeds: int) -> dict[str, float | None] | None:
     """None where a seed lacks the number: a mean over the others would not be that of the group."""
     if len(values) < seeds:
         return None
     if seeds < INTERVAL_SEEDS:
-        mean, low, high = statistics.fmean(values), min(values), max(values)
-    else:
-        mean, low, high = mean_interval(values)
+        return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
+    mean, low, high = mean_interval(values)
     return {"mean": mean, "low": low, "high": high}
 
 
@@ -162,13 +161,15 @@ def entry_of(member: Member, record: RunRecord | None, columns: Sequence[StudyCo
 def _mean(values: Iterable[float | None]) -> float | None:
     """None where a step lacks the value or had one that is not finite: the mean of the others would hide it."""
     every = list(values)
-    return None if None in every or not every else statistics.fmean(every)
+    known = [value for value in every if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(every) else None
 
 
 def _max(records: list[dict[str, Any]], name: str) -> float | None:
     """None as `_mean` is."""
     values = [record.get(name) for record in records]
-    return None if None in values or not values else max(values)
+    known = [value for value in values if value is not None]
+    return max(known) if known and len(known) == len(values) else None
 
 
 def _median(records: list[dict[str, Any]], name: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +137,12 @@ def _study_curves(
 def measured(series: Series) -> Series:
     """The series without the steps that have no value, so that a number measured every few steps is a curve."""
     kept = [i for i, y in enumerate(series.y) if y is not None]
-    pick = lambda values: None if values is None else [values[i] for i in kept]  # noqa: E731
-    return Series(series.name, pick(series.x), pick(series.y), pick(series.low), pick(series.high))
+
+    def pick(values: Sequence[float | None] | None) -> list[float | None] | None:
+        return None if values is None else [values[i] for i in kept]
+
+    x, y = [series.x[i] for i in kept], [series.y[i] for i in kept]
+    return Series(series.name, x, y, pick(series.low), pick(series.high))
 
 
 def _reward_and_mismatch(which: str, lines: dict[str, list[RunRecord]], note: str) -> list[Block]:
@@ -164,7 +168,8 @@ def _series(name: str, records: list[RunRecord], metric: str) -> Series:
     values = [[run[step] for run in runs] for step in steps]
 
     def over(fold: Callable[[list[float]], float]) -> list[float | None]:
-        return [None if None in at else fold(at) for at in values]
+        known = [[value for value in at if value is not None] for at in values]
+        return [fold(those) if len(those) == len(runs) else None for those in known]
 
     return Series(name, steps, over(statistics.fmean), over(min), over(max))
 

@@ -88,15 +88,16 @@ def parse_names(option: str, text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def plan(file: str, overrides: list[str], axes: Axes, out: Path) -> list[Member]:
+def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = None) -> list[Member]:
     """The members of a comparison, in the order schemes, learners, seeds; nothing is written.
 
     file, overrides: as for `qarl train`. out: the comparison's directory; members run in out/runs/NAME.
+    data: what the configuration holds where `file` is no file but a name for messages.
     Every configuration is validated as `qarl train` validates it. Raises UserError: an override of what an option
     varies, or of train.run_dir; all members refused (each distinct line of theirs).
     """
     check_overrides(overrides, _taken(axes))
-    data = read_yaml(file)
+    data = read_yaml(file) if data is None else data
     own = copy.deepcopy(data)
     if isinstance(own, dict):
         apply_overrides(own, overrides)

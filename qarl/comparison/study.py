@@ -24,7 +24,7 @@ from qarl.config import check_inputs
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import ITEMS, NAME, SCORE, TEXT
 from qarl.config.load import key_place, read_yaml, validate
-from qarl.config.messages import capped, fault_lines, shown
+from qarl.config.messages import Loc, capped, fault_lines, shown
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 
@@ -55,10 +55,16 @@ class StudyColumn(Section):
             return None
         quarter = max(1, len(found) // 4)
         part = {"first_quarter": found[:quarter], "last_quarter": found[-quarter:]}.get(self.over, found)
-        fold = {"first": lambda v: v[0], "last": lambda v: v[-1], "max": max, "min": min}.get(
-            self.over, statistics.fmean
-        )
-        return fold(part)
+        match self.over:
+            case "first":
+                return part[0]
+            case "last":
+                return part[-1]
+            case "max":
+                return max(part)
+            case "min":
+                return min(part)
+        return statistics.fmean(part)
 
     def passes(self, value: float) -> bool | None:
         """Whether a bound is kept; None without a bound."""
@@ -147,7 +153,7 @@ def plan_study(
         if taken:
             key = ".".join(taken[0])
             raise UserError(f"command line: {key}: variant '{name}' sets it; leave one of the two out")
-        for seed in seeds or [None]:
+        for seed in seeds or (None,):
             member_name = name if seed is None or len(seeds or ()) == 1 else f"{name}-seed{seed}"
             member = Member(member_name, "", "", 0, out / "runs" / member_name, group=name)
             changes = [
@@ -158,8 +164,12 @@ def plan_study(
             data = _merged(study.config, profile_changes, study.variants[name] or {})
             apply_overrides(data, changes)
             place = f"{file}: variant {name}"
+
+            def where(loc: Loc, place: str = place) -> str:
+                return key_place(loc, place, given)
+
             try:
-                member.config = validate(data, lambda loc, place=place: key_place(loc, place, given))
+                member.config = validate(data, where)
                 check_inputs(member.config, place, overrides)
             except UserError as error:
                 faults += [line for line in str(error).splitlines() if line not in faults]

@@ -57,10 +57,10 @@ def file_faults(config: Config) -> Iterator[Fault]:
     yield from _source_faults(("data", "source"), config.data)
     yield from _reward_faults(("reward", "functions"), config.reward.functions)
     if isinstance(config.objective, Custom) and config.objective.file is not None:
-        key, text = ("objective", "path"), f"no such file below {Path.cwd()}; give an existing file.py:name"
-        yield from _expect(key, config.objective.file, "file", text, config.objective.path)
+        text = f"no such file below {Path.cwd()}; give an existing file.py:name"
+        yield from _expect(("objective", "path"), config.objective.file, "file", text, config.objective.path)
     for index, task in enumerate(config.evaluation.tasks):
-        key = ("evaluation", "tasks", index)
+        key: Loc = ("evaluation", "tasks", index)
         yield from _source_faults((*key, "path") if task.preset else (*key, "data", "source"), task.dataset)
         yield from _reward_faults((*key, "reward"), task.reward)
     resume = config.checkpoint.resume
@@ -76,6 +76,7 @@ def task_faults(config: Config) -> Iterator[Fault]:
     yield from faults
     if config.data.kind == "task" and not faults:
         size = config.data.task.get("size", 1000)
+        assert isinstance(size, int)  # the task was asked for a row just now
         rows = min(size, config.data.max_rows or size)
         if rows < config.train.prompts_per_step:
             text = f"is more than the {rows} rows of {config.data.source}; lower it, or raise data.task.size"
@@ -211,14 +212,14 @@ def _task_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
             yield Fault((*key, "columns", name), column, text)
             return
     columns = row | {name: row[column] for name, column in data.columns.items()}
-    for _, name, spec, _ in string.Formatter().parse(data.prompt_template or ""):
-        if name is None:
+    for _, field, spec, _ in string.Formatter().parse(data.prompt_template or ""):
+        if field is None:
             continue
-        if name not in columns:
-            text = f"{data.source} has no column {name}; there are {', '.join(columns)}"
+        if field not in columns:
+            text = f"{data.source} has no column {field}; there are {', '.join(columns)}"
             yield Fault((*key, "prompt_template"), data.prompt_template, text)
         elif fault := _spec_fault(spec or ""):
-            yield Fault((*key, "prompt_template"), data.prompt_template, f"{{{name}:{spec}}}: {fault}")
+            yield Fault((*key, "prompt_template"), data.prompt_template, f"{{{field}:{spec}}}: {fault}")
 
 
 def _spec_fault(spec: str) -> str | None:

@@ -73,7 +73,7 @@ class EvalTask(Section):
     @property
     def dataset(self) -> DataConfig:
         """The `data` section: the preset's or the task's own, limited to `max_prompts` rows."""
-        data = self.data or DataConfig.model_validate(PRESETS[self.preset].data(self.path))
+        data = self.data or DataConfig.model_validate(PRESETS[str(self.preset)].data(self.path))
         limits = [limit for limit in (data.max_rows, self.max_prompts) if limit is not None]
         return data.model_copy(update={"max_rows": min(limits, default=None)})
 

@@ -74,10 +74,11 @@ def _lines(error: ValidationError, root: type[BaseModel], data: dict[str, Any]) 
 def _keys_only(loc: Loc, data: Any) -> Loc:
     """`loc` without the steps that are no keys of the data: in free mappings pydantic adds the types it tried."""
     keys: list[str | int] = []
+    step: Any
     for step in loc:
         if (isinstance(data, dict) and step in data) or (isinstance(data, list) and isinstance(step, int)):
             keys.append(step)
-            data = data[step]  # type: ignore[call-overload]
+            data = data[step]
     return tuple(keys)
 
 

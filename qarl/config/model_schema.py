@@ -21,6 +21,7 @@ Hidden = Annotated[int, Field(ge=1, le=2**20)]
 Inner = Annotated[int, Field(ge=1, le=2**22)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Heads = Annotated[int, Field(ge=1, le=2**14)]
+Whole = Annotated[float, Field(ge=1, le=1)]
 HeadDim = Annotated[int, Field(ge=2, le=2**14, multiple_of=2)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**26)]
 Context = Annotated[int, Field(ge=1, le=2**24)]
@@ -70,7 +71,7 @@ class Rope(Record):
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e6)] | None = None
     truncate: bool | None = None
     original_max_position_embeddings: Context | None = None
-    partial_rotary_factor: Literal[1, 1.0] | None = None  # no other one turns whole heads
+    partial_rotary_factor: Whole | None = None  # no other one turns whole heads
     short_factor: Annotated[list[Factor], Field(max_length=2**14)] | None = None
     long_factor: Annotated[list[Factor], Field(max_length=2**14)] | None = None
 
@@ -102,7 +103,7 @@ class ConfigJson(StopTokens):
     rope_theta: Theta | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    partial_rotary_factor: Literal[1, 1.0] | None = None
+    partial_rotary_factor: Whole | None = None
     sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 0

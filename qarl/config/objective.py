@@ -44,12 +44,13 @@ def _chosen(data: Any) -> Any:
     objective = BY_NAME.get(name) if isinstance(name, str) else None
     if objective is None:
         raise refusal([Fault(("name",), name, _no_such(name))])
-    own, given, faults = objective.model_fields, {"name": name}, []
+    own, faults = objective.model_fields, []
+    given: dict[str, Any] = {"name": name}
     for key, value in data.items():
-        known = any(key in other.model_fields for other in OBJECTIVES)
-        if known and (value is None or (key == "ratio" and value == "train" and key not in own)):
+        shared = any(key in other.model_fields for other in OBJECTIVES)
+        if shared and (value is None or (key == "ratio" and value == "train" and key not in own)):
             continue
-        if known and key not in own:
+        if shared and key not in own:
             faults.append(Fault((key,), value, _of_others(key, name)))
         given[key] = value
     if faults:
@@ -57,11 +58,14 @@ def _chosen(data: Any) -> Any:
     return given
 
 
-AnyObjective = Annotated[
-    Union[OBJECTIVES],  # noqa: UP007 (a tuple of any length)
-    Field(discriminator="name"),
-    BeforeValidator(_chosen),
-]
+if TYPE_CHECKING:
+    AnyObjective = ObjectiveConfig  # what all of them are
+else:
+    AnyObjective = Annotated[
+        Union[OBJECTIVES],  # noqa: UP007 (a tuple of any length)
+        Field(discriminator="name"),
+        BeforeValidator(_chosen),
+    ]
 
 
 def objective_faults(config: Config) -> Iterator[Fault]:
@@ -98,7 +102,8 @@ def objective_faults(config: Config) -> Iterator[Fault]:
 
 def resolved_objective(config: Config) -> ObjectiveConfig:
     """The section with the values that the correction decides: the ratio, and dvp_outside under truncation."""
-    objective, found = config.objective, {}
+    objective = config.objective
+    found: dict[str, Any] = {}
     if isinstance(objective, RatioObjective) and objective.ratio is None:
         found["ratio"] = config.correction.expansion.ratio or "train"
     if config.truncated and objective.dvp_outside is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -53,6 +53,15 @@ class _Names:
 SchemeName = Annotated[str, Field(max_length=NAME), AfterValidator(_known), _Names]
 
 
+if TYPE_CHECKING:
+    GroupSize = int
+    Grid = str
+    ScaleDtype = str
+else:
+    GroupSize = Literal[*GROUP_SIZES, CHANNEL]
+    Grid, ScaleDtype = Literal[*GRIDS], Literal[*SCALE_DTYPES]
+
+
 class QuantConfig(Section):
     """Quantization. The four regimes: scheme bf16 is BF16 RL; otherwise `learner` chooses quantized-rollout training
     (full_precision), QAT (fake_quant) or QaRL (aligned)."""
@@ -60,17 +69,17 @@ class QuantConfig(Section):
     scheme: SchemeName = Field(
         "w4a16", description="What the sampler runs. Weights: per group (w4*) or channel; activations: per token."
     )
-    group_size: Literal[*GROUP_SIZES, CHANNEL] | None = Field(
+    group_size: GroupSize | None = Field(
         None,
         description=f"Input features that share a scale, for {GROUPED} (default {DEFAULT_GROUP_SIZE}; -1: one group "
         "per channel); must divide the input size of every quantized layer. Null for other schemes.",
     )
     symmetric: bool = Field(True, description=f"No zero points; false only for {ZERO_POINTS}.")
-    grid: Literal[*GRIDS] = Field(
+    grid: Grid = Field(
         GRIDS[0],
         description="int4 grid: codes [-8, 7] with absmax / 7.5, or [-7, 7] with absmax / 7 (symmetric w4* only).",
     )
-    scale_dtype: Literal[*SCALE_DTYPES] = Field(
+    scale_dtype: ScaleDtype = Field(
         SCALE_DTYPES[0], description="Stored dtype of the scales; codes are computed with the rounded scale."
     )
     ignore: list[Annotated[str, Field(max_length=NAME)]] = Field(

@@ -7,7 +7,7 @@ scanner and parser, and replaces the patterns that decide what a plain scalar is
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -19,8 +19,8 @@ from qarl.text import visible
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
-class _Loader(LimitedComposer, yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+class _Loader(LimitedComposer):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as PyYAML has it
 
 
 class _Dumper(yaml.SafeDumper):

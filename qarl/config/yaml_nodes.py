@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -39,17 +38,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Refused(Exception):
-    """A node that is not read. mark: where it stands."""
+    """A node that is not read. mark: where it stands, as PyYAML says it."""
 
-    def __init__(self, mark: yaml.Mark, text: str) -> None:
+    def __init__(self, mark: Any, text: str) -> None:
         super().__init__(text)
         self.mark, self.text = mark, text
 
 
-class LimitedComposer:
-    """Beside `yaml.SafeLoader`: refuses what exceeds the limits, and aliases that hold themselves."""
-
-    peek_event: Callable[[], yaml.Event]
+class LimitedComposer(yaml.SafeLoader):
+    """Refuses what exceeds the limits, and aliases that hold themselves."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -58,12 +55,12 @@ class LimitedComposer:
         self._open: set[str] = set()  # their anchors
         self._measures: dict[int, tuple[int, int, int]] = {}  # node id -> nodes, characters, levels of it
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self._open:
                 raise Refused(event.start_mark, f"the anchor {event.anchor[:60]!r} holds itself")
-            node = super().compose_node(parent, index)  # type: ignore[misc]
+            node = super().compose_node(parent, index)
             nodes, characters, levels = self._measures[id(node)]
             self._count(event, nodes, characters, levels)
             return node
@@ -72,7 +69,7 @@ class LimitedComposer:
         self._count(event, 1, length, 1)
         self._heights.append(0)
         self._open.add(event.anchor)
-        node = super().compose_node(parent, index)  # type: ignore[misc]
+        node = super().compose_node(parent, index)
         self._open.discard(event.anchor)
         levels = self._heights.pop() + 1
         self._measures[id(node)] = self._nodes - before[0], self._characters - before[1], levels
@@ -103,6 +100,7 @@ class Values:
         _require_tag(node, "seq" if isinstance(node, yaml.SequenceNode) else "map")
         if isinstance(node, yaml.SequenceNode):
             return [self.of(child, (*path, str(index))) for index, child in enumerate(node.value)]
+        assert isinstance(node, yaml.MappingNode)
         return self._mapping(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, place: s
     place: the row. Raises UserError for whatever the template makes of it.
     """
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program that came with the model: it may raise anything
         said = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"{place}: the model's chat template refuses the prompt: {visible(said)}") from error

@@ -34,11 +34,12 @@ def generate(source: str, options: dict[str, Any], max_rows: int | None = None) 
         return _reasoning_gym(name, options, max_rows)
     if name != "arithmetic":
         raise UserError(f"data.source: unknown task `{source}`; the built-in one is `task:arithmetic`")
-    unknown = sorted(set(options) - set(arithmetic.__kwdefaults__))
+    defaults: dict[str, Any] = arithmetic.__kwdefaults__ or {}
+    unknown = sorted(set(options) - set(defaults))
     if unknown:
-        valid = ", ".join(arithmetic.__kwdefaults__)
+        valid = ", ".join(defaults)
         raise UserError(f"data.task.{unknown[0]}: unknown option of `task:arithmetic`; it takes {valid}")
-    rows = options.get("size", arithmetic.__kwdefaults__["size"])
+    rows = options.get("size", defaults["size"])
     if max_rows is not None and type(rows) is int and max_rows < rows <= MOST_ROWS:
         options = {**options, "size": max_rows}  # the first rows are the same
     return arithmetic(**options)

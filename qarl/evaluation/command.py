@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_r
 from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
+from qarl.invocation import command_line
 from qarl.policy.load import load_architecture, load_tokenizer
 from qarl.storage.environment import describe_environment
 from qarl.training.console import RunConsole
@@ -24,18 +24,25 @@ from qarl.training.noise import quiet_libraries, rewards_logged
 
 
 def evaluate_target(
-    target: Target, section: EvaluationConfig, own_data: bool, out: Path | None, device: str, notes: list[str]
+    target: Target,
+    section: EvaluationConfig,
+    own_data: bool,
+    out: Path | None,
+    device: str,
+    notes: list[str],
+    show: str = "rich",
 ) -> tuple[dict[str, Any], Path]:
     """Evaluate, or finish an evaluation that was interrupted. Returns the results and their directory.
 
     own_data: the tasks are the run's, so that its rollout section says how a response ends. out: default below the
-    run, or ./eval. Raises UserError; a KeyboardInterrupt leaves what is finished.
+    run, or ./eval. show: rich, plain or none, as `logging.console`.
+    Raises UserError; a KeyboardInterrupt leaves what is finished.
     """
     rollout = target.run.rollout if target.run else None
-    ends_as_run = rollout is not None and own_data
-    stop = tuple(rollout.stop) if ends_as_run else ()
-    length = rollout.max_response_length if ends_as_run else DEFAULT_RESPONSE_LENGTH
-    console = RunConsole("rich")
+    ends = rollout if own_data else None  # what says how a response ends
+    stop = tuple(ends.stop) if ends else ()
+    length = ends.max_response_length if ends else DEFAULT_RESPONSE_LENGTH
+    console = RunConsole(show)
     with console, quiet_libraries(console.warn):
         for note in notes:
             console.message(note)
@@ -62,8 +69,8 @@ def evaluate_target(
                         settings.max_response_length,
                         settings.truncation,
                         stop=settings.stop,
-                        extra_stop_ids=tuple(rollout.stop_token_ids) if ends_as_run else (),
-                        ignore_eos=ends_as_run and rollout.ignore_eos,
+                        extra_stop_ids=tuple(ends.stop_token_ids) if ends else (),
+                        ignore_eos=ends is not None and ends.ignore_eos,
                     )
                     settings = Settings.of(section, length, stop, sampling.stop_token_ids)
                     late = {
@@ -96,7 +103,7 @@ def evaluate_target(
                 "sampling": settings.describe(),
                 **summary,
                 "environment": describe_environment(settings.seed),
-                "command": ["qarl", *sys.argv[1:]],
+                "command": command_line(),
             }
             directory.finish(results)
     return results, path

@@ -67,7 +67,7 @@ def load_tasks(
                 prompts = [replace(prompt, columns={"answer": prompt.columns["answer"]}) for prompt in prompts]
         except UserError as error:
             raise UserError(f"evaluation task {task.name}: {error}") from error
-        loaded.append(LoadedTask(task.name, prompts, task.functions, report.dropped))
+        loaded.append(LoadedTask(str(task.name), prompts, task.functions, report.dropped))
     return loaded
 
 
@@ -99,8 +99,8 @@ class TaskRewards:
                 columns = list(task.prompts[0].columns)
                 key = json.dumps([[f.model_dump() for f in task.functions], sorted(columns)], sort_keys=True)
                 if key not in self._pools:
-                    functions = {"functions": task.functions}
-                    config = limits.model_copy(update=functions) if limits else RewardConfig(**functions)
+                    of_section = limits or RewardConfig(functions=task.functions)
+                    config = of_section.model_copy(update={"functions": task.functions})
                     self._pools[key] = self._open(task, config, columns, log_path)
                 self._of_task[task.name] = self._pools[key]
         except BaseException:

@@ -130,7 +130,7 @@ class TrainingEvaluation:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def _write_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        path = self._run_dir / "evaluations" / f"{step_name(step)}.jsonl"
+        path = self._path.parent / "evaluations" / f"{step_name(step)}.jsonl"
         text = "".join(to_line({"step": step, **row}) for row in rows)
         with disk_errors(path, len(text), PLACE):
             path.parent.mkdir(exist_ok=True)

@@ -182,4 +182,4 @@ def _templated(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     with foreign_errors("--chat: the chat template refuses the prompt (--no-chat leaves it out)"):
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

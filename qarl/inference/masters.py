@@ -69,7 +69,8 @@ class Masters:
         for name, shape in self.shapes.items():
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and self._quantized(module, scheme, quant.ignore):
-                stored = tensor_specs(scheme, *shape, unpacked=unpacked)
+                out_features, in_features = shape
+                stored = tensor_specs(scheme, out_features, in_features, unpacked=unpacked)
                 found[name] = {f"{module}.{suffix}": spec for suffix, spec in stored.items()}
             else:
                 found[name] = {name: TensorSpec(shape, str(dtype).removeprefix("torch."))}

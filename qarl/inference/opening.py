@@ -127,7 +127,7 @@ def require_codes(target: Target, masters: Masters, digest: str) -> None:
 
 def _stored_dtype(target: Target, config: PreTrainedConfig) -> torch.dtype:
     dtype = config.dtype or torch.bfloat16
-    if dtype not in DTYPES.values():
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         raise UserError(f"{target.name}: config.json: dtype {dtype} cannot be run; export it again")
     return dtype
 
@@ -166,6 +166,7 @@ def _read_export(target: Target) -> dict[str, Tensor]:
     architecture = load_architecture(target.model)
     if architecture is None:
         check_family(load_model_config(target.model))
+        raise AssertionError(f"{directory}: a family that is known, of an architecture that is not")
     found = require_weights(directory, architecture, quantization_of(directory))
     tensors: dict[str, Tensor] = {}
     try:

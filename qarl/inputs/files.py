@@ -6,8 +6,8 @@ import os
 import select
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from qarl.errors import UserError
 from qarl.inputs.paths import reason_of
@@ -93,7 +93,7 @@ def read_lines(path: Path, limit: int = LINE_BYTES) -> Iterator[tuple[int, bytes
             yield number, line
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """A regular file, opened for reading; never waits. Raises NoSuchFile, Unreadable."""
     return os.fdopen(_open(path, stream=False), "rb")
 

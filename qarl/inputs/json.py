@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def _walk(value: Any, place: str, surrogates: bool) -> None:
         elif isinstance(here, (dict, list)):
             if depth > DEPTH:
                 raise Unreadable(place, f"nested deeper than {DEPTH} levels")
+            children: Iterable[tuple[str | int, Any]]
             if isinstance(here, dict):
                 pending += [(key, depth, f"{path}.{key}"[:60].lstrip(".")) for key in here if _LONE.search(key)]
                 children = here.items()

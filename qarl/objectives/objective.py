@@ -109,7 +109,7 @@ class Objective:
         value = value.masked_fill(pruned.tokens, 0.0)
         config = self.config
         if config.kl_coef > 0.0:
-            assert logps.logp_ref is not None, "kl_coef needs logp_ref"
+            assert logps.logp_ref is not None and config.kl_estimator is not None, "kl_coef needs both"
             kl = kl_to_reference(logps.logp, logps.logp_ref, config.kl_estimator)
             beyond = log_ratio(logps.logp, logps.logp_ref).abs() > MAX_EXPONENT
             value = value - config.kl_coef * kl

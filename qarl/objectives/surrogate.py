@@ -71,9 +71,10 @@ def add_stats(total: Stats, part: Stats) -> Stats:
 
 
 def _added(a: Tensor | None, b: Tensor | None) -> Tensor:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+    if a is None:
+        assert b is not None, "a name of neither part"
+        return b
+    return a if b is None else a + b
 
 
 def finish_stats(total: Stats) -> dict[str, float]:

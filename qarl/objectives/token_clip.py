@@ -53,6 +53,7 @@ class TokenClip(RatioObjective):
         low, high = self.clip_ratio_low, self.clip_ratio_high
         if self.loss == "no_clip":
             low = high = NO_CLIP_EPS
+        assert low is not None and high is not None, "null is for loss no_clip"
         return Band("token", high=1.0 + high, low=max(1.0 - low, 0.0))
 
     @property

@@ -6,14 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.ticker import Formatter, LogLocator, MaxNLocator, NullFormatter
 
 from qarl.report.formatting import number
 from qarl.text import visible
 
-STYLES = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)))  # after all colours are used once, dashes; then dots
+STYLES: tuple[Literal["-"] | tuple[float, tuple[float, float]], ...] = (
+    "-",
+    (0, (5, 1.6)),
+    (0, (1.2, 1.4)),
+)  # after all colours are used once, dashes; then dots
 STEPS = (1, 2, 5, 10)  # between ticks
 
 
@@ -84,7 +90,7 @@ class TickText(Formatter):
         largest = max((abs(v) for v in self._ticks), default=abs(x))
         if x == 0:
             return "0"
-        if self.axis is not None and self.axis.get_scale() == "log":
+        if isinstance(self.axis, Axis) and self.axis.get_scale() == "log":
             # One digit tells the ticks of decades apart; an axis of less than one may take more.
             digits = next((d for d in (1, 2, 3) if len({number(v, d) for v in self._ticks}) == len(self._ticks)), 3)
             return number(x, digits) if 1e-3 <= abs(x) < 1e5 else f"{x:.{digits - 1}e}"

@@ -334,7 +334,7 @@ def charts_of(
         values = {name: values_of(rows, name) for name in found}
         single = {name: set(column) for name, column in values.items()}
         if len(rows) > 2 and all(len(s) == 1 and None not in s for s in single.values()):
-            constant += [(name, s.pop()) for name, s in single.items()]
+            constant += [(name, value) for name, s in single.items() for value in s if value is not None]
         elif found:
             steps = [record["step"] for record in rows]
             series = [Series(label, steps, values[name]) for name, label in found.items()]

@@ -67,7 +67,7 @@ def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def record_blocks(record: Mapping[str, Any]) -> list[Block]:
     """The plots of one record and its examples of error tokens."""
-    tokens: dict[str, Column | None] = record["tokens"]
+    tokens: dict[str, Column] = record["tokens"]  # a costly one is null where it was not measured
     sampler, old = tokens["logp_sampler"], tokens["logp_old"]
     signs = _by_sign(tokens["advantage"])
     blocks: list[Block] = [
@@ -205,13 +205,13 @@ def _examples(rows: list[dict[str, Any]]) -> list[Block]:
         details = [str(row.get("kind", "")), f"tokens {row.get('start')} to {row.get('stop')} of a response"]
         if isinstance(advantage, (int, float)):
             details.append(f"advantage {number(float(advantage))}")
-        parts = (str(row.get(key, "")) for key in ("before", "text", "after"))
-        items.append(Excerpt(*parts, " · ".join(details)))
+        before, text, after = (str(row.get(key, "")) for key in ("before", "text", "after"))
+        items.append(Excerpt(before, text, after, " · ".join(details)))
     return [Excerpts(items, "Repetitive or garbled stretches, the longest first")] if items else []
 
 
 def _by_sign(advantages: Column) -> list[tuple[str, list[int]]]:
-    named = {"A > 0": [], "A < 0": [], "A = 0": []}
+    named: dict[str, list[int]] = {"A > 0": [], "A < 0": [], "A = 0": []}
     for i, a in enumerate(advantages):
         if a is not None:
             named["A > 0" if a > 0 else "A < 0" if a < 0 else "A = 0"].append(i)

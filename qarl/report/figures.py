@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -35,7 +38,7 @@ POINTS_WITH_MARKERS = 30
 POINTS_WITH_BARS = 12
 MAX_POINTS = 400
 
-RC = {
+RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 11.5,
     "axes.spines.top": False,
@@ -87,9 +90,10 @@ def draw(chart: Chart, colours: Colours, *, heading: bool) -> Figure:
         height = 0.85 + 0.3 * max(1, len(chart.bars))
     names = [visible(name) for name in legend_names(chart)]
     legend = heading and len(names) > 1
-    figure = Figure((WIDTH, height + 0.35 * heading + 0.2 * legend), layout="constrained", facecolor=colours.background)
+    layout = ConstrainedLayoutEngine()
+    figure = Figure((WIDTH, height + 0.35 * heading + 0.2 * legend), layout=layout, facecolor=colours.background)
     axes = figure.add_subplot(facecolor=colours.background)
-    figure.get_layout_engine().set(w_pad=0.05, h_pad=0.05)
+    layout.set(w_pad=0.05, h_pad=0.05)
     if isinstance(chart, LineChart):
         drawn = _lines(axes, chart, colours)
     elif isinstance(chart, BarChart):
@@ -247,6 +251,6 @@ def _legend(figure: Figure, names: list[str], colours: Colours, dots: int) -> No
     )
 
 
-def rc() -> object:
+def rc() -> AbstractContextManager[None]:
     """The settings in force while a chart is drawn and written; those of the calling program come back."""
     return matplotlib.rc_context(RC)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 MISSING = "\u2013"  # an en dash
 
 
-def _missing(x: float | None) -> bool:
-    return x is None or math.isnan(x)
+def _known(x: float | None) -> TypeGuard[float]:
+    return x is not None and not math.isnan(x)
 
 
 def _significant(x: float, digits: int) -> str:
@@ -22,7 +23,7 @@ def _significant(x: float, digits: int) -> str:
 
 def number(x: float | None, digits: int = 3) -> str:
     """Three significant digits and all of the integer part; very small or large as 1.23e-05. Integers as they are."""
-    if _missing(x):
+    if not _known(x):
         return MISSING
     if isinstance(x, int):
         return f"{x:,}"
@@ -35,7 +36,7 @@ def number(x: float | None, digits: int = 3) -> str:
 
 def seconds(x: float | None) -> str:
     """Seconds as `12 ms`, `1.23 s`, `4 min 05 s`, `2 h 03 min`, `3 d 4 h`."""
-    if _missing(x):
+    if not _known(x):
         return MISSING
     if x < 1:
         return f"{_significant(x * 1e3, 3)} ms"
@@ -52,12 +53,12 @@ def seconds(x: float | None) -> str:
 
 def gib(x: float | None) -> str:
     """`x` GiB."""
-    return MISSING if _missing(x) else f"{_significant(x, 3)} GiB"
+    return f"{_significant(x, 3)} GiB" if _known(x) else MISSING
 
 
 def bytes_(x: float | None) -> str:
     """A size in the unit, of 1024 each, that leaves at most four digits before the point."""
-    if _missing(x):
+    if not _known(x):
         return MISSING
     size = float(x)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -69,7 +70,7 @@ def bytes_(x: float | None) -> str:
 
 def percent(x: float | None) -> str:
     """The fraction `x` as a percentage with one decimal; what is not quite 0% or 100% does not read so."""
-    if _missing(x):
+    if not _known(x):
         return MISSING
     value = x * 100
     text = f"{value:.1f}"
@@ -82,9 +83,9 @@ def percent(x: float | None) -> str:
 
 def interval(mean: float | None, low: float | None, high: float | None) -> str:
     """`0.42 [0.38, 0.46]`: as exact as the width, and two digits of the mean; the mean alone without bounds."""
-    if _missing(mean):
+    if not _known(mean):
         return MISSING
-    if _missing(low) or _missing(high):
+    if not (_known(low) and _known(high)):
         return number(mean)
     sizes = [size for size in (high - low, abs(mean) / 10) if size > 0]
     decimals = min(6, max(2, *(-math.floor(math.log10(size)) for size in sizes))) if high > low else 3

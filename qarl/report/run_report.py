@@ -178,9 +178,9 @@ def _curves(title: str, group: tuple[Curves, ...], metrics: list[dict], constant
 def _reward(metrics: list[dict[str, Any]]) -> LineChart:
     steps = [row["step"] for row in metrics]
     mean, std = values_of(metrics, "reward/mean"), values_of(metrics, "reward/std")
-    pairs = [(m, s) if m is not None and s is not None else (None, None) for m, s in zip(mean, std, strict=True)]
-    low = [None if m is None else m - s for m, s in pairs]
-    high = [None if m is None else m + s for m, s in pairs]
+    pairs = list(zip(mean, std, strict=True))
+    low = [None if m is None or s is None else m - s for m, s in pairs]
+    high = [None if m is None or s is None else m + s for m, s in pairs]
     series = [Series("mean of the step", steps, mean, low, high)]
     window = min(50, len(metrics) // 10)
     note = "Band: one standard deviation of the step's responses."

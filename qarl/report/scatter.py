@@ -56,10 +56,10 @@ def scatter(axes: Axes, chart: Scatter, colours: Colours, log: bool) -> bool:
     axes.update_datalim(shown)
     axes.autoscale_view()
     if chart.line is not None:
-        colour, dash = curve_style(len(chart.points), len(colours.curves))
+        which, dash = curve_style(len(chart.points), len(colours.curves))
         x, y = finite(chart.line.x), finite(chart.line.y)
         y = [v if not log or v > 0 else math.nan for v in y]
-        axes.plot(x, y, color=colours.curves[colour], linestyle=STYLES[dash], marker="o", markersize=3.4, zorder=3)
+        axes.plot(x, y, color=colours.curves[which], linestyle=STYLES[dash], marker="o", markersize=3.4, zorder=3)
     if not log:
         linear_axis(axes, values)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))

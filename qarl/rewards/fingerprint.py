@@ -11,12 +11,15 @@ from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.loader import labels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 class NamedFunction(Protocol):
-    name: str
-    options: dict[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
 
 
 class Functions(Protocol):

@@ -105,7 +105,7 @@ class Worker:
         self._killed = False
         self._stale = 0
         self._frames = Frames(REPLY_BYTES)
-        self._outgoing = b""
+        self._outgoing: bytes | memoryview = b""
         self._request({"functions": functions, "columns": columns})
 
     @property

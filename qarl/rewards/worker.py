@@ -146,7 +146,7 @@ def _score(value: Any) -> float:
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, numbers.Real):
         raise TypeError(f"returned {_shown(value)} ({type(value).__name__}), expected a number")
-    if abs(number) > SCORE_LIMIT and number not in (math.inf, -math.inf):
+    if abs(float(number)) > SCORE_LIMIT and number not in (math.inf, -math.inf):
         raise ValueError(f"returned {_shown(value)}, more than the {SCORE_LIMIT:.0e} that a score may be")
     if not math.isfinite(number):
         raise ValueError(f"returned {_shown(value)}, expected a finite number")

@@ -47,7 +47,9 @@ class RolloutEngine(Protocol):
     """
 
     version: int | None
-    metrics: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]: ...
 
     def publish(self, snapshot: Snapshot) -> None:
         """Take over the snapshot's tensors and prove that they arrived. Raises PublishError."""

@@ -30,7 +30,9 @@ def open_lock(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | _ANYHOW, 0o600)
     except OSError as error:
-        kind = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a socket"}.get(error.errno)
+        kind = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a socket"}.get(
+            error.errno or 0
+        )
         if kind is None:
             raise
         raise _no_lock(path, kind) from None

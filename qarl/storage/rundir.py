@@ -72,8 +72,8 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 # What a start leaves that was killed before `begin`.
 _LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "tensorboard")
 # What a run writes or reads back: never into a pipe, and not into what somebody else put there.
-_FILES = (".wandb_id", "config.yaml", "environment.json", "rewards.log", "sampler.log")
-_FILES += (HISTORY, METRICS, EVALUATIONS)
+_LOGS = ("rewards.log", "sampler.log")
+_FILES = (".wandb_id", "config.yaml", "environment.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
 _FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard")
 # What a refused start leaves, since its error refers to it.
 _KEPT = ("sampler.log", "rewards.log")

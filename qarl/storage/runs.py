@@ -66,6 +66,9 @@ class Evaluation(Row):
     overall: _Scores | None = None
 
 
+State = Literal["running", "finished", "stopped", "empty"]
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """One run as its directory tells it.
@@ -80,7 +83,7 @@ class RunRecord:
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
-    state: Literal["running", "finished", "stopped", "empty"]
+    state: State
     step: int
     damaged: dict[str, int] = field(default_factory=dict)
 
@@ -97,6 +100,7 @@ def read_run(path: Path) -> RunRecord:
     evaluations, damaged_evaluations = read_records(path / EVALUATIONS, Evaluation)
     damaged = {METRICS: damaged_metrics, EVALUATIONS: damaged_evaluations}
     step = metrics[-1]["step"] if metrics else 0
+    state: State
     if _locked(path / ".lock"):
         state = "running"
     elif step >= config.train.steps:

@@ -106,7 +106,7 @@ def _header(
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     for start in range(0, flat.size, CHUNK_BYTES):
-        yield memoryview(flat[start : start + CHUNK_BYTES])
+        yield flat[start : start + CHUNK_BYTES].data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

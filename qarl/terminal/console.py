@@ -21,7 +21,7 @@ class Console(rich.console.Console):
     """
 
     def __init__(self, file: TextIO | None = None, *, stderr: bool = False, **options: Any) -> None:
-        stream = file or (sys.stderr if stderr else sys.stdout)
+        stream: Any = file or (sys.stderr if stderr else sys.stdout)
         if isinstance(stream, InertStream):
             stream = stream.outlet  # the colours and the movements of the cursor are rich's
         super().__init__(file=stream, markup=False, emoji=False, highlight=False, **options)

@@ -28,7 +28,7 @@ class Outlet(io.TextIOBase):
         self.failure: OSError | None = None
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # io's own text streams have it read-only too
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def writable(self) -> bool:
@@ -62,6 +62,7 @@ class Outlet(io.TextIOBase):
         if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal is gone
             self.failure = error
         # What it still holds would fail once more when the interpreter ends, with a line about that.
+        assert stream is not None
         with suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
@@ -75,7 +76,7 @@ class InertStream(io.TextIOBase):
         self.outlet = outlet
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # io's own text streams have it read-only too
         return self.outlet.encoding
 
     def writable(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -27,7 +28,8 @@ class InterruptGuard:
     """While entered, SIGINT and SIGTERM raise `Interrupted` where the program is: there is nothing to save yet.
 
     After `defer` the first one is only noted; `check` raises `Interrupted` where stopping is safe, and a second SIGINT
-    raises KeyboardInterrupt wherever the program is. say: gets one line at the first signal.
+    raises KeyboardInterrupt wherever the program is. say: gets one line at the first signal. In a thread that is not
+    the main one Python gives no signals, and there is nothing to guard.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -37,7 +39,8 @@ class InterruptGuard:
         self._previous: dict[int, Any] = {}  # as `signal.signal` gave them
 
     def __enter__(self) -> InterruptGuard:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        main = threading.current_thread() is threading.main_thread()
+        for signum in (signal.SIGINT, signal.SIGTERM) if main else ():
             self._previous[signum] = signal.signal(signum, self._note)
         return self
 

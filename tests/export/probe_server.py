@@ -1,4 +1,4 @@
-"""Runs `qarl.export.vllm_probe`, with vLLM imported, which takes longer than a probe: orders are {argv}."""
+"""Runs `qarl.exporting.vllm_probe`, with vLLM imported, which takes longer than a probe: orders are {argv}."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from forks import serve
 
-from qarl.export.vllm_probe import ENVIRONMENT
+from qarl.exporting.vllm_probe import ENVIRONMENT
 
 os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
 
@@ -19,7 +19,7 @@ import vllm.v1.worker.cpu_worker
 
 def run(argv: list[str]) -> None:
     sys.argv = ["vllm_probe", *argv]
-    runpy.run_module("qarl.export.vllm_probe", run_name="__main__")
+    runpy.run_module("qarl.exporting.vllm_probe", run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tiny_exports import TinyRun, save_run
 from qarl.config import ModelConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.export.card import model_card
+from qarl.exporting.card import model_card
 from qarl.inference.target import Target, resolve_target
 
 

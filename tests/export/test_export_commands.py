@@ -111,7 +111,7 @@ def test_export_verify_ends_as_the_verification_does(ok, code, run, tmp_path, mo
         seen.append((target.step, out, entries(out) != []))
         return {"ok": ok}
 
-    monkeypatch.setattr("qarl.export.verify.verify_export", verify)
+    monkeypatch.setattr("qarl.exporting.verify.verify_export", verify)
     with pytest.raises(SystemExit) as caught:
         cli.main(["export", str(run.path), str(tmp_path / "out"), "--verify"])
     assert (caught.value.code or 0) == code and seen == [(4, tmp_path / "out", True)]
@@ -149,7 +149,7 @@ def test_export_of_an_export_is_refused(run, qarl, refusal, tmp_path):
 
 
 def test_export_into_an_output_that_exists_is_refused_before_reading(run, refusal, tmp_path, monkeypatch):
-    monkeypatch.setattr("qarl.export.job.open_masters", lambda target: pytest.fail("read"))
+    monkeypatch.setattr("qarl.exporting.job.open_masters", lambda target: pytest.fail("read"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     assert "exists and is not empty; remove it, or choose another OUT" in refusal("export", run.path, tmp_path / "out")

@@ -19,7 +19,7 @@ from tiny_exports import SCHEMES, TinyRun, entries, same_bytes, save_run, stored
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from qarl.errors import UserError
-from qarl.export import writer
+from qarl.exporting import writer
 from qarl.inference import masters
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_exports import SCHEMES, TinyRun, save_run
 
-from qarl.export import verify
-from qarl.export.readers import Reading, Unsupported
+from qarl.exporting import verify
+from qarl.exporting.readers import Reading, Unsupported
 from qarl.inference.target import resolve_target
 
 

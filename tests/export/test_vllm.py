@@ -19,9 +19,9 @@ from forks import ForkServer
 from tiny_exports import save_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.export import job, readers, verify
-from qarl.export.job import export_target
-from qarl.export.readers import Unsupported
+from qarl.exporting import job, readers, verify
+from qarl.exporting.job import export_target
+from qarl.exporting.readers import Unsupported
 from qarl.inference.target import resolve_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -58,7 +58,7 @@ def forked() -> Iterator[Callable[..., subprocess.CompletedProcess]]:
     server = ForkServer(Path(__file__).with_name("probe_server.py"))
 
     def run(command: list[str], *, stdout: IO[str], check: bool, **rest) -> subprocess.CompletedProcess:
-        assert command[:3] == [sys.executable, "-m", "qarl.export.vllm_probe"] and check
+        assert command[:3] == [sys.executable, "-m", "qarl.exporting.vllm_probe"] and check
         if code := server.run(stdout.name, stdout.name, argv=command[3:]):
             raise subprocess.CalledProcessError(code, command)
         return subprocess.CompletedProcess(command, code)

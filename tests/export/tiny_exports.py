@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qarl.config import Config
 from qarl.config.quant import scheme_of
-from qarl.export.job import export_target
-from qarl.export.writer import ExportReport
+from qarl.exporting.job import export_target
+from qarl.exporting.writer import ExportReport
 from qarl.inference.target import Target, resolve_target
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model

@@ -15,7 +15,7 @@ from torch import Tensor
 from qarl.config import ModelConfig, check_model
 from qarl.config.weights import check_weights, gguf_name
 from qarl.errors import UserError
-from qarl.export.job import export_target
+from qarl.exporting.job import export_target
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target

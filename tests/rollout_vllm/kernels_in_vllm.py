@@ -17,7 +17,7 @@ from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import make_scheme, scheme_names
 from qarl_kernels.logprob import Truncation
 
-from qarl.export.vllm_probe import ENVIRONMENT
+from qarl.exporting.vllm_probe import ENVIRONMENT
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.rollout.engine import SamplingParams

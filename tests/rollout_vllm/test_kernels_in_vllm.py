@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from qarl.export.job import export_target
+from qarl.exporting.job import export_target
 from qarl.inference.target import resolve_target
 
 ROOT = Path(__file__).parents[2]

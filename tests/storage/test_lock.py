@@ -14,7 +14,7 @@ import pytest
 from qarl.comparison.launch import locked
 from qarl.errors import UserError
 from qarl.evaluation.directory import _lock as lock_evaluation
-from qarl.export.staging import staged
+from qarl.exporting.staging import staged
 from qarl.storage.rundir import _lock, _unlock
 from qarl.storage.runs import _locked
 

@@ -305,7 +305,7 @@ def test_every_error_of_the_users(monkeypatch) -> None:
         def fail(*_: object, text: str = text) -> None:
             raise UserError(f"{text}: is wrong")
 
-        monkeypatch.setattr(cli, "load_config", fail)
+        monkeypatch.setattr(cli.api, "train", fail)
         code, out, err = run(monkeypatch, "train", "c.yaml")
         assert (code, out, driving(err)) == (2, "", [])
         assert err == "".join(f"error: {line}\n" for line in f"{visible(text, True)}: is wrong".split("\n"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from qarl.comparison.offline.targets import REFERENCE, scheme_targets, weights_m
 from qarl.comparison.offline.windows import cut, read_text
 from qarl.inference.context import context_of
 from qarl.inference.masters import open_masters
+from qarl.invocation import command_line
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import describe_environment
@@ -78,7 +78,7 @@ def compare_offline(
         "threads": torch.get_num_threads(),
     }
     open_out(out, settings)
-    record = Record(out, settings, f"Schemes of {base.name}", ["qarl", *sys.argv[1:]], describe_environment(seed))
+    record = Record(out, settings, f"Schemes of {base.name}", command_line(), describe_environment(seed))
     members = {name: record.member(name) for name in schemes}
     record.save(list(members.values()))
     missing = [name for name, member in members.items() if member["state"] == "pending"]

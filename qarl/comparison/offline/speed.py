@@ -43,12 +43,11 @@ def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) 
         sampling = opened.sampling(1, new_tokens, Truncation(), seed + repeat, ignore_eos=True)
         steps: list[tuple[float, int]] = []
         began = _now(opened)
-        opened.engine.generate(
-            prompts,
-            sampling,
-            opened.policy.version,
-            lambda _, tokens, steps=steps: steps.append((_now(opened), tokens)),
-        )
+
+        def progress(done: int, tokens: int, steps: list[tuple[float, int]] = steps) -> None:
+            steps.append((_now(opened), tokens))
+
+        opened.engine.generate(prompts, sampling, opened.policy.version, progress)
         (first, drawn), (last, total) = steps[0], steps[-1]
         assert drawn == test.batch, "the engine did not take all prompts in one step"
         if repeat > 0:

@@ -41,7 +41,8 @@ class Correction:
     def from_config(cls, config: CorrectionConfig) -> Correction:
         """What a `correction` section describes."""
         weighting = None
-        if config.level != "none":
+        if config.level is not None and config.level != "none":
+            assert config.mode is not None and config.signal is not None, "a checked configuration says both"
             weighting = Weighting(config.level, config.mode, config.lower, config.upper, config.signal)
         rejections = [Rejection(r.estimator, r.signal, r.aggregate, r.lower, r.upper) for r in config.reject or ()]
         return cls(weighting, tuple(rejections), config.veto, bool(config.normalize))
@@ -128,10 +129,12 @@ class Correction:
         return mean if mean != 0.0 else 1.0
 
     def _importance(self, signal: Tensor, segments: Segments, pruned: Pruned | None) -> ImportanceWeights:
+        weighting = self.weighting
+        assert weighting is not None, "there are no weights"
         if pruned is None:
-            return importance_weights(signal, segments, self.weighting)
-        found = importance_weights(signal.masked_fill(pruned.tokens, 0.0), segments, self.weighting)
-        gone = pruned.tokens if self.weighting.per_token else pruned.responses
+            return importance_weights(signal, segments, weighting)
+        found = importance_weights(signal.masked_fill(pruned.tokens, 0.0), segments, weighting)
+        gone = pruned.tokens if weighting.per_token else pruned.responses
         return ImportanceWeights(
             found.weights.masked_fill(gone, 0.0),
             found.ratio.masked_fill(gone, 0.0),

@@ -9,7 +9,7 @@ from qarl_formats.scheme import Scheme
 import qarl
 from qarl.config.package_model import PREFIX
 from qarl.config.yaml_io import dump_yaml
-from qarl.export.training import Evaluation, evaluations_of, training_facts
+from qarl.exporting.training import Evaluation, evaluations_of, training_facts
 from qarl.inference.target import Target
 from qarl.storage.runs import read_run
 

@@ -1,4 +1,4 @@
-"""`python -m qarl.export.vllm_probe REQUEST ANSWER`: what vLLM makes of a checkpoint, in a process of its own.
+"""`python -m qarl.exporting.vllm_probe REQUEST ANSWER`: what vLLM makes of a checkpoint, in a process of its own.
 
 REQUEST (JSON): {checkpoint, dtype, prompts: [token ids], responses: [token ids], max_tokens, memory_frac, context}.
 ANSWER (JSON): {version, note, greedy: [{token_ids, text}], logprobs: [[of each token of a response]], likeliest: how

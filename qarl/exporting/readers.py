@@ -122,7 +122,7 @@ def read_vllm(
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
         asked, answered = Path(scratch) / "request.json", Path(scratch) / "answer.json"
         asked.write_text(json.dumps(request))
-        command = [sys.executable, "-m", "qarl.export.vllm_probe", str(asked), str(answered)]
+        command = [sys.executable, "-m", "qarl.exporting.vllm_probe", str(asked), str(answered)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
             subprocess.run(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.export.staging import require_space, staged
+from qarl.exporting.staging import require_space, staged
 from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.export.readers import (
+from qarl.exporting.readers import (
     Reading,
     Unsupported,
     greedy,

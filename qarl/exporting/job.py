@@ -11,8 +11,8 @@ from qarl_formats.scheme import is_ignored
 
 from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
-from qarl.export.card import model_card
-from qarl.export.writer import ExportReport, export_checkpoint
+from qarl.exporting.card import model_card
+from qarl.exporting.writer import ExportReport, export_checkpoint
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged

@@ -1,0 +1,271 @@
+"""qarl from Python: the jobs of the command line as functions that return paths and numbers.
+
+Each raises `UserError` for what the user can fix, one line a fault; a message names an option as the command line
+spells it. Importing this module imports no torch; the first call of most functions does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qarl.comparison.api import compare, compare_offline
+from qarl.config.check import check_inputs
+from qarl.config.source import ConfigSource, Overrides, read_source
+from qarl.errors import UserError
+from qarl.inputs.paths import user_path
+from qarl.results import Completion, EvaluationResult, ExportResult, TrainResult
+from qarl.threads import wait_politely
+
+if TYPE_CHECKING:
+    from qarl.inference.target import Target
+
+__all__ = ["compare", "compare_offline", "evaluate", "export", "generate", "quantize", "train", "verify_export"]
+
+AnyPath = str | os.PathLike[str]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
+    """Train a policy to its last step, as `qarl train` does; an interrupted run goes on from its checkpoint.
+
+    config: a YAML file, a dict with its keys, or a `qarl.config.Config`. overrides: values that replace some of it,
+    as {"optim.lr": 5e-7} or ["optim.lr=5e-7"]. A file's run directory is runs/NAME unless train.run_dir says another;
+    a dict's is runs/unnamed. What is shown meanwhile is `logging.console`: rich, plain or none.
+    A signal (Ctrl-C, SIGTERM) ends it with a checkpoint, and `finished` is False then.
+    """
+    from qarl.config.weights import check_weights
+    from qarl.memory import expected_device, too_large
+    from qarl.storage.names import checkpoint_steps, step_name
+    from qarl.storage.runs import EVALUATIONS, METRICS, Evaluation, read_metrics, read_records
+
+    given = read_source(config, overrides)
+    loaded = given.config()
+    inspection = check_inputs(loaded, given.place, given.overrides)
+    if inspection.architecture is not None:
+        check_weights(loaded.model, inspection.architecture)
+        if fault := too_large(loaded, inspection.architecture, expected_device(loaded)):
+            raise UserError(fault)
+    wait_politely()
+    from qarl.training.loop import train as run  # torch: only once the configuration is known to be good
+
+    code = run(loaded)
+    run_dir = loaded.run_dir
+    steps = checkpoint_steps(run_dir / "checkpoints")
+    return TrainResult(
+        run_dir,
+        read_metrics(run_dir / METRICS),
+        read_records(run_dir / EVALUATIONS, Evaluation)[0],
+        run_dir / "checkpoints" / step_name(steps[-1]) if steps else None,
+        code,
+    )
+
+
+def export(
+    run: AnyPath,
+    out: AnyPath | None = None,
+    *,
+    step: int | None = None,
+    model: str | None = None,
+    dtype: Literal["bf16"] | None = None,
+    max_shard_size: str = "5GB",
+    unpacked: bool = False,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportResult:
+    """Write a run's checkpoint as a compressed-tensors checkpoint for vLLM and transformers; its codes bit for bit.
+
+    run: a run directory, or one of its checkpoints. out: a new directory, default RUN/export. step: which checkpoint,
+    default the newest. model: where the base model is now, if it moved. dtype: bf16 exports the masters, unquantized.
+    max_shard_size: of tensors in a file, such as 500MB. unpacked: int4 codes one to a byte. verify: load it again with
+    every reader that is here and compare it with the run; the result's `verified` says how that went. progress: called
+    with (bytes written, bytes of all tensors).
+    """
+    from qarl.inference.target import resolve_target
+
+    name = os.fspath(run)
+    target = resolve_target(name, step=step, model=model, quant=None if dtype is None else {"scheme": "bf16"})
+    if target.run_dir is None:
+        kinds = {"export": "is exported already", "model": "is a model, no run"}
+        what = kinds[target.kind] if Path(name).expanduser().exists() else "is no run directory"
+        raise UserError(f"RUN: {name} {what}; give a run directory, or use qarl quantize for a model")
+    directory = target.run_dir / "export" if out is None else user_path(out, "OUT")
+    written = _write(target, directory, max_shard_size, unpacked, dtype is not None, progress)
+    if not verify:
+        return written
+    return replace(written, verification=_verified(target, directory, lambda line: None))
+
+
+def quantize(
+    model: AnyPath,
+    out: AnyPath,
+    scheme: str,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    grid: str | None = None,
+    ignore: Sequence[str] = (),
+    max_shard_size: str = "5GB",
+    unpacked: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportResult:
+    """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline.
+
+    model: a directory, a hub name, or package:NAME. out: a new directory. scheme, group_size, symmetric, grid: as in
+    the configuration's `quant` section. ignore: layers to leave unquantized besides lm_head. The others: see `export`.
+    """
+    from qarl.inference.target import resolve_target
+
+    quant: dict[str, Any] = {"scheme": scheme, "symmetric": symmetric, "ignore": ["lm_head", *ignore]}
+    quant |= {key: value for key, value in (("group_size", group_size), ("grid", grid)) if value is not None}
+    name = os.fspath(model)
+    kind = resolve_target(name).kind
+    if kind != "model":
+        what = "is a run; use qarl export, or" if kind == "run" else "is quantized already;"
+        raise UserError(f"MODEL: {name} {what} give the model that it was made from")
+    return _write(resolve_target(name, quant=quant), user_path(out, "OUT"), max_shard_size, unpacked, False, progress)
+
+
+def verify_export(
+    run: AnyPath,
+    out: AnyPath,
+    *,
+    step: int | None = None,
+    model: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Compare an exported directory with the run that it was made from, and write its verification.json.
+
+    run, step, model: as for `export`. say: gets a line for each reader. Returns what verification.json holds; its `ok`
+    is False where a reader failed or differs.
+    """
+    from qarl.inference.target import resolve_target
+
+    return _verified(resolve_target(os.fspath(run), step=step, model=model), user_path(out, "OUT"), say)
+
+
+def _verified(target: Target, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    from qarl.exporting.verify import verify_export as verified
+    from qarl.training.noise import quiet_libraries
+
+    with quiet_libraries(say):
+        return verified(target, out, device="auto", say=say)
+
+
+def _write(
+    target: Target,
+    out: Path,
+    max_shard_size: str,
+    unpacked: bool,
+    unquantized: bool,
+    progress: Callable[[int, int], None] | None,
+) -> ExportResult:
+    """unquantized: in bfloat16, whatever the model's compute dtype is."""
+    from qarl.exporting.staging import require_vacant
+    from qarl.storage.shards import parse_size
+
+    max_shard_bytes = parse_size(max_shard_size)
+    require_vacant(out)
+    wait_politely()
+    import torch  # only once the arguments are known to be good
+
+    from qarl.exporting.job import export_target
+    from qarl.policy.device import DTYPES
+    from qarl.training.noise import quiet_libraries
+
+    dtype = torch.bfloat16 if unquantized else DTYPES[target.model.dtype]
+    show = progress or (lambda done, total: None)
+    with quiet_libraries(print):
+        report = export_target(
+            target, out, dtype=dtype, max_shard_bytes=max_shard_bytes, unpacked=unpacked, progress=show
+        )
+    return ExportResult(**asdict(report))
+
+
+def evaluate(
+    target: AnyPath,
+    data: Sequence[str] = (),
+    *,
+    scheme: str | None = None,
+    group_size: int | None = None,
+    samples: int | None = None,
+    pass_at: Sequence[int] | None = None,
+    temperature: float | None = None,
+    max_response_length: int | None = None,
+    max_prompts: int | None = None,
+    seed: int | None = None,
+    step: int | None = None,
+    model: str | None = None,
+    out: AnyPath | None = None,
+    device: Device = "auto",
+    console: Literal["rich", "plain", "none"] = "rich",
+) -> EvaluationResult:
+    """Evaluate a quantized policy: avg@k and pass@k with 95 % intervals. An interrupted evaluation goes on.
+
+    target: a run, one of its checkpoints, an exported checkpoint, or a model. data: sets as NAME, or NAME=PATH for a
+    local file with that set's columns; without it a run's evaluation.tasks, or else its training data. samples:
+    responses a prompt, default 4, greedy 1. pass_at: every k, default 1 and samples. temperature: 0 is greedy, default
+    1. max_response_length: tokens. max_prompts: the first ones of each set. out: default RUN/eval/... or eval/...
+    """
+    from qarl.evaluation.request import Request, evaluation_section
+    from qarl.inference.target import resolve_target
+
+    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    found = resolve_target(os.fspath(target), step=step, quant=quant or None, model=model)
+    ks = None if pass_at is None else tuple(pass_at)
+    request = Request(tuple(data), samples, ks, temperature, max_response_length, max_prompts, seed)
+    section, notes = evaluation_section(found, request)
+    wait_politely()
+    from qarl.evaluation.command import evaluate_target  # torch: only once the request is known to be good
+
+    where = None if out is None else user_path(out, "--out")
+    results, path = evaluate_target(found, section, not data, where, device, notes, console)
+    return EvaluationResult(path, results)
+
+
+def generate(
+    target: AnyPath,
+    prompts: Sequence[str],
+    *,
+    chat: bool | None = None,
+    system: str | None = None,
+    n: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 128,
+    scheme: str | None = None,
+    group_size: int | None = None,
+    step: int | None = None,
+    model: str | None = None,
+    device: Device = "auto",
+    seed: int = 0,
+) -> list[Completion]:
+    """Complete prompts with a policy, on the quantized tensors that it is served with; in the order (prompt, sample).
+
+    target: a run, one of its checkpoints, an exported checkpoint, or a model. chat: wrap prompts in the chat template;
+    None does what the run did, and for a model uses the template that its tokenizer has. system: the system message.
+    n: samples a prompt. temperature: 0 takes the likeliest token every time.
+    """
+    from qarl.inference.target import resolve_target
+
+    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
+    wait_politely()
+    from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
+
+    texts = gather_texts(list(prompts), None)
+    look = Look(chat, system, n, temperature, top_p, max_new_tokens, seed)
+    completed = complete(found, texts, look, device, lambda line: None)
+    return [
+        Completion(
+            each.given,
+            each.rollout.text,
+            list(each.rollout.token_ids),
+            list(each.rollout.logprobs),
+            each.rollout.finish_reason,
+        )
+        for each in completed
+    ]

@@ -1,0 +1,117 @@
+"""Comparisons from Python: `qarl.compare` and `qarl.compare_offline`. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
+from qarl.errors import UserError
+from qarl.inputs.json import read_json_object
+from qarl.inputs.paths import user_path
+from qarl.results import ComparisonResult
+from qarl.threads import wait_politely
+
+AnyPath = str | os.PathLike[str]
+OFFLINE_TOKENS = 4096  # of the text that an offline comparison uses
+Names = Sequence[str] | str  # a list of names, or as the command line has it, with commas between
+
+
+def compare(
+    target: ConfigSource | Sequence[AnyPath],
+    overrides: Overrides = (),
+    *,
+    schemes: Names | None = None,
+    learners: Names | None = None,
+    seeds: Sequence[int] | str | None = None,
+    out: AnyPath | None = None,
+    reuse: Sequence[AnyPath] = (),
+    profile: str | None = None,
+    only: Names | None = None,
+    jobs: int | None = None,
+) -> ComparisonResult:
+    """Compare schemes, learners and seeds of a configuration, a study's variants, or runs that are there.
+
+    target: a configuration as for `train`, a study file (configs/reproductions), or a list of run directories.
+    overrides: of each member. out: default runs/compare-NAME. reuse: directories below which finished runs of the same
+    configuration are taken as they are. profile, only: of a study, one of its sizes and some of its variants. jobs:
+    members trained at once, each in a process of its own; default 1. Interrupted, the same call goes on.
+    """
+    from qarl.comparison.command import compare_config, compare_runs, compare_study, default_out
+    from qarl.comparison.plan import parse_axes, parse_seeds, split_list
+    from qarl.comparison.study import is_study
+
+    lists = {"--schemes": _commas(schemes), "--learners": _commas(learners), "--seeds": _commas(seeds)}
+    of_study = {"--profile": profile, "--only": _commas(only)}
+    given_out = None if out is None else user_path(out, "--out")
+    reused = [user_path(path, "--reuse") for path in reuse]
+    if isinstance(target, Sequence) and not isinstance(target, str):
+        training = {"--reuse": reused or None, "--jobs": jobs}
+        refuse(lists | of_study | training, "is for a CONFIG; finished runs are compared as they are")
+        runs = [user_path(path, "compare") for path in target]
+        given_out = given_out or default_out(runs)
+        return _compared(given_out, compare_runs(runs, given_out))
+    if isinstance(target, (str, os.PathLike)) and is_study(os.fspath(target)):
+        alone = {name: lists[name] for name in ("--schemes", "--learners")}
+        refuse(alone, "a study names its variants; leave it out, or edit it")
+        chosen = None if of_study["--only"] is None else split_list("--only", of_study["--only"], "a,b")
+        numbers = None if lists["--seeds"] is None else parse_seeds(lists["--seeds"])
+        file = os.fspath(target)
+        texts = override_texts(overrides)
+        given_out = given_out or default_out([Path(file)])
+        return _compared(given_out, compare_study(file, texts, given_out, reused, profile, chosen, numbers, jobs or 1))
+    refuse(of_study, "is for a study file, see configs/reproductions; leave it out")
+    axes = parse_axes(*lists.values())
+    given = read_source(target, overrides)
+    given_out = given_out or default_out([Path(given.place)])
+    code = compare_config(given.place, given.overrides, axes, given_out, reused, jobs or 1, data=given.data)
+    return _compared(given_out, code)
+
+
+def compare_offline(
+    model: AnyPath,
+    schemes: Names,
+    *,
+    text: AnyPath | None = None,
+    group_size: int | None = None,
+    max_tokens: int = OFFLINE_TOKENS,
+    out: AnyPath | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> ComparisonResult:
+    """Compare a model's schemes without RL: weight error, divergence from bf16, perplexity, bytes and speed.
+
+    model: a run, one of its checkpoints, or a model. text: a UTF-8 file, default one that comes with qarl, of which
+    the first max_tokens tokens are used. group_size: of w4a16 and w4a8. out: default runs/offline-NAME; the same call
+    goes on with what is not measured yet.
+    """
+    from qarl_formats.scheme import scheme_names
+
+    from qarl.comparison.plan import parse_names
+
+    names = parse_names("--schemes", _commas(schemes) or "", scheme_names())
+    wait_politely()
+    from qarl.comparison.offline.command import compare_offline as run  # torch
+
+    name = os.fspath(model)
+    slug = Path(name).name.replace(":", "-")[:100]
+    where = Path("runs") / f"offline-{slug}" if out is None else user_path(out, "--out")
+    file = None if text is None else user_path(text, "--text")
+    code = run(name, names, out=where, text=file, group_size=group_size, max_tokens=max_tokens, device=device)
+    return _compared(where, code)
+
+
+def refuse(options: dict[str, Any], why: str) -> None:
+    """Raise UserError for the first of `options` (name -> value) that is given, that is, not None."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name}: {why}")
+
+
+def _commas(names: Sequence[object] | str | None) -> str | None:
+    return names if names is None or isinstance(names, str) else ",".join(map(str, names))
+
+
+def _compared(out: Path, code: int) -> ComparisonResult:
+    return ComparisonResult(out, read_json_object(out / "comparison.json", nonfinite=True), code)

@@ -1,0 +1,71 @@
+"""The pages of the documentation: README.md, CONTRIBUTING.md, CHANGELOG.md and docs/, and what is written in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import textwrap
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`]+)`")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [text for found, text in _FENCED.findall(page.read_text()) if found == language]
+
+
+def shell_lines(page: Path) -> list[str]:
+    """The lines of indented blocks: what a reader types."""
+    plain = _FENCED.sub("", page.read_text())
+    return [line.strip() for line in plain.splitlines() if line.startswith("    ") and line.strip()]
+
+
+def spans(page: Path) -> list[str]:
+    """Inline code, joined where it goes over the end of a line; that of blocks is left out."""
+    plain = _FENCED.sub("", page.read_text())
+    prose = "\n".join(line for line in plain.splitlines() if not line.startswith("    "))
+    return [" ".join(text.split()) for text in _SPAN.findall(prose)]
+
+
+def without_code(page: Path) -> str:
+    """The text of a page without its blocks and inline code."""
+    return _SPAN.sub("", _FENCED.sub("", page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can name in a page: its headings, as the forges spell them."""
+    heads = re.findall(r"^#+ (.+)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def keywords(text: str) -> str:
+    """A block of YAML without the indentation of the page."""
+    return textwrap.dedent(text)
+
+
+@cache
+def config_reference() -> ModuleType:
+    """tools/config_reference.py."""
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "tools" / "config_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Every key of the configuration, sections too; of lists of sections without an index."""
+    from qarl.config import Config
+
+    text = config_reference().page(Config.model_json_schema())
+    found = {key.replace("[]", "") for key in re.findall(r"^\| `([\w.\[\]]+)`", text, re.MULTILINE)}
+    return frozenset(found | {key.split(".")[0] for key in found})

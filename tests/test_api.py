@@ -1,0 +1,151 @@
+"""`qarl.train`, `export`, `evaluate`, `compare` and `generate` from Python, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import settings, write_config
+
+import qarl
+from qarl.config.source import override_texts, read_source
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tiny_model) -> qarl.results.TrainResult:
+    data = settings(tiny_model(), train={"run_dir": folder / "run"}, logging={"console": "none", "tensorboard": False})
+    return qarl.train(data, {"train.steps": 2, "optim.lr": 1e-3})
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats"))
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_importing_qarl_and_naming_its_functions_imports_no_torch_and_importing_alone_no_pydantic():
+    done = python(
+        "import sys, qarl\nalone = 'pydantic' in sys.modules\n"
+        "qarl.train, qarl.compare_offline, qarl.UserError, qarl.Config\n"
+        "print(alone, [m for m in ('torch', 'transformers', 'datasets', 'rich') if m in sys.modules])"
+    )
+    assert done.stdout.strip() == "False []", done.stderr
+
+
+def test_every_name_that_is_offered_is_there():
+    assert set(qarl.__all__) <= set(dir(qarl))
+    for name in qarl.__all__:
+        assert getattr(qarl, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        getattr(qarl, "trian")  # noqa: B009
+
+
+def test_train_returns_the_run_its_metrics_and_its_checkpoint(trained, folder):
+    assert trained.finished and trained.exit_code == 0 and trained.step == 2
+    assert trained.run_dir == folder / "run" and trained.checkpoint == folder / "run/checkpoints/000002"
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert trained.metrics == lines
+    assert trained.series("reward/mean") == [line["reward/mean"] for line in lines]
+    assert trained.series("no/such") == []
+
+
+def test_train_goes_on_where_the_run_is_and_takes_a_config_object(trained):
+    config = read_source(trained.run_dir / "config.yaml").config()
+    again = qarl.train(config, ["train.steps=3"])
+    assert again.step == 3 and again.metrics[:2] == trained.metrics
+
+
+def test_a_fault_is_a_user_error_with_the_key_and_no_exit(tiny_model):
+    with pytest.raises(qarl.UserError, match=r"^configuration: quant\.scheme = .w5."):
+        qarl.train({**settings(tiny_model()), "quant": {"scheme": "w5"}})
+    with pytest.raises(qarl.UserError, match=r"^command line: train\.steps"):
+        qarl.train(settings(tiny_model()), {"train.steps": 0})
+    with pytest.raises(qarl.UserError, match="no such file"):
+        qarl.train("absent.yaml")
+    with pytest.raises(qarl.UserError, match="holds a list"):
+        qarl.train(["a"])  # type: ignore[arg-type]
+
+
+def test_a_source_may_be_a_file_a_dict_or_a_config_and_means_the_same(tmp_path, tiny_model):
+    data = settings(tiny_model(), train={"run_dir": str(tmp_path / "run")})
+    file = write_config(tmp_path / "c.yaml", data)
+    values = {"optim.lr": 3e-7, "rollout.stop": ("\n", "é")}
+    configs = [read_source(source, values).config() for source in (file, str(file), data, qarl.Config(**data))]
+    assert all(config == configs[0] for config in configs)
+    assert (configs[0].optim.lr, configs[0].rollout.stop) == (3e-7, ["\n", "é"])
+    assert override_texts(["a=1"]) == ["a=1"]
+    assert data["rollout"].get("stop") is None  # what was given is not changed
+
+
+def test_a_dict_without_a_run_directory_runs_in_runs_unnamed(tiny_model):
+    assert read_source(settings(tiny_model())).config().run_dir == Path("runs/unnamed")
+
+
+def test_export_returns_what_it_wrote_and_verifies_it(trained, folder):
+    done = qarl.export(trained.run_dir, folder / "served", verify=True)
+    assert done.path == folder / "served" and done.same_as_run
+    assert done.files == {p.name: p.stat().st_size for p in done.path.iterdir() if p.name in done.files}
+    assert 0 < done.tensor_bytes < done.bf16_bytes and len(done.digest) == 64
+    record = json.loads((folder / "served/verification.json").read_text())
+    assert done.verification == record and done.verified == record["ok"]
+    assert [r["status"] for r in record["readers"] if r["reader"] in ("codes", "qarl")] == ["agrees", "agrees"]
+    with pytest.raises(qarl.UserError, match="exists and is not empty"):
+        qarl.export(trained.run_dir, folder / "served")
+
+
+def test_quantize_writes_a_model_that_generate_reads(tiny_model, tmp_path):
+    done = qarl.quantize(tiny_model(), tmp_path / "q", "w8a8")
+    assert not done.same_as_run and not done.verified and done.verification is None
+    first = qarl.generate(tmp_path / "q", ["one", "two"], max_new_tokens=4)
+    assert first == qarl.generate(tiny_model(), ["one", "two"], max_new_tokens=4, scheme="w8a8")
+    assert [each.prompt for each in first] == ["one", "two"]
+    assert all(len(each.token_ids) == len(each.logprobs) <= 4 for each in first)
+
+
+def test_evaluate_returns_the_results_and_their_directory(trained, folder):
+    done = qarl.evaluate(trained.run_dir, samples=2, pass_at=[1, 2], max_prompts=3, console="none", out=folder / "eval")
+    assert done.path == folder / "eval"
+    assert done.results == json.loads((done.path / "results.json").read_text())
+    assert set(done.pass_at) == {1, 2} and 0 <= done.avg <= done.pass_at[2] <= 1
+
+
+def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny_model):
+    data = settings(tiny_model(), train={"steps": 1}, logging={"tensorboard": False})
+    done = qarl.compare(data, schemes=["w4a16", "w8a8"], out=folder / "schemes", jobs=2)
+    assert done.exit_code == 0 and set(done.members) == {"w4a16-aligned-seed0", "w8a8-aligned-seed0"}
+    assert {member["state"] for member in done.members.values()} == {"finished"}
+    run = folder / "schemes/runs/w8a8-aligned-seed0"
+    both = qarl.compare([trained.run_dir, run], out=folder / "both")
+    assert both.path == folder / "both" and len(both.members) == 2
+    with pytest.raises(qarl.UserError, match="--schemes: is for a CONFIG"):
+        qarl.compare([trained.run_dir, run], schemes=["bf16"])
+    with pytest.raises(qarl.UserError, match="nothing varies"):
+        qarl.compare(data)
+
+
+def test_compare_offline_returns_a_member_a_scheme(tiny_model, folder):
+    done = qarl.compare_offline(
+        tiny_model(), ["bf16", "w4a16"], group_size=32, max_tokens=300, out=folder / "offline", device="cpu"
+    )
+    assert set(done.members) == {"bf16", "w4a16"} and done.exit_code == 0
+    assert done.members["bf16"]["kl"]["mean"] == 0 < done.members["w4a16"]["kl"]["mean"]
+
+
+def test_the_record_of_a_script_names_the_script(monkeypatch):
+    from qarl.invocation import command_line
+
+    monkeypatch.setattr(sys, "argv", ["study.py", "--fast"])
+    assert command_line() == ["python", "study.py", "--fast"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/qarl", "compare", "a", "b"])
+    assert command_line() == ["qarl", "compare", "a", "b"]
