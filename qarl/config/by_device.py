@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    ByDevice = int  # what reads one of them has a configuration whose sizes are decided
+    ByDevice = Any  # an int: what reads one of them has a configuration whose sizes are decided
 else:
     ByDevice = int | None
 

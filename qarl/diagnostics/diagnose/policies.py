@@ -36,7 +36,7 @@ class RunPolicy:
     def __init__(self, target: Target, device: str) -> None:
         assert target.run is not None and target.run_dir is not None, "the policy of a run"
         # A run records its sizes; a configuration written by hand may leave them to the device.
-        self.config: Config = decide_sizes(target.run, pick_device(device).type)
+        self.config: Config = decide_sizes(target.run, "cuda" if pick_device(device).type == "cuda" else "cpu")
         self._checkpoints = target.run_dir / "checkpoints"
         set_determinism(self.config)
         config = self.config
