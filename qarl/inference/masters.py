@@ -56,8 +56,12 @@ class Masters:
         shared = shared_scales(quantized, scheme, self.read)
         low_bit = {f"{module}.weight" for module in quantized}
         for name in self.shapes:
-            own, master = scheme if name in low_bit else None, self.read(name).to(device)
-            yield name, quantize_parameter(name, master, own, dtype, self.version or 0, shared=shared.get(name))
+            own, version = scheme if name in low_bit else None, self.version or 0
+            # no name for the master: it would live on beside the next one
+            yield (
+                name,
+                quantize_parameter(name, self.read(name).to(device), own, dtype, version, shared=shared.get(name)),
+            )
 
     def specs(self, quant: QuantConfig, dtype: torch.dtype, unpacked: bool = False) -> dict[str, dict[str, TensorSpec]]:
         """Parameter name -> the tensors that are stored of what `forms` will give for it; reads nothing.
