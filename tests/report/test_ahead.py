@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
@@ -36,22 +36,35 @@ def test_the_processes_draw_every_chart_as_it_is_drawn_here(forks, monkeypatch, 
             assert [(svg(chart, "x-"), png(chart)) for chart in CHARTS] == expected
             assert list(chart_files(tmp_path, SECTIONS).values()) == [data for _, data in expected]
         assert "no data" in svg(EMPTY)
-    assert not charts.drawn and not ahead._charts
+    assert not charts.drawn
 
 
-@pytest.mark.parametrize("error", [BrokenProcessPool("killed"), OSError(11, "no more processes")])
-def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch, error):
-    def refused(*arguments):
-        raise error
+def test_without_processes_the_charts_are_drawn_here(forks, monkeypatch):
+    def refused():
+        raise OSError(11, "no more processes")
 
     expected = png(CHARTS[0])
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", refused)
+    monkeypatch.setattr(os, "fork", refused)
     with drawn_ahead(SECTIONS):
         assert not charts.drawn and png(CHARTS[0]) == expected
 
 
+def test_what_a_killed_process_had_to_draw_is_drawn_here(forks, monkeypatch):
+    expected, parent, real = [png(chart) for chart in CHARTS], os.getpid(), ahead.save
+
+    def killed(chart, form):
+        if os.getpid() != parent and chart is CHARTS[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(chart, form)
+
+    monkeypatch.setattr(ahead, "save", killed)
+    with drawn_ahead(SECTIONS):
+        assert {key[0] for key in charts.drawn} == {id(chart) for chart in CHARTS[1::2]}
+        assert [png(chart) for chart in CHARTS] == expected
+
+
 def test_a_program_with_threads_does_not_fork(monkeypatch):
     monkeypatch.setattr(threading, "active_count", lambda: 2)
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", lambda *arguments: pytest.fail("forked"))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     with drawn_ahead(SECTIONS):
         assert not charts.drawn

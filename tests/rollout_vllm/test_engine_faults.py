@@ -18,6 +18,7 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
+from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.verify import PublishError
@@ -38,7 +39,7 @@ class Case:
     def make(self, *troubles: str, **vllm) -> VLLMEngine:
         self.troubles.write_text("\n".join(troubles))
         section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
-        config = Config.model_validate(settings(self.model, rollout=section))
+        config = decide_sizes(Config.model_validate(settings(self.model, rollout=section)), "cpu")
         self.policy = Policy(
             load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
         )
