@@ -18,7 +18,8 @@ from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.gpu_carriers import CudaIpcCarrier
 from qarl.weight_sync.transport import ReceiverPlan, make_carrier
 
-sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("rollout_vllm", "weight_sync")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout_vllm"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "weight_sync"))
 from far_side import Sampler, ragged
 from listening import listening
 
