@@ -20,8 +20,6 @@ from qarl.objectives.proximal import RatioKind
 from qarl.objectives.regularizers import Estimator
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from qarl.config.config import Config
     from qarl.objectives.band import Band
     from qarl.objectives.correction.combined import Correction
@@ -109,9 +107,9 @@ class ObjectiveConfig(Section):
         """`surrogate` reads `SurrogateInputs.center`."""
         return False
 
-    def weights_to_center(self, inputs: SurrogateInputs) -> Tensor:
-        """(T,) without gradient: what `SurrogateInputs.center` is the mean of, over a whole minibatch."""
-        raise NotImplementedError(f"{self.name} centers nothing")
+    def center(self, inputs: SurrogateInputs) -> float:
+        """`SurrogateInputs.center`, of the tokens of a whole minibatch; 0 where nothing is centred."""
+        return 0.0
 
     def corrected(self, correction: Correction) -> Correction:
         """The configured correction, with the weights and rules that are the objective's own."""

@@ -81,8 +81,7 @@ class Objective:
         """The constants of a whole minibatch: logps and segments of all its responses, advantages (R,). No gradient."""
         pruned, center = self.pruned(logps, segments), 0.0
         if self.config.centers and logps.logp.numel():
-            inputs = self._inputs(logps, advantages, segments, pruned)
-            center = float(self.config.weights_to_center(inputs).double().mean())
+            center = self.config.center(self._inputs(logps, advantages, segments, pruned))
         normalize = self.correction.normalize
         return Constants(center, self.correction.weight_mean(logps, segments, pruned) if normalize else 1.0)
 

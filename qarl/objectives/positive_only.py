@@ -16,7 +16,7 @@ from qarl.objectives.token_clip import TokenClip
 from qarl.objectives.tokens import SurrogateInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 class PositiveOnly(TokenClip):
@@ -38,8 +38,8 @@ class PositiveOnly(TokenClip):
             return result
         return Surrogate(result.value.masked_fill(inputs.token_advantages < 0, 0.0), result.stats)
 
-    def weights_to_center(self, inputs: SurrogateInputs) -> Tensor:
-        return super().weights_to_center(_rewarded(inputs))
+    def center(self, inputs: SurrogateInputs) -> float:
+        return super().center(_rewarded(inputs))
 
 
 def _rewarded(inputs: SurrogateInputs) -> SurrogateInputs:

@@ -19,7 +19,7 @@ from qarl.objectives.surrogate import Surrogate, ratio_stats, stat
 from qarl.objectives.tokens import SurrogateInputs
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 NO_CLIP_EPS = 10.0
 """loss no_clip (TRL precision study, section 10.1): both bounds at this, the lower one below 0, so at 0."""
@@ -64,8 +64,8 @@ class TokenClip(RatioObjective):
     def centers(self) -> bool:
         return self.loss == "detach_center"
 
-    def weights_to_center(self, inputs: SurrogateInputs) -> Tensor:
-        return clipped_weights(inputs, self.bounds).value
+    def center(self, inputs: SurrogateInputs) -> float:
+        return float(clipped_weights(inputs, self.bounds).value.double().mean()) if self.centers else 0.0
 
     def faults(self) -> Iterator[Fault]:
         yield from super().faults()

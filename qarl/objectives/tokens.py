@@ -51,7 +51,7 @@ class SurrogateInputs:
     where the objective has no ratio.
     advantages: (R,). segments: which token is of which response.
     pruned: tokens outside the learner's truncated distribution, whose value counts 0 whatever it is; None is none.
-    center: the mean of `ObjectiveConfig.weights_to_center` over the minibatch, 0 where nothing is centred.
+    center: `ObjectiveConfig.center` of the minibatch, 0 where nothing is centred.
     """
 
     logps: TokenLogProbs

@@ -40,6 +40,26 @@ VOCABULARY = 259
 EVEN = -math.log(VOCABULARY)
 
 
+def settings(folder: Path) -> SamplerSettings:
+    """Of a sampler without a policy, with its checkpoint and its `troubles` in `folder`."""
+    return SamplerSettings(
+        checkpoint=folder,
+        dtype="bfloat16",
+        scheme="bf16",
+        context=64,
+        max_num_seqs=8,
+        max_batched_tokens=64,
+        kv_cache_bytes=None,
+        memory_frac=0.4,
+        enforce_eager=True,
+        sleep=False,
+        staging=False,
+        linear_kernels="vllm",
+        cuda=None,
+        args={"troubles": str(folder / "troubles")},
+    )
+
+
 class FakeHost:
     """`qarl.rollout.vllm.host.Host` without vLLM: it holds and proves tensors, but draws evenly whatever they are."""
 

@@ -11,7 +11,7 @@ import torch
 
 from qarl.rollout.vllm import process
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
+from qarl.rollout.vllm.settings import Drawing, Request, Response
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import make_carrier
 from qarl.weight_sync.verify import PublishError
@@ -42,22 +42,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
         (tmp_path / "troubles").write_text("\n".join(troubles))
-        settings = SamplerSettings(
-            checkpoint=tmp_path,
-            dtype="bfloat16",
-            scheme="bf16",
-            context=64,
-            max_num_seqs=8,
-            max_batched_tokens=64,
-            kv_cache_bytes=None,
-            memory_frac=0.4,
-            enforce_eager=True,
-            sleep=False,
-            staging=False,
-            linear_kernels="vllm",
-            cuda=None,
-            args={"troubles": str(tmp_path / "troubles")},
-        )
+        settings = fake_sampler.settings(tmp_path)
         made.append(SamplerProcess(settings, {}, plan, tmp_path / "sampler.log", timeout_s))
         made[-1].start(ignore)
         return made[-1]

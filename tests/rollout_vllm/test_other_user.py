@@ -23,7 +23,6 @@ from test_engine_process import ORDER, ignore
 
 from qarl.config import Config
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.storage.rundir import RunDirectory
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.transport import make_carrier
@@ -76,22 +75,7 @@ def scene() -> Iterator[Scene]:
         run.begin()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         (folder / "troubles").write_text("")
-        settings = SamplerSettings(
-            checkpoint=folder,
-            dtype="bfloat16",
-            scheme="bf16",
-            context=64,
-            max_num_seqs=8,
-            max_batched_tokens=64,
-            kv_cache_bytes=None,
-            memory_frac=0.4,
-            enforce_eager=True,
-            sleep=False,
-            staging=False,
-            linear_kernels="vllm",
-            cuda=None,
-            args={"troubles": str(folder / "troubles")},
-        )
+        settings = fake_sampler.settings(folder)
         sampler = SamplerProcess(settings, {}, plan, folder / "sampler.log", 60)
         try:
             sampler.start(ignore)
