@@ -22,6 +22,19 @@ ROWS = [
     for b in range(1, 5)
 ]
 RUN, RESULTS = Path("runs/tiny"), Path("results")  # below a working directory
+COMPARE = [
+    "compare",
+    "--offline",
+    "model",
+    "--schemes",
+    "bf16,w4a16",
+    "--group-size",
+    "32",
+    "--max-tokens",
+    "64",
+    "--out",
+    "out",
+]
 EVALUATE = [
     "eval",
     "model",
@@ -36,6 +49,26 @@ EVALUATE = [
     "--out",
     str(RESULTS),
 ]
+
+
+def greedy_evaluation(model: str, rows: str) -> list[str]:
+    """A command line that answers two prompts of `rows` once each."""
+    return [
+        "eval",
+        model,
+        "--data",
+        f"minerva={rows}",
+        "--samples",
+        "1",
+        "--temperature",
+        "0",
+        "--max-response-length",
+        "4",
+        "--max-prompts",
+        "2",
+    ]
+
+
 REWARD = """\
 def f(completions, prompts, **columns):
     return [float(len(completion) % 3) for completion in completions]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fuzzing.base import ROWS, Base
+from fuzzing.base import ROWS, Base, greedy_evaluation
 from fuzzing.case import Case
 from fuzzing.documents import damage_bytes, damage_entry, damage_json
 from fuzzing.values import TEXTS, json_value, make_traps, shown
@@ -128,20 +128,7 @@ def mutate_dataset(rng: random.Random, base: Base, case: Case) -> None:
     options = {"length": {"target": 4}, "regex": {"pattern": r"\d"}}.get(reward, {})
     case.mutation = f"{kind}: {what}"
     if rng.random() < 0.2 and kind != "template":
-        case.argv = [
-            "eval",
-            str(base.model),
-            "--data",
-            f"minerva={source}",
-            "--samples",
-            "1",
-            "--temperature",
-            "0",
-            "--max-response-length",
-            "4",
-            "--max-prompts",
-            "2",
-        ]
+        case.argv = greedy_evaluation(str(base.model), source)
         return
     config = base.config(data=data, reward={"functions": [{"name": reward, "options": options}], "timeout_s": 5.0})
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(config, allow_unicode=False))

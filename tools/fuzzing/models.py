@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fuzzing.base import Base, lay_out
+from fuzzing.base import COMPARE, Base, greedy_evaluation, lay_out
 from fuzzing.case import Case
 from fuzzing.documents import damage_bytes, damage_entry, damage_json
 from fuzzing.tensorfiles import damage_file, lose_tensors, read_tensors, spoil_values, write_tensors
@@ -183,33 +183,8 @@ def _argv(command: str, base: Base, cwd: Path, gguf: str | None) -> list[str]:
     return {
         "generate": ["generate", "model", "--prompt", "2 + 2 =", "--max-new-tokens", "4"],
         "quantize": ["quantize", "model", "out", "--scheme", "w4a16", "--group-size", "32"],
-        "compare": [
-            "compare",
-            "--offline",
-            "model",
-            "--schemes",
-            "bf16,w4a16",
-            "--group-size",
-            "32",
-            "--max-tokens",
-            "64",
-            "--out",
-            "out",
-        ],
-        "eval": [
-            "eval",
-            "model",
-            "--data",
-            "minerva=rows.jsonl",
-            "--samples",
-            "1",
-            "--temperature",
-            "0",
-            "--max-response-length",
-            "4",
-            "--max-prompts",
-            "2",
-        ],
+        "compare": list(COMPARE),
+        "eval": greedy_evaluation("model", "rows.jsonl"),
         "check": ["check", "c.yaml"],
         "train": ["train", "c.yaml"],
     }[command]

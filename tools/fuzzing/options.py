@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import yaml
 
-from fuzzing.base import EVALUATE, RUN, Base, lay_out
+from fuzzing.base import COMPARE, EVALUATE, RUN, Base, lay_out
 from fuzzing.case import Case, argument
 from fuzzing.values import FLOATS_OF_OPTIONS, INTEGERS, PATHS, TEXTS, make_traps, shown
 
@@ -43,19 +43,7 @@ WORKING: dict[str, tuple[list[str], ...]] = {
     "export": (["export", str(RUN), "out"],),
     "quantize": (["quantize", "model", "out", "--scheme", "w4a16", "--group-size", "32"],),
     "compare": (
-        [
-            "compare",
-            "--offline",
-            "model",
-            "--schemes",
-            "bf16,w4a16",
-            "--group-size",
-            "32",
-            "--max-tokens",
-            "64",
-            "--out",
-            "out",
-        ],
+        list(COMPARE),
         ["compare", "nomodel.yaml", "--seeds", "0,1", "--out", "out"],
         ["compare", str(RUN), str(RUN), "--out", "out"],
     ),
