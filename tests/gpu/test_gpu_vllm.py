@@ -20,6 +20,13 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
+SIZES = {  # whole blocks of 128 in every layer, fused ones too
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
 CASES = {
     "w4a16 in vLLM's kernels": ["quant.scheme=w4a16"],
     "w4a16 in qarl's kernels": ["quant.scheme=w4a16", "rollout.linear_kernels=qarl"],
@@ -35,30 +42,53 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_publishes_and_proves_every_version(case: str, smollm2: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    records, output = run(tmp_path / "run", smollm2, CASES[case])
+    assert "warning" not in output  # no restart, no publish sent twice
+    for record in records:
+        assert record["publish/canary_abs_mean"] < 0.5
+        if not case.startswith("w4a16 in vLLM's kernels"):  # those repack
+            assert record["publish/proved_frac"] > 0.9999  # int4's `weight_shape` is not in the layers
+        assert record["memory/sampler_freed_gib"] > 1
+
+
+@pytest.mark.parametrize("kernels", ["vllm", "qarl"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "nvfp4a16"])
+def test_a_model_of_whole_blocks_trains(scheme: str, kernels: str, tiny_model, tmp_path: Path) -> None:
+    changes = [
+        f"quant.scheme={scheme}",
+        "quant.group_size=null",
+        f"rollout.linear_kernels={kernels}",
+        "data.max_prompt_length=96",
+        "rollout.max_response_length=32",
+        "model.max_length=128",
+        "reward.functions=[{name: length}]",
+        "optim.lr=1e-4",
+    ]
+    records, output = run(tmp_path / "run", str(tiny_model("llama", **SIZES)), changes)
+    assert "warning" not in output
+    assert all(record["publish/canary_abs_mean"] < 0.5 for record in records)
+
+
+def run(directory: Path, model: str, changes: list[str]) -> tuple[list[dict[str, float]], str]:
+    """The metrics of three steps of the quickstart with vLLM, and what was printed."""
     command = [
         sys.executable,
         "-m",
         "qarl.cli",
         "train",
         str(ROOT / "configs/quickstart.yaml"),
-        f"model.path={smollm2}",
+        f"model.path={model}",
         "rollout.engine=vllm",
         "train.steps=3",
-        f"train.run_dir={run}",
+        f"train.run_dir={directory}",
         "evaluation.tasks=[]",
         "logging.console=plain",
-        *CASES[case],
+        *changes,
     ]
     path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")] + sys.path)
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
-    assert "warning" not in ended.stdout, ended.stdout  # no restart, no publish sent twice
-    for record in records:
-        assert record["quant/codes_changed_frac"] > 0
-        assert record["publish/canary_abs_mean"] < 0.5
-        if not case.startswith("w4a16 in vLLM's kernels"):  # those repack
-            assert record["publish/proved_frac"] > 0.9999  # int4's `weight_shape` is not in the layers
-        assert record["memory/sampler_freed_gib"] > 1
+    assert all(record["quant/codes_changed_frac"] > 0 for record in records)
+    return records, ended.stdout
