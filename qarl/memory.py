@@ -148,7 +148,7 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
         heads,
         kv,
         learner_width,
-        config.train.gradient_checkpointing,
+        config.train.recompute == "layer",
     )
     other = a.parameters - a.matrix_parameters
     kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)

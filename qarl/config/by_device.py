@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     ByDevice = Any  # an int: what reads one of them has a configuration whose sizes are decided
+    Recompute = Any  # a string, likewise
 else:
     ByDevice = int | None
+    Recompute = Literal["elementwise", "mlp", "products", "layer"] | None
 
 # Keys of a configuration, and what null means on a CPU.
 ON_CPU = {
@@ -15,4 +17,5 @@ ON_CPU = {
     "rollout.max_batched_tokens": 512,
     "train.micro_batch_tokens": 4096,
     "train.logprob_chunk": 128,
+    "train.recompute": "elementwise",
 }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
-from qarl.config.base import Fault, Field, Section, path_faults
-from qarl.config.by_device import ByDevice
+from qarl.config.base import Fault, Field, Renamed, Section, path_faults
+from qarl.config.by_device import ByDevice, Recompute
 from qarl.config.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKENS
 from qarl.inputs.paths import PATH_BYTES
 
 
 class TrainConfig(Section):
     """Sizes and seeds of the training loop."""
+
+    renamed: ClassVar = {"gradient_checkpointing": Renamed("recompute", {"True": "layer", "False": "elementwise"})}
 
     steps: int = Field(ge=1, le=STEPS, description="Training steps: rollout, update, publish.")
     prompts_per_step: int = Field(8, ge=1, le=PROMPTS, description="Prompts of a step; each gets rollout.n responses.")
@@ -29,7 +32,12 @@ class TrainConfig(Section):
         "the device's memory allows.",
     )
     epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
-    gradient_checkpointing: bool = Field(False, description="Recompute layers in the backward instead of keeping them.")
+    recompute: Recompute = Field(
+        None,
+        description="What the backward computes again instead of keeping it. elementwise: norms, rotation and "
+        "activation; mlp: gate and up too; products: all products but the MLP's last; layer: everything. null: as the "
+        "device's memory allows. In plain torch (a CPU) the first three keep all.",
+    )
     logprob_chunk: ByDevice = Field(
         None, ge=1, le=TOKENS, description="Rows of logits held at once; null: as the device's memory allows."
     )

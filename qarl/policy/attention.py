@@ -1,24 +1,27 @@
-"""Attention for packed sequences, registered with transformers as the implementation "qarl".
+"""Attention of a packed batch in plain torch, over KV pages: what a CPU runs.
 
-The model's own attention modules compute q, k and v; this function writes k and v into pages and attends through
-`qarl_kernels.attention`. The sampler passes its KV cache; the learner gets a fresh one per layer, so both run the
-same function on the same pages. The learner's backward is that of exact attention recomputed with torch's SDPA.
+Learner and sampler share it: k and v go into pages, and `qarl_kernels.attention` attends through them. The sampler
+passes its KV cache; the learner gets fresh pages in each layer, so that a row has the same bits in both. The learner's
+backward is that of exact attention recomputed with torch's SDPA. A GPU has `qarl.policy.fused_attention`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-IMPLEMENTATION = "qarl"
+if TYPE_CHECKING:
+    from qarl.policy.fused_attention import PackedAttention, PagedAttention
+
+Caches: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # per layer (k, v), each (P, H_kv, PAGE, D)
 
 
 @dataclass(frozen=True)
@@ -49,33 +52,69 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class AttentionContext:
+class PlainAttention:
     """What one forward needs to know, the same for every layer.
 
+    positions: (T,) int64, of each row in its sequence.
     slots: (L,) int64, page * PAGE + offset where k and v of the rows `sources` go; sources None means all T rows.
-    tiles: cover every token once. caches: per layer (k, v), each (P, H_kv, PAGE, D); None for the learner, who gets
-    `fresh_pages` zeroed pages and a `backward`.
+    tiles: cover every token once. caches: the sampler's; None for the learner, who gets `fresh_pages` zeroed pages and
+    a `backward_layout`.
     """
 
+    positions: Tensor
     slots: Tensor
     tiles: list[QueryTiles]
-    caches: list[tuple[Tensor, Tensor]] | None = None
+    caches: Caches | None = None
     sources: Tensor | None = None
     fresh_pages: int = 0
-    backward: Backward | None = None
+    backward_layout: Backward | None = None
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
         """Page and offset of each slot, (L,) int64 each; computed once for all layers."""
         return self.slots // PAGE, self.slots % PAGE
 
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
+        """q: (T, H, D); k, v: (T, H_kv, D), contiguous. Returns (T, H, D)."""
+        if self.caches is None:
+            return _LearnerAttention.apply(q, k, v, self, scale, window)
+        return _write_and_attend(q, k, v, self, self.caches[layer], scale, window)
 
-def sampler_context(spans: list[Span], device: torch.device, caches: list[tuple[Tensor, Tensor]]) -> AttentionContext:
-    """Attention of a packed batch over the sampler's KV cache."""
-    return AttentionContext(torch.tensor(_slots(spans), device=device), _tiles(spans, device), caches)
+
+Attention: TypeAlias = "PlainAttention | PackedAttention | PagedAttention"
 
 
-def _slots(spans: list[Span]) -> list[int]:
+def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: bool) -> Attention:
+    """Attention of prompts, each run once and followed by its continuations, over keys of their own.
+
+    groups: (prompt tokens, tokens of each continuation), packed as prompt, continuation, continuation, next prompt.
+    An empty continuation stands for the prompt alone; every group has at least one continuation. fused: for layers of
+    Triton kernels.
+    """
+    if fused:
+        from qarl.policy.fused_attention import packed_attention
+
+        return packed_attention(groups, device)
+    return _plain_packed(groups, device)
+
+
+def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) -> Attention:
+    """Attention of spans of sequences over the sampler's KV cache, which gets their keys and values."""
+    if fused:
+        from qarl.policy.fused_attention import sampler_attention
+
+        return sampler_attention(spans, device, caches)
+    return PlainAttention(
+        _positions(spans, device), torch.tensor(slots_of(spans), device=device), _tiles(spans, device), caches
+    )
+
+
+def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:
+    return torch.tensor([p for s in spans for p in range(s.position, s.position + s.count)], device=device)
+
+
+def slots_of(spans: Sequence[Span]) -> list[int]:
+    """page * PAGE + offset of each token of the spans."""
     return [s.pages[p // PAGE] * PAGE + p % PAGE for s in spans for p in range(s.position, s.position + s.count)]
 
 
@@ -103,13 +142,9 @@ def _round_pages(pages: int) -> int:
     return 1 << (pages - 1).bit_length() if pages <= 8 else -(-pages // 8) * 8
 
 
-def learner_context(groups: list[tuple[int, list[int]]], device: torch.device) -> tuple[AttentionContext, Tensor]:
-    """Context and position ids (T,) for prompts, each run once and followed by its continuations.
-
-    groups: (prompt tokens, tokens of each continuation), packed as prompt, continuation, continuation, next prompt.
-    A continuation attends to its prompt's full pages where they are, and to copies of k and v in the last, partial
-    page. An empty continuation stands for the prompt alone; every group has at least one continuation.
-    """
+def _plain_packed(groups: list[tuple[int, list[int]]], device: torch.device) -> PlainAttention:
+    """A continuation attends to its prompt's full pages where they are, and to copies of k and v in the last, partial
+    page."""
     spans: list[Span] = []
     sources: list[int] = []
     slots: list[int] = []
@@ -137,15 +172,14 @@ def learner_context(groups: list[tuple[int, list[int]]], device: torch.device) -
             sources += [start + position for position in copied]
             slots += [span.pages[full] * PAGE + position % PAGE for position in copied]
             row += length
-    positions = torch.tensor([p for s in spans for p in range(s.position, s.position + s.count)], device=device)
-    context = AttentionContext(
-        slots=torch.tensor(_slots(spans) + slots, device=device),
+    return PlainAttention(
+        positions=_positions(spans, device),
+        slots=torch.tensor(slots_of(spans) + slots, device=device),
         sources=torch.tensor(list(range(row)) + sources, device=device),
         tiles=_tiles(spans, device),
         fresh_pages=page,
-        backward=_backward(sequences, device),
+        backward_layout=_backward(sequences, device),
     )
-    return context, positions
 
 
 def _backward(sequences: list[tuple[list[int], int]], device: torch.device) -> Backward:
@@ -161,7 +195,7 @@ def _write_and_attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    context: AttentionContext,
+    context: PlainAttention,
     cache: tuple[Tensor, Tensor],
     scale: float,
     window: int | None,
@@ -176,7 +210,7 @@ class _LearnerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, context, scale, window):
         ctx.save_for_backward(q, k, v)
-        ctx.layout, ctx.scale, ctx.window = context.backward, scale, window
+        ctx.layout, ctx.scale, ctx.window = context.backward_layout, scale, window
         shape = (context.fresh_pages, k.shape[1], PAGE, k.shape[2])
         # A page is read by many tiles, and the CPU's products are float32: convert once, here.
         held = torch.float32 if k.device.type == "cpu" else k.dtype
@@ -208,29 +242,3 @@ class _LearnerAttention(torch.autograd.Function):
             for t, g in zip((q, k, v), grads, strict=True)
         )
         return *summed, None, None, None
-
-
-def _qarl_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    qarl_context: AttentionContext | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """query: (1, H, T, D); key, value: (1, H_kv, T, D). Returns (1, T, H, D)."""
-    assert qarl_context is not None, "the qarl attention needs an AttentionContext"
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-    if qarl_context.caches is None:
-        out = _LearnerAttention.apply(q, k, v, qarl_context, scaling, sliding_window)
-    else:
-        cache = qarl_context.caches[module.layer_idx]
-        out = _write_and_attend(q, k, v, qarl_context, cache, scaling, sliding_window)
-    return out[None], None
-
-
-AttentionInterface.register(IMPLEMENTATION, _qarl_attention)

@@ -31,6 +31,12 @@ class PlainWeight:
         wide = self.rounded_input(x).to(self.weight.dtype)
         return nn.functional.linear(wide, self.weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.weight.shape
+        return n, k
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight itself."""
         return self.weight

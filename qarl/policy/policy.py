@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 from qarl.fused import shared_scales
-from qarl.policy.attention import IMPLEMENTATION, AttentionContext, learner_context
+from qarl.policy.attention import packed
+from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import check_family, replace_modules
-from qarl.policy.sampler import Sampler, final_states
+from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
-from qarl.policy.views import ViewMaker
+from qarl.policy.views import ViewMaker, restacked
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
 
@@ -78,12 +79,13 @@ class Policy:
         self.head_master: nn.Parameter = head.weight
         self.linears = self._replace_linears()
         replace_modules(model, self.role, -(-self.max_length // PAGE) * PAGE, {dtype, self.learner_dtype}, device)
-        model.set_attn_implementation(IMPLEMENTATION)
         if snapshot is None:
             self.model = model.to(device)
+        self.decoder = Decoder(self.model.base_model, self.role, quant.ste_input == "dequantized")
         masters = dict(self.named_parameters())
         head_name = next(name for name, parameter in masters.items() if parameter is self.head_master)
-        self._views = ViewMaker(masters, self.linears, head_name, quant, dtype, self.learner_dtype, self.kernels)
+        self._stacks = [stack for layer in self.decoder.layers for stack in layer.stacks]
+        self._views = ViewMaker(masters, self._stacks, head_name, quant, dtype, self.learner_dtype, self.kernels)
         self._reference: View | None = None
         layout = ModelLayout(
             model.config,
@@ -94,7 +96,7 @@ class Policy:
             device,
             self.max_length,
         )
-        self.sampler = Sampler(layout, self.model.base_model, self.role, head_name, self.kernels)
+        self.sampler = Sampler(layout, self.decoder, self.role, head_name, self.kernels)
         if snapshot is None:
             self.refresh(version=0)
         else:
@@ -155,6 +157,8 @@ class Policy:
 
     def _take(self, snapshot: Snapshot) -> None:
         """The snapshot is what the masters are now: the learner's forward reads it, and the sampler's may."""
+        if self.kernels:
+            snapshot = restacked(snapshot, self._stacks)
         self.current = snapshot
         self.learner_view = self._views.learner(snapshot)
         self._shadow: View | None = None  # made where somebody asks
@@ -190,10 +194,6 @@ class Policy:
         """
         return self.role.as_(self._sampling_view())
 
-    def hidden_states(self, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Final hidden states of a packed batch. ids, positions: (T,) int64. Returns (T, H) of the compute dtype."""
-        return final_states(self.model.base_model, ids, positions, context)
-
     def logprobs(
         self,
         prompts: list[list[int]],
@@ -210,7 +210,7 @@ class Policy:
         truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`.
         """
         hidden = self._predicting(prompts, responses)
-        targets = torch.tensor([t for r in responses for t in r], device=self.device)
+        targets = self._upload([t for r in responses for t in r])
         return token_logprobs(
             hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels, retained
         )
@@ -240,9 +240,13 @@ class Policy:
             groups[-1][1].append(len(response) - 1)
             rows += [last_of_prompt, *range(len(ids), len(ids) + len(response) - 1)]
             ids += response[:-1]
-        context, positions = learner_context(groups, self.device)
-        hidden = self.hidden_states(torch.tensor(ids, device=self.device), positions, context)
-        return hidden[torch.tensor(rows, device=self.device)]
+        attention = packed(groups, self.device, self.role.view.fused)
+        return self.decoder(self._upload(ids), attention, self._upload(rows))
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        """int64, on the policy's device, without a wait for it."""
+        there = torch.tensor(numbers, pin_memory=self.device.type == "cuda")
+        return there.to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def shadow_logprobs(
@@ -261,11 +265,6 @@ class Policy:
         with self.role.as_(self._reference):
             return self.logprobs(prompts, responses, truncation, chunk)[0]
 
-    def set_gradient_checkpointing(self, on: bool) -> None:
-        """Recompute each layer in the backward instead of keeping its activations."""
-        if on:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.train()
-        else:
-            self.model.gradient_checkpointing_disable()
-            self.model.eval()
+    def set_recompute(self, recompute: Recompute) -> None:
+        """What the backward computes again instead of keeping it, see `Decoder`."""
+        self.decoder.recompute = recompute

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from qarl_formats.prepared import PreparedWeight
+from qarl_formats.stacked import tensors_of
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
-from torch import Tensor, nn
+from torch import Tensor
 
-from qarl.policy.attention import AttentionContext, learner_context
+from qarl.policy.attention import Attention, Caches, Span, packed, paged
+from qarl.policy.decoder import Decoder
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
@@ -18,15 +21,6 @@ from qarl.weight_sync.verify import PublishError
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
 HEAD_ROWS = 256  # of the output layer, compared at once
-
-
-def final_states(model: nn.Module, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-    """Final hidden states of a packed batch, of whoever's forward is running.
-
-    model: the policy's, without its output layer. ids, positions: (T,) int64. Returns (T, H) of the compute dtype.
-    """
-    output = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, qarl_context=context)
-    return output.last_hidden_state[0]
 
 
 class Sampler:
@@ -38,8 +32,8 @@ class Sampler:
 
     view: View
 
-    def __init__(self, layout: ModelLayout, model: nn.Module, role: Role, head: str, kernels: bool) -> None:
-        self.layout, self._model, self._role, self._head, self._kernels = layout, model, role, head, kernels
+    def __init__(self, layout: ModelLayout, decoder: Decoder, role: Role, head: str, kernels: bool) -> None:
+        self.layout, self._decoder, self._role, self._head, self._kernels = layout, decoder, role, head, kernels
         self._offered: tuple[Snapshot, Callable[[], View]] | None = None
         self._installed: Snapshot | None = None
 
@@ -77,13 +71,15 @@ class Sampler:
 
         Raises PublishError where that form is not, bit for bit, what the tensor is prepared to.
         """
-        for name, weight in self.view.operands.items():
-            assert isinstance(weight, PreparedWeight), f"{name}: the sampler multiplies what is published"
+        for names, widths, weight in self.view.multiplied():
+            assert isinstance(weight, PreparedWeight), f"{names[0]}: the sampler multiplies what is published"
             try:
                 tensors = weight.held()
             except ValueError as error:
-                raise self._refusal(f"{name}: {error}") from error
-            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
+                raise self._refusal(f"{', '.join(names)}: {error}") from error
+            for name, width, start in zip(names, widths, accumulate(widths, initial=0), strict=False):
+                own = tensors if len(names) == 1 else tensors_of(weight.scheme, tensors, start, width)
+                yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in own.items())
         for name, value in self.view.values.items():
             if name == self._head and not self._multiplies(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
@@ -106,9 +102,13 @@ class Sampler:
         with self._role.as_(self.view, sampling=True), torch.no_grad():
             yield
 
-    def hidden_states(self, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """`final_states`, inside `running`."""
-        return final_states(self._model, ids, positions, context)
+    def paged(self, spans: list[Span], caches: Caches) -> Attention:
+        """Attention of a forward over the KV cache."""
+        return paged(spans, self.layout.device, caches, self.view.fused)
+
+    def hidden_states(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
+        """Final hidden states (T, H) of a packed batch, or of its `rows`, inside `running`. ids: (T,) int64."""
+        return self._decoder(ids, attention, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""
@@ -120,11 +120,17 @@ class Sampler:
 
         sequences: token ids, two or more each. Returns (T,) float32, in nats, sequence after sequence.
         """
-        device = self.layout.device
-        context, positions = learner_context([(len(tokens) - 1, [0]) for tokens in sequences], device)
-        ids = torch.tensor([t for tokens in sequences for t in tokens[:-1]], device=device)
-        targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=device)
-        with self.running():
-            hidden = self.hidden_states(ids, positions, context)
-            logp, _ = token_logprobs(hidden, None, self.view.head, targets, Truncation(), SCORE_CHUNK, self._kernels)
+        targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.layout.device)
+        hidden = self.states([tokens[:-1] for tokens in sequences])
+        logp, _ = token_logprobs(hidden, None, self.view.head, targets, Truncation(), SCORE_CHUNK, self._kernels)
         return logp
+
+    @torch.no_grad()
+    def states(self, sequences: list[list[int]]) -> Tensor:
+        """Final hidden states (T, H) of whole sequences of token ids, one after the other."""
+        device = self.layout.device
+        attention = packed([(len(tokens), [0]) for tokens in sequences], device, self.view.fused)
+        with self.running():
+            return self.hidden_states(
+                torch.tensor([t for tokens in sequences for t in tokens], device=device), attention
+            )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,19 +20,35 @@ from torch import Tensor
 if TYPE_CHECKING:
     from qarl.policy.gradients import GradientAccumulator
     from qarl.policy.operand import Operand
+    from qarl.policy.projection import Projection
 
 
 @dataclass(frozen=True)
 class View:
     """The parameters of one version as one kind of forward reads them. Views share the tensors that are the same.
 
-    operands: of the linears, by module name. values: all other parameters by their own name (norms, embedding, biases,
-    output layer), in the compute dtype. head: (V, H), the output layer as `qarl_kernels.logprob.logits_of` takes it.
+    operands: of the linears, by module name, for layers in plain torch. projections: the same for layers of Triton
+    kernels, by the names of the modules that are multiplied as one; a view has one or the other. values: all other
+    parameters by their own name (norms, embedding, biases, output layer), in the compute dtype. head: (V, H), the
+    output layer as `qarl_kernels.logprob.logits_of` takes it.
     """
 
     operands: Mapping[str, Operand]
     values: Mapping[str, Tensor]
     head: Tensor
+    projections: Mapping[tuple[str, ...], Projection] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> bool:
+        """Whether its forward runs on layers of Triton kernels."""
+        return bool(self.projections)
+
+    def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], Operand]]:
+        """Every operand, with the modules whose weights it holds and their output features, in order."""
+        for name, operand in self.operands.items():
+            yield (name,), (operand.shape[0],), operand
+        for projection in self.projections.values():
+            yield from projection.multiplied()
 
 
 class Role:

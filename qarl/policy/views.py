@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight
+from qarl_formats.stacked import Form, slices, stack, stackable
 from torch import Tensor, nn
 
 from qarl.config import QuantConfig
-from qarl.policy.linear import QuantLinear
-from qarl.policy.operand import Operand, fake_quant_operand, full_precision_operand
+from qarl.policy.operand import Operand, PlainWeight, fake_quant_operand, full_precision_operand
+from qarl.policy.projection import Projection, Stack
 from qarl.policy.view import View
-from qarl.weight_sync.snapshot import Snapshot, quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot, named_tensors, quantize_parameter
+
+NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class ViewMaker:
     """Makes the views of one policy.
 
-    parameters: the masters by name; linears: the modules among them that multiply; head: the output layer's name.
-    dtype: of what is published; learner_dtype: of the learner's forward. kernels: see `prepare`.
+    parameters: the masters by name; stacks: the linears that multiply, those of one input together; head: the output
+    layer's name. dtype: of what is published; learner_dtype: of the learner's forward. kernels: see `prepare`.
     """
 
     parameters: Mapping[str, nn.Parameter]
-    linears: Mapping[str, QuantLinear]
+    stacks: list[Stack]
     head: str
     quant: QuantConfig
     dtype: torch.dtype
@@ -42,26 +45,47 @@ class ViewMaker:
             values = {name: snapshot.tensors[name] for name in self._unquantized()}
         else:
             values = {name: self._rounded(name, snapshot.version) for name in self._unquantized()}
-        operands = {name: self._learner_operand(name, snapshot) for name in self.linears}
+        if self.kernels and self.learner_dtype in NARROW:
+            return self._fused(values, {s.names: self._learner_operands(s.names, snapshot) for s in self.stacks})
+        operands = {name: self._learner_operands((name,), snapshot)[0] for name in self._linears()}
         return View(operands, values, self._head(values))
 
     def sampling(self, snapshot: Snapshot, learner: View) -> View:
         """A snapshot in the sampler's arithmetic. learner: its learner's view, for what the two have in common."""
-        operands = {name: prepare(_form(snapshot, name), self.dtype, self.kernels) for name in self.linears}
-        if self.learner_dtype == self.dtype:
-            return View(operands, learner.values, learner.head)
-        values = {name: snapshot.tensors[name] for name in self._unquantized()}
-        return View(operands, values, self._head(values))
+        shared = self.learner_dtype == self.dtype
+        values = learner.values if shared else {name: snapshot.tensors[name] for name in self._unquantized()}
+        if self.kernels:
+            return self._fused(values, {s.names: self._published(s.names, snapshot) for s in self.stacks})
+        operands = {name: self._published((name,), snapshot)[0] for name in self._linears()}
+        return View(operands, values, learner.head if shared else self._head(values))
 
-    def _learner_operand(self, name: str, snapshot: Snapshot) -> Operand:
-        form, master = _form(snapshot, name), f"{name}.weight"
-        if self.quant.learner == "fake_quant" and isinstance(form, QuantizedWeight):
-            return fake_quant_operand(form, self.learner_dtype)
+    def _fused(self, values: Mapping[str, Tensor], operands: Mapping[tuple[str, ...], tuple[Operand, ...]]) -> View:
+        projections = {}
+        for one in self.stacks:
+            biases = [values[f"{name}.bias"] for name in one.names] if one.biases else None
+            projections[one.names] = Projection(one, operands[one.names], None if biases is None else torch.cat(biases))
+        return View({}, values, self._head(values), projections)
+
+    def _published(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
+        """What the sampler multiplies with: one operand for all layers where their weights can be stacked."""
+        return tuple(prepare(form, self.dtype, self.kernels) for form in _stacked([_form(snapshot, n) for n in names]))
+
+    def _learner_operands(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
+        quantized = all(name in snapshot.weights for name in names)
+        if self.quant.learner == "fake_quant" and quantized:
+            forms = _stacked([snapshot.weights[name] for name in names])
+            return tuple(fake_quant_operand(form, self.learner_dtype) for form in forms)  # type: ignore[arg-type]
+        masters = [f"{name}.weight" for name in names]
         if self.learner_dtype != self.dtype:
-            return full_precision_operand(self._rounded(master, snapshot.version), self.learner_dtype)
+            return self._plain([self._rounded(name, snapshot.version) for name in masters])
         if self.quant.learner == "full_precision":
-            return full_precision_operand(self.parameters[master], self.dtype)
-        return prepare(form, self.dtype, self.kernels)
+            return self._plain([self.parameters[name] for name in masters])
+        return self._published(names, snapshot)
+
+    def _plain(self, weights: list[Tensor]) -> tuple[Operand, ...]:
+        (one,) = _stacked([full_precision_operand(weight, self.learner_dtype).weight for weight in weights])
+        assert isinstance(one, Tensor), "values stack to values"
+        return (PlainWeight(one),)
 
     def _rounded(self, name: str, version: int) -> Tensor:
         """A master in the learner's dtype, finite, sharing no memory with it."""
@@ -69,15 +93,41 @@ class ViewMaker:
         assert isinstance(value, Tensor)
         return value
 
+    def _linears(self) -> list[str]:
+        return [name for one in self.stacks for name in one.names]
+
     def _unquantized(self) -> list[str]:
-        weights = {f"{name}.weight" for name in self.linears}
+        weights = {f"{name}.weight" for name in self._linears()}
         return [name for name in self.parameters if name not in weights]
 
     def _head(self, values: Mapping[str, Tensor]) -> Tensor:
         source = values[self.head]
-        return source.float() if source.device.type == "cpu" else source
+        return source.float() if source.device.type == "cpu" and not self.kernels else source
 
 
-def _form(snapshot: Snapshot, module: str) -> QuantizedWeight | Tensor:
+def _form(snapshot: Snapshot, module: str) -> Form:
     form = snapshot.weights.get(module)
     return snapshot.tensors[f"{module}.weight"] if form is None else form
+
+
+def _stacked(forms: list[Form]) -> list[Form]:
+    """One weight where all of them can be, else all as they are."""
+    if isinstance(forms[0], QuantizedWeight):
+        scheme = forms[0].scheme
+        widths = [form.shape[0] for form in forms]
+        same = all(isinstance(form, QuantizedWeight) and form.scheme == scheme for form in forms)
+        return [stack(forms)] if same and stackable(scheme, widths) else forms
+    return [stack(forms)] if all(isinstance(form, Tensor) for form in forms) else forms
+
+
+def restacked(snapshot: Snapshot, stacks: Iterable[Stack]) -> Snapshot:
+    """The same tensors, those of each stack under one another in memory, so that no view holds them a second time."""
+    tensors, weights = dict(snapshot.tensors), dict(snapshot.weights)
+    for one in stacks:
+        found = _stacked([_form(snapshot, name) for name in one.names])
+        if len(found) == 1 < len(one.names):
+            for name, form in zip(one.names, slices(found[0], one.widths), strict=True):
+                tensors |= named_tensors(f"{name}.weight", form)
+                if isinstance(form, QuantizedWeight):
+                    weights[name] = form
+    return Snapshot(snapshot.version, tensors, weights)

@@ -34,5 +34,5 @@ def memory_errors() -> Iterator[None]:
         said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(
             f"out of memory ({said}); lower train.micro_batch_tokens, rollout.max_num_seqs or rollout.kv_cache_tokens, "
-            "set train.gradient_checkpointing: true, or take a larger machine; `qarl check` estimates what a run needs"
+            "set train.recompute: layer, or take a larger machine; `qarl check` estimates what a run needs"
         ) from error

@@ -117,7 +117,7 @@ def build_run(config: Config, device: torch.device, console: RunConsole, rewards
             inputs = input_digests(config, model, tokenizer)
         with console.phase("quantize"):
             policy = build_policy(config, model, device, context)
-        policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
+        policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, tokenizer)
         optimizer = build_optimizer(policy.named_parameters(), config.optim)
         engine = build_engine(config, policy, tokenizer, prompts, rewards_log.parent, console.warn)

@@ -44,6 +44,10 @@ class PreparedWeight:
             raise ValueError(f"x is {list(x.shape)}, but the weight takes (rows, {self.shape[1]}); reshape x")
         return self.scheme.multiply(x, self.operands, self.shape[0], bias, self.kernels)
 
+    def of_codes(self, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The product of activations that are quantized already; see `Scheme.multiply_codes`."""
+        return self.scheme.multiply_codes(codes, scale, self.operands, self.shape[0], bias, dtype)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K) of the backward: (code - zero point) * scale rounded to `dtype`; held in float32 on the CPU."""
         return self.scheme.dequantized(self, dtype)

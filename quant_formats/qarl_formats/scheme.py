@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,9 @@ class Scheme(ABC):
     """"int" or "float"; None: weights are not quantized."""
     activation: ClassVar[str | None] = None
     """dtype that activations are quantized to, dynamically; None: they are not."""
+    input_codes: ClassVar[Literal["int8", "fp8", "fp8_group"] | None] = None
+    """What its Triton product reads of activations: codes and a scale a token, of the group kind one for each 128
+    features too; None: their 16-bit values."""
 
     # --- what it takes
     group_sizes: ClassVar[tuple[int, ...]] = ()
@@ -253,6 +256,22 @@ class Scheme(ABC):
 
         x: (M, K) of the compute dtype, contiguous; bias: (N,) or None. Returns (M, N) of x's dtype.
         """
+
+    @classmethod
+    def multiply_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`multiply` with Triton of activations that are quantized already, where `input_codes` says that it can.
+
+        codes: (M, K); scale: (M, 1) or (M, ceil(K / 128)) float32. Returns (M, N) of dtype, the bits of `multiply`.
+        """
+        raise AssertionError(f"scheme {cls.name} multiplies 16-bit activations")
 
     @abstractmethod
     def stored(

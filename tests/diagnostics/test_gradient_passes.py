@@ -123,7 +123,7 @@ def test_the_four_passes_go_through_gradient_checkpointing(llama):
     for checkpointing in (False, True):
         run = parts(llama, **QUANTIZED_ROLLOUT)
         batch = mostly_live(run)
-        run.policy.set_gradient_checkpointing(checkpointing)
+        run.policy.set_recompute("layer" if checkpointing else "elementwise")
         grams.append(gram_of(run, batch))
     assert torch.equal(*grams)
 

@@ -15,7 +15,6 @@ from qarl.errors import UserError
 from qarl.inference.generate import Completed, Look, complete, gather_texts, render
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.attention import learner_context
 from qarl.policy.load import load_tokenizer
 from qarl.types import Prompt, Rollout
 
@@ -41,10 +40,7 @@ def test_greedy_is_the_likeliest_token_of_a_whole_forward_at_every_step(tiny_mod
     policy = open_policy(resolve_target(str(tiny_model("qwen3")), quant=quant), device="cpu").policy
     ids = list(found.prompt.token_ids)
     for token, logprob in zip(found.rollout.token_ids, found.rollout.logprobs, strict=True):
-        context, positions = learner_context([(len(ids), [0])], policy.device)
-        with policy.sampling():
-            hidden = policy.hidden_states(torch.tensor(ids), positions, context)
-            row = policy.sampler.logits(hidden[-1:])[0].log_softmax(-1)
+        row = policy.sampler.logits(policy.sampler.states([ids])[-1:])[0].log_softmax(-1)
         assert token == row.argmax().item()
         assert logprob == row[token].item()
         ids.append(token)

@@ -139,7 +139,7 @@ def test_a_shadow_under_gradient_checkpointing_has_the_same_gradient(tiny_model)
     grads = []
     for checkpointing in (False, True):
         policy = make_policy(tiny_model("llama"), "w4a16", torch.bfloat16, GROUP, learner="full_precision")
-        policy.set_gradient_checkpointing(checkpointing)
+        policy.set_recompute("layer" if checkpointing else "elementwise")
         with policy.shadow():
             logprobs(policy).sum().backward()
         grads.append({name: p.grad for name, p in policy.named_parameters()})

@@ -13,7 +13,6 @@ from torch import Tensor
 from qarl.comparison.intervals import mean_interval
 from qarl.comparison.offline.windows import Windows
 from qarl.errors import UserError
-from qarl.policy.attention import learner_context
 from qarl.policy.policy import Policy
 
 LOGIT_BYTES = 64 * 2**20  # of one float64 chunk of logits; a handful are held at once
@@ -27,9 +26,7 @@ def final_states(policy: Policy, windows: Windows) -> Tensor:
     """
     kept = []
     for ids in windows.ids:
-        context, positions = learner_context([(len(ids), [0])], policy.device)
-        with policy.sampling():
-            hidden = policy.hidden_states(torch.tensor(ids, device=policy.device), positions, context)
+        hidden = policy.sampler.states([ids])
         kept.append(hidden[len(ids) - 1 - windows.predictions : -1].cpu())
     return torch.stack(kept)
 

@@ -42,7 +42,7 @@ class RunPolicy:
         config = self.config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
         self.policy: Policy = build_policy(config, load_model(target.model), pick_device(device), context_of(target))
-        self.policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
+        self.policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, self.policy, self.tokenizer)
         self.truncation: Truncation = sampling.truncation
         self.stop_token_ids = sampling.stop_token_ids

@@ -19,7 +19,7 @@ from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.machine import gpu_bytes
 from qarl.memory import kv_cache_bytes
-from qarl.policy.attention import Span, sampler_context
+from qarl.policy.attention import Span
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.native.pages import KVCache, PagePool
@@ -154,18 +154,14 @@ class NativeEngine:
         return drawing
 
     def _forward(self, chunks: list[Chunk], cache: KVCache) -> Tensor:
-        spans, ids, positions, row = [], [], [], 0
+        spans, ids, row = [], [], 0
         for chunk in chunks:
             count = chunk.stop - chunk.start
             spans.append(Span(row, count, chunk.start, chunk.sequence.pages))
             ids += chunk.sequence.tokens(chunk.start, chunk.stop)
-            positions += range(chunk.start, chunk.stop)
             row += count
-        device = self.sampler.layout.device
-        context = sampler_context(spans, device, cache.layers)
-        return self.sampler.hidden_states(
-            torch.tensor(ids, device=device), torch.tensor(positions, device=device), context
-        )
+        attention = self.sampler.paged(spans, cache.layers)
+        return self.sampler.hidden_states(torch.tensor(ids, device=self.sampler.layout.device), attention)
 
     def _draw(self, responses: list[Response], rows: list[int], hidden: Tensor, sampling: SamplingParams) -> None:
         """Give each response its next token, from the state in its row of `hidden` (T, H). Forks share a row."""

@@ -21,6 +21,7 @@ class FP8(ByteCodes):
     description = "float8_e4m3fn weights, a scale a row; float8_e4m3fn activations, a scale a token"
     weight_type = "float"
     activation = "fp8"
+    input_codes = "fp8"
     capability = (8, 9)
     file_format = "float-quantized"
     tolerance = 0.3
@@ -45,6 +46,20 @@ class FP8(ByteCodes):
             from qarl_kernels import reference
 
             return reference.fp8(x, codes, scale, bias)
-        from qarl_kernels import gemm, quantize
+        from qarl_kernels import quantize
 
-        return gemm.fp8(*quantize.activation_fp8(x.contiguous()), codes, scale, bias, x.dtype)
+        return cls.multiply_codes(*quantize.activation_fp8(x.contiguous()), operands, out_features, bias, x.dtype)
+
+    @classmethod
+    def multiply_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from qarl_kernels import gemm
+
+        return gemm.fp8(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)

@@ -33,6 +33,7 @@ class FP8Block(ByteCodes):
     description = "float8_e4m3fn weights, a scale a 128 x 128 block; float8_e4m3fn activations, a scale a token and 128"
     weight_type = "float"
     activation = "fp8"
+    input_codes = "fp8_group"
     capability = (8, 9)
     row_block = BLOCK
     file_format = "float-quantized"
@@ -115,6 +116,20 @@ class FP8Block(ByteCodes):
             from qarl_kernels import reference
 
             return reference.fp8_block(x, codes, scale, bias)
-        from qarl_kernels import fp8_block, quantize
+        from qarl_kernels import quantize
 
-        return fp8_block.fp8_block(*quantize.activation_fp8_group(x.contiguous()), codes, scale, bias, x.dtype)
+        return cls.multiply_codes(*quantize.activation_fp8_group(x.contiguous()), operands, out_features, bias, x.dtype)
+
+    @classmethod
+    def multiply_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from qarl_kernels import fp8_block
+
+        return fp8_block.fp8_block(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)

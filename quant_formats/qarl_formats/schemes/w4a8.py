@@ -26,6 +26,7 @@ class W4A8(PackedInt4):
     name = "w4a8"
     description = "int4 weights, a scale a group or row; int8 activations, a scale a token"
     activation = "int8"
+    input_codes = "int8"
     tolerance = 0.4
 
     def operands(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
@@ -47,11 +48,25 @@ class W4A8(PackedInt4):
             from qarl_kernels import reference
 
             return reference.w4a8(x, operands["weight_codes"], scale, bias)
-        from qarl_kernels import quantize, w4a8
+        from qarl_kernels import quantize
 
-        tiled, meta, channel = operands["weight_tiled"], operands["weight_meta"], scale.shape[1] == 1
-        qx, s_x = quantize.activation_int8(x.contiguous())
-        return w4a8.w4a8(qx, s_x, tiled, meta, x.shape[1], out_features, bias, x.dtype, channel)
+        return cls.multiply_codes(*quantize.activation_int8(x.contiguous()), operands, out_features, bias, x.dtype)
+
+    @classmethod
+    def multiply_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from qarl_kernels import w4a8
+
+        channel = operands["weight_scale"].shape[1] == 1
+        tiled, meta = operands["weight_tiled"], operands["weight_meta"]
+        return w4a8.w4a8(codes, scale, tiled, meta, codes.shape[1], out_features, bias, dtype, channel)
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool

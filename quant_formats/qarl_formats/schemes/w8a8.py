@@ -21,6 +21,7 @@ class W8A8(ByteCodes):
     description = "int8 weights, a scale a row; int8 activations, a scale a token"
     weight_type = "int"
     activation = "int8"
+    input_codes = "int8"
     file_format = "int-quantized"
     tolerance = 0.3
 
@@ -44,6 +45,20 @@ class W8A8(ByteCodes):
             from qarl_kernels import reference
 
             return reference.w8a8(x, codes, scale, bias)
-        from qarl_kernels import gemm, quantize
+        from qarl_kernels import quantize
 
-        return gemm.w8a8(*quantize.activation_int8(x.contiguous()), codes, scale, bias, x.dtype)
+        return cls.multiply_codes(*quantize.activation_int8(x.contiguous()), operands, out_features, bias, x.dtype)
+
+    @classmethod
+    def multiply_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from qarl_kernels import gemm
+
+        return gemm.w8a8(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)

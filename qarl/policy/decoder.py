@@ -1,0 +1,56 @@
+"""The decoder of a policy: a Hugging Face model's weights and configuration under layers of qarl's own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qarl.policy.attention import Attention, PlainAttention
+from qarl.policy.layer import read_layers
+from qarl.policy.modules import Embedding, RMSNorm, RotaryTable
+from qarl.policy.plain_layer import plain_layer
+from qarl.policy.view import Role
+
+Recompute = Literal["elementwise", "mlp", "products", "layer"]
+
+
+class Decoder:
+    """Runs the layers of a model whose modules `qarl.policy.modules` has replaced, on the role's view.
+
+    model: without its output layer. dequantize_input: see `quant.ste_input`. recompute: what a backward computes again
+    instead of keeping it. elementwise: norms, rotation and activation; mlp: also the products of gate and up; products:
+    all products but the MLP's last, so that beside a layer's input the attention's output is kept; layer: everything.
+    In plain torch, where autograd keeps what it wants, the first three keep all.
+    """
+
+    def __init__(self, model: nn.Module, role: Role, dequantize_input: bool) -> None:
+        self.role, self.dequantize_input = role, dequantize_input
+        self.embedding: Embedding = model.embed_tokens
+        self.rotary: RotaryTable = model.rotary_emb
+        self.norm: RMSNorm = model.norm
+        self.embedding_name, self.norm_name = self.embedding.parameter, self.norm.parameter
+        self.layers = read_layers(model)
+        self.recompute: Recompute = "elementwise"
+
+    def __call__(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
+        """Final hidden states of a packed batch. ids: (T,) int64; rows: (R,) int64, which to return; None: all.
+
+        attention: made for the role's view, see `qarl.policy.attention`. Returns (R, H) of the compute dtype.
+        """
+        if not isinstance(attention, PlainAttention):
+            from qarl.policy.fused_decoder import fused_states  # imports Triton, which the CPU does not need
+
+            return fused_states(self, ids, attention, rows)
+        hidden = self.embedding(ids)
+        cos, sin = self.rotary(hidden, attention.positions)
+        again = self.recompute == "layer" and torch.is_grad_enabled()
+        for layer in self.layers:
+            if again:
+                hidden = checkpoint(plain_layer, layer, hidden, cos, sin, attention, use_reentrant=False)
+            else:
+                hidden = plain_layer(layer, hidden, cos, sin, attention)
+        hidden = self.norm(hidden)
+        return hidden if rows is None else hidden[rows]

@@ -1,0 +1,96 @@
+"""The decoder on a GPU: embedding, `fused_layer`s and the last norm, as one step of autograd.
+
+Autograd sees one function of the masters, whose backward walks the layers itself: it frees what a layer kept as it
+goes, recomputes as much as `recompute` says, and adds every master's gradient where it belongs. The order of all sums
+is fixed, so that a step gives the same bits twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from qarl_kernels.embedding import embedding_grad
+from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward
+from torch import Tensor
+
+from qarl.policy.decoder import Decoder
+from qarl.policy.fused_attention import PackedAttention, PagedAttention
+from qarl.policy.fused_layer import FusedLayer, Kept
+from qarl.policy.projection import gradient_of
+
+
+def fused_states(
+    decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention, rows: Tensor | None
+) -> Tensor:
+    """Final hidden states of a packed batch: ids (T,) int64, and of them those in `rows` (R,) int64. Returns (R, H)."""
+    if torch.is_grad_enabled():
+        assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
+        return _Fused.apply(decoder.embedding.weight, decoder, ids, attention, rows)
+    x, residual, layers = _embedded(decoder, ids, attention)
+    for layer in layers:
+        x, residual, _ = layer.forward(x, residual, attention)
+    if rows is not None:
+        x, residual = x[rows], None if residual is None else residual[rows]
+    return _last_norm(decoder, x, residual)[0]
+
+
+def _embedded(
+    decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention
+) -> tuple[Tensor, Tensor | None, list[FusedLayer]]:
+    view = decoder.role.view
+    x = view.values[decoder.embedding_name][ids]
+    cos, sin = decoder.rotary.tables[x.dtype]
+    layers = [
+        FusedLayer(modules, view, cos, sin, attention.positions, decoder.dequantize_input) for modules in decoder.layers
+    ]
+    return x, None, layers
+
+
+def _last_norm(decoder: Decoder, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed, stream, inverse)."""
+    last = add_rms_norm(x, residual, decoder.role.view.values[decoder.norm_name], decoder.norm.eps)
+    assert last.normed is not None, "a norm without quantization gives its values"
+    return last.normed, last.hidden, last.inverse
+
+
+class _Fused(torch.autograd.Function):
+    """The first input takes no gradient here: it stands for all masters, which get theirs in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, decoder: Decoder, ids: Tensor, attention: PackedAttention, rows: Tensor
+    ) -> Tensor:
+        x, residual, layers = _embedded(decoder, ids, attention)
+        ctx.decoder, ctx.attention, ctx.layers, ctx.ids, ctx.rows = decoder, attention, layers, ids, rows
+        ctx.view = decoder.role.view
+        kept: list[Kept] = []
+        for layer in layers:
+            x, residual, intermediates = layer.forward(x, residual, attention)
+            kept.append(intermediates.drop(decoder.recompute))
+            del intermediates
+        stream = x[rows], None if residual is None else residual[rows]
+        normed, ctx.hidden, ctx.inverse = _last_norm(decoder, *stream)
+        ctx.kept = kept
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        decoder, attention, kept = ctx.decoder, ctx.attention, ctx.kept
+        assert kept, "a second backward through one forward"
+        weight = ctx.view.values[decoder.norm_name]
+        sums = gradient_of([decoder.norm.weight])
+        grad = add_rms_norm_backward(grad.contiguous(), None, ctx.hidden, ctx.inverse, weight, sums)
+        grad = _spread(grad, ctx.rows, len(ctx.ids))
+        while kept:
+            grad = ctx.layers.pop().backward(grad, kept.pop(), attention)
+        embedding = decoder.embedding
+        embedding_grad(grad, ctx.ids, gradient_of([embedding.weight]), embedding.padding_id)
+        return None, None, None, None, None
+
+
+def _spread(grad: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Gradient of x[rows]: grad (R, H) summed into `count` rows; a row may be read several times, or never."""
+    wide = torch.zeros(count, grad.shape[1], dtype=torch.float32, device=grad.device)
+    embedding_grad(grad, rows, wide, -1)
+    return wide.to(grad.dtype)

@@ -1,0 +1,228 @@
+"""A decoder layer on a GPU: its products, and one kernel for whatever stands between two of them; forward and backward.
+
+    forward     h = x + residual; n = norm(h); q, k, v = n @ Wqkv^T; q, k = rotary(q, k); o = attention(q, k, v);
+                m = h + o @ Wo^T; n = norm(m); g, u = n @ Wgu^T; x' = (silu(g) * u) @ Wd^T; residual' = m
+    roundings   where `qarl.policy.plain_layer` has them, which is the same layer in plain torch
+
+The residual addition belongs to the norm that follows it, and activations are quantized by the kernel that makes them.
+The backward is written out: it recomputes what is cheap, and adds each weight's gradient to the masters' at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from qarl_kernels import quantize
+from qarl_kernels.column_sum import column_sum
+from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward, rms_norm_again
+from qarl_kernels.rotary import rotary_backward, rotary_forward
+from qarl_kernels.swiglu import swiglu, swiglu_backward
+from torch import Tensor
+
+from qarl.policy.decoder import Recompute
+from qarl.policy.layer import LayerModules
+from qarl.policy.projection import Projection, gradient_of
+from qarl.policy.view import View
+
+
+class Attention(Protocol):
+    """What a forward's context does in each layer."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """q (T, H, D), k and v (T, H_kv, D) -> out (T, H, D) and, of a learner, the log-sum-exp."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: int | None,
+        dv: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """dq and dk; that of v goes into dv."""
+
+
+@dataclass
+class Kept:
+    """What a layer's backward finds of its forward; None is computed again.
+
+    hidden: (T, H), the residual stream before the layer. inverse: (T,), of the norm there. qkv: (T, (H + 2 H_kv) D).
+    out: (T, H, D), lse: (H, T), of the attention. middle, middle_inverse: the stream and norm before the MLP.
+    gate_up: (T, 2 I).
+    """
+
+    hidden: Tensor
+    inverse: Tensor | None = None
+    qkv: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    middle: Tensor | None = None
+    middle_inverse: Tensor | None = None
+    gate_up: Tensor | None = None
+
+    def drop(self, recompute: Recompute) -> Kept:
+        """What is kept until the backward, where it computes again what `recompute` says.
+
+        elementwise: norms, rotation, activation. mlp: gate and up too. products: all products but down. layer: all.
+        """
+        if recompute == "elementwise":
+            return self
+        if recompute == "mlp":
+            return Kept(self.hidden, self.inverse, self.qkv, self.out, self.lse, self.middle, self.middle_inverse, None)
+        return Kept(self.hidden, out=self.out, lse=self.lse) if recompute == "products" else Kept(self.hidden)
+
+
+class FusedLayer:
+    """One layer of one view, on one packed batch.
+
+    cos, sin: rotary tables (positions, D) of the compute dtype. positions: (T,) int64.
+    """
+
+    def __init__(
+        self, modules: LayerModules, view: View, cos: Tensor, sin: Tensor, positions: Tensor, dequantize_input: bool
+    ) -> None:
+        self.modules, self.view, self.dequantize_input = modules, view, dequantize_input
+        self.cos, self.sin, self.positions = cos, sin, positions
+        self.qkv, self.o, self.gate_up, self.down = (view.projections[stack.names] for stack in modules.stacks)
+
+    def forward(self, x: Tensor, residual: Tensor | None, attention: Attention) -> tuple[Tensor, Tensor, Kept]:
+        """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and the rest."""
+        hidden, inverse, qkv = self._into_qkv(x, residual)
+        out, lse = self._attend(qkv, attention)
+        middle, middle_inverse, gate_up = self._into_gate_up(self._project(self.o, out.flatten(1)), hidden)
+        product = swiglu(gate_up, self.down.input_codes, want_product=self.down.input_codes is None)
+        down = self._product(self.down, product.product, product.codes, product.scale, x.dtype)
+        return down, middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
+
+    def _into_qkv(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self._normed(x, residual, self.modules.input_norm, self.qkv)
+
+    def _into_gate_up(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._normed(x, residual, self.modules.mlp_norm, self.gate_up)
+
+    def _normed(
+        self, x: Tensor, residual: Tensor | None, norm: str, projection: Projection
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(stream, inverse, product of the normed stream)."""
+        codes = projection.input_codes
+        normed = add_rms_norm(x, residual, self.view.values[norm], self.modules.eps, codes, want_normed=codes is None)
+        y = self._product(projection, normed.normed, normed.codes, normed.scale, x.dtype)
+        return normed.hidden, normed.inverse, y
+
+    def _product(
+        self, projection: Projection, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        if codes is None or scale is None:
+            assert x is not None, "activations come as values or as codes"
+            return projection(x)
+        return projection.of_codes(codes, scale, dtype)
+
+    def _project(self, projection: Projection, x: Tensor) -> Tensor:
+        """The product of values, quantized first where it reads codes."""
+        kind = projection.input_codes
+        if kind is None:
+            return projection(x)
+        quantizer = {
+            "int8": quantize.activation_int8,
+            "fp8": quantize.activation_fp8,
+            "fp8_group": quantize.activation_fp8_group,
+        }[kind]
+        return projection.of_codes(*quantizer(x), x.dtype)
+
+    def _rotated(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        m, values = self.modules, self.view.values
+        q_norm, k_norm = (None if name is None else values[name] for name in (m.q_norm, m.k_norm))
+        return rotary_forward(
+            qkv, m.heads, m.kv_heads, m.head_dim, self.cos, self.sin, self.positions, q_norm, k_norm, m.eps
+        )
+
+    def _values(self, qkv: Tensor) -> Tensor:
+        m = self.modules
+        return qkv[:, (m.heads + m.kv_heads) * m.head_dim :].unflatten(1, (m.kv_heads, m.head_dim))
+
+    def _attend(self, qkv: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
+        m = self.modules
+        return attention.forward(*self._rotated(qkv), self._values(qkv), m.index, m.scale, m.window)
+
+    # --- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, grad: Tensor, kept: Kept, attention: Attention) -> Tensor:
+        """grad: (T, H), of the stream after the layer. Returns that of the stream before it; masters get theirs."""
+        m, view = self.modules, self.view
+        self._complete(kept, attention)
+        assert kept.middle is not None and kept.middle_inverse is not None and kept.gate_up is not None
+        grad_gate_up, product = swiglu_backward(self.down.input_grad(grad), kept.gate_up, True, into=kept.gate_up)
+        self._add(self.down, grad, product)
+        del product
+        kept.gate_up = None
+        weight = view.values[m.mlp_norm]
+        self._add(self.gate_up, grad_gate_up, rms_norm_again(kept.middle, kept.middle_inverse, weight))
+        grad_normed = self.gate_up.input_grad(grad_gate_up)
+        del grad_gate_up
+        sums = gradient_of([m.masters[m.mlp_norm]])
+        grad = add_rms_norm_backward(grad_normed, grad, kept.middle, kept.middle_inverse, weight, sums)
+        kept.middle = kept.middle_inverse = None
+
+        assert kept.out is not None and kept.lse is not None and kept.qkv is not None and kept.inverse is not None
+        self._add(self.o, grad, kept.out.flatten(1))
+        grad_qkv = self._attention_backward(self.o.input_grad(grad).view_as(kept.out), kept, attention)
+        weight = view.values[m.input_norm]
+        self._add(self.qkv, grad_qkv, rms_norm_again(kept.hidden, kept.inverse, weight))
+        grad_normed = self.qkv.input_grad(grad_qkv)
+        sums = gradient_of([m.masters[m.input_norm]])
+        return add_rms_norm_backward(grad_normed, grad, kept.hidden, kept.inverse, weight, sums)
+
+    def _attention_backward(self, grad: Tensor, kept: Kept, attention: Attention) -> Tensor:
+        """The gradient of `qkv`, from that of the attention's output (T, H, D)."""
+        m, values = self.modules, self.view.values
+        qkv, out, lse = kept.qkv, kept.out, kept.lse
+        assert qkv is not None and out is not None and lse is not None
+        grad_qkv = torch.empty_like(qkv)
+        q, k = self._rotated(qkv)
+        v, dv = self._values(qkv), self._values(grad_qkv)
+        dq, dk = attention.backward(grad, q, k, v, out, lse, m.scale, m.window, dv)
+        weights = [None if name is None else values[name] for name in (m.q_norm, m.k_norm)]
+        sums = [None if name is None else gradient_of([m.masters[name]]) for name in (m.q_norm, m.k_norm)]
+        rotary_backward(
+            dq,
+            dk,
+            qkv,
+            m.heads,
+            m.kv_heads,
+            m.head_dim,
+            self.cos,
+            self.sin,
+            self.positions,
+            grad_qkv,
+            *weights,
+            m.eps,
+            *sums,
+        )
+        return grad_qkv
+
+    def _complete(self, kept: Kept, attention: Attention) -> None:
+        """Compute again what was not kept, with the bits that it had."""
+        if kept.qkv is None or kept.inverse is None:
+            _, kept.inverse, kept.qkv = self._into_qkv(kept.hidden, None)
+        if kept.out is None or kept.lse is None:
+            kept.out, kept.lse = self._attend(kept.qkv, attention)
+        if kept.middle is None or kept.middle_inverse is None:
+            x = self._project(self.o, kept.out.flatten(1))
+            kept.middle, kept.middle_inverse, kept.gate_up = self._into_gate_up(x, kept.hidden)
+        elif kept.gate_up is None:
+            normed = rms_norm_again(kept.middle, kept.middle_inverse, self.view.values[self.modules.mlp_norm])
+            kept.gate_up = self._project(self.gate_up, normed)
+
+    def _add(self, projection: Projection, dy: Tensor, x: Tensor) -> None:
+        """Add the gradients of a projection's weights and biases. x: (T, K), the values that it read."""
+        projection.add_weight_grad(dy, projection.rounded_input(x) if self.dequantize_input else x)
+        if projection.stack.biases:
+            column_sum(dy, gradient_of(projection.stack.biases))

@@ -1,0 +1,86 @@
+"""What a decoder layer is made of, read once from a Hugging Face model of the Llama layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from qarl.policy.projection import Stack
+
+PROJECTIONS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """Sizes, parameter names and masters of one layer.
+
+    module: the layer itself, whose linears, norms and activation `qarl.policy.modules` has put in place. masters: of
+    the norms, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names of their weights, the last two or None.
+    stacks: of q, k, v; o; gate, up; down. window: tokens that a query sees, None: all. scale: of the scores.
+    """
+
+    index: int
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    eps: float
+    input_norm: str
+    mlp_norm: str
+    q_norm: str | None
+    k_norm: str | None
+    masters: Mapping[str, nn.Parameter]
+    stacks: tuple[Stack, Stack, Stack, Stack]
+
+
+def read_layers(model: nn.Module) -> list[LayerModules]:
+    """The layers of a model without its output layer, whose parameters a causal LM knows as `model.…`."""
+    config = model.config
+    return [_read_layer(config, index, module) for index, module in enumerate(model.layers)]
+
+
+def _read_layer(config: PreTrainedConfig, index: int, module: nn.Module) -> LayerModules:
+    name, attention = f"model.layers.{index}", module.self_attn
+    modules = dict(module.named_modules())
+    norms = {leaf: f"{name}.{leaf}.weight" for leaf in NORMS if leaf in modules}
+    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
+    qkv, o, gate_up, down = (_stack(name, leaves, modules) for leaves in PROJECTIONS)
+    return LayerModules(
+        index=index,
+        module=module,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        scale=float(attention.scaling),
+        window=window,
+        eps=module.input_layernorm.eps,
+        input_norm=norms["input_layernorm"],
+        mlp_norm=norms["post_attention_layernorm"],
+        q_norm=norms.get("self_attn.q_norm"),
+        k_norm=norms.get("self_attn.k_norm"),
+        masters={norm: modules[leaf].weight for leaf, norm in norms.items()},
+        stacks=(qkv, o, gate_up, down),
+    )
+
+
+def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, nn.Module]) -> Stack:
+    linears = [modules[leaf] for leaf in leaves]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(leaves)), f"{name}: some of {', '.join(leaves)} have a bias and some have none"
+    return Stack(
+        tuple(f"{name}.{leaf}" for leaf in leaves),
+        tuple(linear.out_features for linear in linears),
+        tuple(linear.weight for linear in linears),
+        tuple(biases),
+    )

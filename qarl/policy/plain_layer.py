@@ -1,0 +1,36 @@
+"""A decoder layer in plain torch, on autograd: its meaning, a CPU's path, and what `fused_layer` is compared with.
+
+Rounds to the compute dtype where Hugging Face's layer does: after each product, norm, rotation and addition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qarl.policy.attention import PlainAttention
+from qarl.policy.layer import LayerModules
+
+
+def plain_layer(modules: LayerModules, hidden: Tensor, cos: Tensor, sin: Tensor, attention: PlainAttention) -> Tensor:
+    """hidden: (T, H) of the compute dtype; cos, sin: (T, D), of each row's position. Returns (T, H)."""
+    layer = modules.module
+    attend, mlp = layer.self_attn, layer.mlp
+    normed = layer.input_layernorm(hidden)
+    q, k, v = (
+        project(normed).unflatten(1, (-1, modules.head_dim))
+        for project in (attend.q_proj, attend.k_proj, attend.v_proj)
+    )
+    if modules.q_norm is not None:
+        q, k = attend.q_norm(q), attend.k_norm(k)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    out = attention(q, k, v, modules.index, modules.scale, modules.window)
+    hidden = hidden + attend.o_proj(out.flatten(1))
+    normed = layer.post_attention_layernorm(hidden)
+    return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x (T, H, D) by cos and sin (T, D), in x's dtype."""
+    left, right = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
