@@ -27,7 +27,7 @@ def _stored_scale(exact, dtype: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.con
 
 
 @triton.jit
-def _bits(x):
+def magnitude_bits(x):
     """Magnitudes as integers, which order like the floats, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
@@ -48,7 +48,7 @@ def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
 @triton.jit
 def _largest_and_count(left, right, bad):
     """Bits of the largest of eight magnitudes, (T,); adds to `bad` where they hold a NaN or an infinity."""
-    left_bits, right_bits = _bits(left), _bits(right)
+    left_bits, right_bits = magnitude_bits(left), magnitude_bits(right)
     largest = tl.max(tl.maximum(left_bits, right_bits), axis=1)
     count = tl.sum((left_bits >= _INFINITY).to(tl.int32) + (right_bits >= _INFINITY).to(tl.int32), axis=1)
     tl.atomic_add(bad + tl.zeros_like(count), count, mask=largest >= _INFINITY, sem="relaxed")
@@ -67,7 +67,7 @@ def _byte(x, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _of_group(x, WORDS: tl.constexpr):
+def of_group(x, WORDS: tl.constexpr):
     """One value a group -> the same for each of its words."""
     return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], WORDS]), [x.shape[0] * WORDS])
 
@@ -116,14 +116,14 @@ def int4_kernel(
     left, right = _load_eight(weight + row * stride + word * 8, inside[:, None], word * 8, columns, RAGGED)
     largest = _largest_and_count(left, right, bad)
     if SYMMETRIC:
-        absmax = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
+        absmax = of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
         exact = tl.div_rn(absmax.to(tl.float32, bitcast=True), tl.full(t.shape, DIVISOR, tl.float32))
         zero = tl.zeros_like(exact)
     else:
         low = tl.min(tl.minimum(left, right), axis=1)
         high = tl.max(tl.maximum(left, right), axis=1)
-        low = tl.minimum(_of_group(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
-        high = tl.maximum(_of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        low = tl.minimum(of_group(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        high = tl.maximum(of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
         exact = tl.div_rn(high - low, tl.full(t.shape, HIGHEST - LOWEST, tl.float32))
         zero = LOWEST - tl.div_rn(low, exact)
         # Minimum and maximum drop a NaN, so the zero point of a zero group, 0 / 0, is settled before them.
@@ -182,6 +182,34 @@ def byte_kernel(
 
 
 @triton.jit
+def activation_step(absmax, dtype: tl.constexpr):
+    """The scale of each absmax, and the number that `activation_code` needs: a multiplier for int8, else a divisor."""
+    if dtype == tl.int8:
+        limit = tl.full(absmax.shape, _INT8_MAX, tl.float32)
+        step = tl.div_rn(absmax, limit)
+        factor = tl.minimum(tl.div_rn(limit, absmax), _FLOAT_MAX)
+    else:
+        step = tl.div_rn(absmax, tl.full(absmax.shape, _FP8_MAX, tl.float32))
+        step = tl.maximum(step, _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        factor = step
+    return step, factor
+
+
+@triton.jit
+def activation_code(value, absmax, factor, dtype: tl.constexpr):
+    """The int8 or e4m3 code of each value (T, VECTOR); absmax and factor (T,)."""
+    if dtype == tl.int8:
+        # The minimum changes nothing (see qarl_kernels.activation); it keeps product and sum from fusing.
+        product = tl.minimum(value * factor[:, None], _INT8_MAX)
+        code = (product + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+        # A row that is not finite has 0 * NaN or inf * 0 for its codes, and a NaN converts to 0.
+        code = tl.where((absmax <= _FLOAT_MAX)[:, None], code, 0)
+    else:
+        code = narrow_e4m3(tl.div_rn(value, factor[:, None]))
+    return code
+
+
+@triton.jit
 def activation_kernel(
     x,  # (rows, columns) bf16, fp16 or f32
     codes,  # (rows, columns) i8 or e4m3
@@ -206,21 +234,11 @@ def activation_kernel(
     if RAGGED:
         keep = keep & (first[:, None] + lane < columns)
     value = widen(tl.load((x + row * stride + first)[:, None] + lane, mask=keep, other=0.0))
-    largest = tl.max(_bits(value), axis=1)
-    largest = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
+    largest = tl.max(magnitude_bits(value), axis=1)
+    largest = of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
     absmax = largest.to(tl.float32, bitcast=True)
-    if codes.dtype.element_ty == tl.int8:
-        limit = tl.full(t.shape, _INT8_MAX, tl.float32)
-        step = tl.div_rn(absmax, limit)
-        multiplier = tl.minimum(tl.div_rn(limit, absmax), _FLOAT_MAX)
-        # The minimum changes nothing (see qarl_kernels.activation); it keeps product and sum from fusing.
-        product = tl.minimum(value * multiplier[:, None], _INT8_MAX)
-        code = (product + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-        # A row that is not finite has 0 * NaN or inf * 0 for its codes, and a NaN converts to 0.
-        code = tl.where((absmax <= _FLOAT_MAX)[:, None], code, 0)
-    else:
-        step = tl.div_rn(absmax, tl.full(t.shape, _FP8_MAX, tl.float32))
-        step = tl.maximum(step, _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
-        code = narrow_e4m3(tl.div_rn(value, step[:, None]))
+    dtype: tl.constexpr = codes.dtype.element_ty
+    step, factor = activation_step(absmax, dtype)
+    code = activation_code(value, absmax, factor, dtype)
     tl.store(scale + row * groups + group, step, mask=inside & (t % VECTORS == 0))
     tl.store((codes + row * columns + first)[:, None] + lane, code, mask=keep)
