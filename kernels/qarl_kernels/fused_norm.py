@@ -1,8 +1,8 @@
 """Residual addition, RMSNorm and the quantization that follows it, one kernel each way.
 
-Values are rounded where `qarl_kernels.pointwise.rms_norm` on 16-bit tensors rounds them: the sum of the two streams, the
-normalized value, its product with the weight. A row's bits depend on that row alone, and are the same with or without
-a residual or a quantization.
+Values are rounded where `qarl_kernels.pointwise.rms_norm` on 16-bit tensors rounds them: the sum of the two streams,
+the normalized value, its product with the weight. A row's bits depend on that row alone, and are the same with or
+without a residual or a quantization.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.column_sum import add_partial_sums
 from qarl_kernels.launch import launch
-from qarl_kernels.quantize_kernels import of_group
+from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import (
     VECTOR,
     Activation,
     RowTile,
+    backward_tile,
     check_rows,
     empty_codes,
     inside,
@@ -106,7 +107,7 @@ def _norm_kernel(
     root = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(total, width) + eps))
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(inverse + at, root, at < rows)
-    root = of_group(root, VECTORS)
+    root = _of_group(root, VECTORS)
     weights = load_chunks(weight, exists, column, columns, CHUNKS, STEP, RAGGED)
     results = ()
     for c in tl.static_range(CHUNKS):
@@ -166,7 +167,6 @@ def _norm_backward_kernel(
     t = tl.arange(0, ROWS * VECTORS)
     column = t % VECTORS * _VECTOR
     everywhere = t >= 0
-    weights = load_chunks(weight, everywhere, column, columns, CHUNKS, STEP, RAGGED)
     sums = ()
     for _ in tl.static_range(CHUNKS):
         sums += (tl.zeros([ROWS * VECTORS, _VECTOR], tl.float32),)
@@ -175,21 +175,27 @@ def _norm_backward_kernel(
         exists = row < rows
         values = load_chunks(hidden + row * stride_hidden, exists, column, columns, CHUNKS, STEP, RAGGED)
         grads = load_chunks(grad_normed + row * stride_normed, exists, column, columns, CHUNKS, STEP, RAGGED)
-        if grad_hidden is not None:
+        if grad_hidden is not None and CHUNKS <= 3:  # longer rows wait for these, as registers do not suffice
             others = load_chunks(grad_hidden + row * stride_residual, exists, column, columns, CHUNKS, STEP, RAGGED)
+        # Not before the loop: it comes from the cache, and registers are scarce.
+        weights = load_chunks(weight, everywhere, column, columns, CHUNKS, STEP, RAGGED)
         root = tl.load(inverse + row, exists, other=0.0)[:, None]
         products = tl.zeros([ROWS * VECTORS, _VECTOR], tl.float32)
         for c in tl.static_range(CHUNKS):
             products += (widen(grads[c]) * widen(weights[c])) * (widen(values[c]) * root)
         total = row_sum(products, ROWS, VECTORS)
         mean = tl.div_rn(total, tl.full(total.shape, columns, tl.float32))
-        mean = of_group(mean, VECTORS)[:, None]
+        mean = _of_group(mean, VECTORS)[:, None]
         results, added = (), ()
         for c in tl.static_range(CHUNKS):
             normal = widen(values[c]) * root
             result = (widen(grads[c]) * widen(weights[c]) - normal * mean) * root
             if grad_hidden is not None:
-                result += widen(others[c])
+                if CHUNKS <= 3:
+                    result += widen(others[c])
+                else:
+                    start, at = grad_hidden + row * stride_residual, column + c * STEP
+                    result += widen(load_chunks(start, exists, at, columns, 1, STEP, RAGGED)[0])
             results += (narrow(result, grad.dtype.element_ty),)
             added += (sums[c] + widen(grads[c]) * normal,)
         sums = added
@@ -300,7 +306,7 @@ def add_rms_norm_backward(
     check_rows("hidden", hidden, columns)
     if grad_hidden is not None:
         check_rows("grad_hidden", grad_hidden, columns)
-    tile = tile or row_tile(columns)
+    tile = tile or backward_tile(columns)
     programs = min(triton.cdiv(rows, tile.rows), max(1, programs // tile.rows))
     grad = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
     partial = torch.empty(programs * tile.rows, columns, dtype=torch.float32, device=hidden.device)

@@ -27,7 +27,7 @@ def _stored_scale(exact, dtype: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.con
 
 
 @triton.jit
-def magnitude_bits(x):
+def _bits(x):
     """Magnitudes as integers, which order like the floats, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
@@ -48,7 +48,7 @@ def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
 @triton.jit
 def _largest_and_count(left, right, bad):
     """Bits of the largest of eight magnitudes, (T,); adds to `bad` where they hold a NaN or an infinity."""
-    left_bits, right_bits = magnitude_bits(left), magnitude_bits(right)
+    left_bits, right_bits = _bits(left), _bits(right)
     largest = tl.max(tl.maximum(left_bits, right_bits), axis=1)
     count = tl.sum((left_bits >= _INFINITY).to(tl.int32) + (right_bits >= _INFINITY).to(tl.int32), axis=1)
     tl.atomic_add(bad + tl.zeros_like(count), count, mask=largest >= _INFINITY, sem="relaxed")
@@ -67,7 +67,7 @@ def _byte(x, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def of_group(x, WORDS: tl.constexpr):
+def _of_group(x, WORDS: tl.constexpr):
     """One value a group -> the same for each of its words."""
     return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], WORDS]), [x.shape[0] * WORDS])
 
@@ -116,14 +116,14 @@ def int4_kernel(
     left, right = _load_eight(weight + row * stride + word * 8, inside[:, None], word * 8, columns, RAGGED)
     largest = _largest_and_count(left, right, bad)
     if SYMMETRIC:
-        absmax = of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
+        absmax = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
         exact = tl.div_rn(absmax.to(tl.float32, bitcast=True), tl.full(t.shape, DIVISOR, tl.float32))
         zero = tl.zeros_like(exact)
     else:
         low = tl.min(tl.minimum(left, right), axis=1)
         high = tl.max(tl.maximum(left, right), axis=1)
-        low = tl.minimum(of_group(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
-        high = tl.maximum(of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        low = tl.minimum(_of_group(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        high = tl.maximum(_of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
         exact = tl.div_rn(high - low, tl.full(t.shape, HIGHEST - LOWEST, tl.float32))
         zero = LOWEST - tl.div_rn(low, exact)
         # Minimum and maximum drop a NaN, so the zero point of a zero group, 0 / 0, is settled before them.
@@ -234,8 +234,8 @@ def activation_kernel(
     if RAGGED:
         keep = keep & (first[:, None] + lane < columns)
     value = widen(tl.load((x + row * stride + first)[:, None] + lane, mask=keep, other=0.0))
-    largest = tl.max(magnitude_bits(value), axis=1)
-    largest = of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
+    largest = tl.max(_bits(value), axis=1)
+    largest = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
     absmax = largest.to(tl.float32, bitcast=True)
     dtype: tl.constexpr = codes.dtype.element_ty
     step, factor = activation_step(absmax, dtype)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen
-from qarl_kernels.quantize_kernels import activation_code, activation_step, magnitude_bits, of_group
+from qarl_kernels.quantize_kernels import _bits, _of_group, activation_code, activation_step
 
 Activation = Literal["int8", "fp8", "fp8_group"] | None
 
@@ -42,6 +42,11 @@ class RowTile:
     def warps(self) -> int:
         return self.rows * self.vectors // 32
 
+    @property
+    def lanes(self) -> int:
+        """Values of a row that there is room for."""
+        return self.chunks * self.vectors * VECTOR
+
 
 def row_tiles(columns: int) -> list[RowTile]:
     """Every tile worth trying for rows of so many values; any of them is right.
@@ -58,20 +63,33 @@ def row_tiles(columns: int) -> list[RowTile]:
 
 @cache
 def row_tile(columns: int) -> RowTile:
-    """The tile for rows of so many values: few empty lanes, and two chunks or more, so that loads are under way."""
+    """The tile for rows of so many values: few empty lanes, and four chunks or more, so that loads are under way."""
     if not 0 < columns <= MAX_ROW:
         raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
     widest = 256 if columns <= 16_384 else 512
+    return _roomy(columns, 4, widest)
+
+
+@cache
+def backward_tile(columns: int) -> RowTile:
+    """As `row_tile`, for kernels that keep sums of many rows beside a row: fewer chunks, more threads."""
+    if not 0 < columns <= MAX_ROW:
+        raise ValueError(f"rows of {columns} values do not fit the registers of one program; at most {MAX_ROW} do")
+    return _roomy(columns, 2, 512)
+
+
+def _roomy(columns: int, chunks: int, widest: int) -> RowTile:
+    """The widest of 128 threads or more with so many chunks whose lanes are nearly all full, else the fullest."""
     tiles = [tile for tile in row_tiles(columns) if tile.vectors <= widest and tile.rows <= max(1, 128 // tile.vectors)]
-    full = [tile for tile in tiles if tile.chunks * tile.vectors * VECTOR <= 1.15 * columns and tile.chunks > 1]
-    if full:
-        return max(full, key=lambda tile: tile.vectors)
-    return min(tiles, key=lambda tile: (tile.chunks * tile.vectors, -tile.vectors))
+    full = [tile for tile in tiles if tile.lanes <= 1.15 * columns and tile.chunks >= chunks]
+    return (
+        max(full, key=lambda tile: tile.vectors) if full else min(tiles, key=lambda tile: (tile.lanes, -tile.vectors))
+    )
 
 
 def check_rows(name: str, x: Tensor, columns: int | None = None) -> None:
     """Raise ValueError unless x is a matrix of 16-bit values with contiguous rows, of so many columns."""
-    wrong = x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1 and x.shape[1] > 1
+    wrong = x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16) or (x.stride(1) != 1 and x.shape[1] > 1)
     if wrong or (columns is not None and x.shape[1] != columns):
         width = "" if columns is None else f" of {columns} columns"
         raise ValueError(
@@ -142,20 +160,20 @@ def store_codes(
     lane = tl.arange(0, _VECTOR)[None, :]
     start = codes + row * columns
     if not GROUPED:
-        largest = tl.max(magnitude_bits(widen(chunks[0])), axis=1)
+        largest = tl.max(_bits(widen(chunks[0])), axis=1)
         for c in tl.static_range(1, len(chunks)):
-            largest = tl.maximum(largest, tl.max(magnitude_bits(widen(chunks[c])), axis=1))
+            largest = tl.maximum(largest, tl.max(_bits(widen(chunks[c])), axis=1))
         largest = tl.max(tl.reshape(largest, [ROWS, VECTORS]), axis=1)
-        absmax = of_group(largest, VECTORS).to(tl.float32, bitcast=True)
+        absmax = _of_group(largest, VECTORS).to(tl.float32, bitcast=True)
         step, factor = activation_step(absmax, dtype)
         tl.store(scale + row, step, row_inside & (column == 0))
     for c in tl.static_range(len(chunks)):
         at = column + c * (VECTORS * _VECTOR)
         value = widen(chunks[c])
         if GROUPED:
-            largest = tl.max(magnitude_bits(value), axis=1)
+            largest = tl.max(_bits(value), axis=1)
             largest = tl.max(tl.reshape(largest, [ROWS * VECTORS // _GROUP_VECTORS, _GROUP_VECTORS]), axis=1)
-            absmax = of_group(largest, _GROUP_VECTORS).to(tl.float32, bitcast=True)
+            absmax = _of_group(largest, _GROUP_VECTORS).to(tl.float32, bitcast=True)
             step, factor = activation_step(absmax, dtype)
             first = row_inside & (at < columns) & (at % _GROUP == 0)
             tl.store(scale + row * tl.cdiv(columns, _GROUP) + at // _GROUP, step, first)
