@@ -127,6 +127,15 @@ def _backward_kernel(
     tl.store((start + columns)[:, None] + lane, narrow(arriving * silu, gate.dtype), keep)
 
 
+def _halves_of(gate_up: Tensor) -> tuple[int, int]:
+    """Rows of gate_up, and columns of each half."""
+    check_rows("gate_up", gate_up)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(f"gate_up must have an even number of columns, not {columns}")
+    return rows, columns // 2
+
+
 def swiglu(
     gate_up: Tensor, activation: Activation = None, want_product: bool = True, tile: RowTile | None = None
 ) -> Gated:
@@ -138,8 +147,7 @@ def swiglu(
         want_product: whether the product is written.
         tile: how rows are held, for tuning; changes no bit.
     """
-    check_rows("gate_up", gate_up)
-    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, columns = _halves_of(gate_up)
     tile = tile or row_tile(columns)
     whole = activation in ("int8", "fp8")  # a row has one scale; else its chunks are programs of their own
     product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
@@ -180,8 +188,7 @@ def swiglu_backward(
         into: (T, 2 I), where the gradient goes, which may be gate_up itself; None: a new tensor.
         vectors, warps: of a program, for tuning; change no bit.
     """
-    check_rows("gate_up", gate_up)
-    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, columns = _halves_of(gate_up)
     check_rows("grad", grad, columns)
     if into is None:
         into = torch.empty(rows, 2 * columns, dtype=gate_up.dtype, device=gate_up.device)
