@@ -35,6 +35,12 @@ def _halves(start, keep, HALF: tl.constexpr):
 
 
 @triton.jit
+def _exists(head, heads, column):
+    """head < heads for each vector (T, 1): the interpreter makes an integer of a mask & a scalar."""
+    return (head + 0 * column < heads)[:, None]
+
+
+@triton.jit
 def _store_halves(start, keep, first, second, HALF: tl.constexpr):
     at = start[:, None] + tl.arange(0, _VECTOR)[None, :]
     tl.store(at, first, keep)
@@ -67,7 +73,7 @@ def _forward_heads(
     if weight is not None:
         weights = _halves(weight + column, keep, HALF)
     for i in tl.static_range(HEADS):
-        present = keep & (head + i < heads)
+        present = keep & _exists(head + i, heads, column)
         at = (head + i) * (2 * HALF) + column
         first, second = _halves(source + token * stride + at, present, HALF)
         if weight is not None:
@@ -138,7 +144,7 @@ def _backward_heads(
         position = tl.load(positions + token, token < rows, other=0) * (2 * HALF) + column
         cosines, sines = _halves(cos + position, keep, HALF), _halves(sin + position, keep, HALF)
         for i in tl.static_range(HEADS):
-            present = keep & (head + i < heads)
+            present = keep & _exists(head + i, heads, column)
             at = (head + i) * (2 * HALF) + column
             left, right = _halves(grad + token * stride_grad + at, present, HALF)
             left, right = widen(left), widen(right)
