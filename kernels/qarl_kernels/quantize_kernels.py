@@ -182,6 +182,34 @@ def byte_kernel(
 
 
 @triton.jit
+def activation_step(absmax, dtype: tl.constexpr):
+    """The scale of each absmax, and the number that `activation_code` needs: a multiplier for int8, else a divisor."""
+    if dtype == tl.int8:
+        limit = tl.full(absmax.shape, _INT8_MAX, tl.float32)
+        step = tl.div_rn(absmax, limit)
+        factor = tl.minimum(tl.div_rn(limit, absmax), _FLOAT_MAX)
+    else:
+        step = tl.div_rn(absmax, tl.full(absmax.shape, _FP8_MAX, tl.float32))
+        step = tl.maximum(step, _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        factor = step
+    return step, factor
+
+
+@triton.jit
+def activation_code(value, absmax, factor, dtype: tl.constexpr):
+    """The int8 or e4m3 code of each value (T, VECTOR); absmax and factor (T,)."""
+    if dtype == tl.int8:
+        # The minimum changes nothing (see qarl_kernels.activation); it keeps product and sum from fusing.
+        product = tl.minimum(value * factor[:, None], _INT8_MAX)
+        code = (product + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+        # A row that is not finite has 0 * NaN or inf * 0 for its codes, and a NaN converts to 0.
+        code = tl.where((absmax <= _FLOAT_MAX)[:, None], code, 0)
+    else:
+        code = narrow_e4m3(tl.div_rn(value, factor[:, None]))
+    return code
+
+
+@triton.jit
 def activation_kernel(
     x,  # (rows, columns) bf16, fp16 or f32
     codes,  # (rows, columns) i8 or e4m3
@@ -209,18 +237,8 @@ def activation_kernel(
     largest = tl.max(_bits(value), axis=1)
     largest = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
     absmax = largest.to(tl.float32, bitcast=True)
-    if codes.dtype.element_ty == tl.int8:
-        limit = tl.full(t.shape, _INT8_MAX, tl.float32)
-        step = tl.div_rn(absmax, limit)
-        multiplier = tl.minimum(tl.div_rn(limit, absmax), _FLOAT_MAX)
-        # The minimum changes nothing (see qarl_kernels.activation); it keeps product and sum from fusing.
-        product = tl.minimum(value * multiplier[:, None], _INT8_MAX)
-        code = (product + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
-        # A row that is not finite has 0 * NaN or inf * 0 for its codes, and a NaN converts to 0.
-        code = tl.where((absmax <= _FLOAT_MAX)[:, None], code, 0)
-    else:
-        step = tl.div_rn(absmax, tl.full(t.shape, _FP8_MAX, tl.float32))
-        step = tl.maximum(step, _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
-        code = narrow_e4m3(tl.div_rn(value, step[:, None]))
+    dtype: tl.constexpr = codes.dtype.element_ty
+    step, factor = activation_step(absmax, dtype)
+    code = activation_code(value, absmax, factor, dtype)
     tl.store(scale + row * groups + group, step, mask=inside & (t % VECTORS == 0))
     tl.store((codes + row * columns + first)[:, None] + lane, code, mask=keep)

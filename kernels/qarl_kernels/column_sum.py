@@ -1,0 +1,91 @@
+"""Sums over the rows of a matrix, added into float32, in an order that the matrix's shape alone decides.
+
+Stretches of rows are summed by programs of their own; their sums are then added up in order. No atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.casts import widen
+from qarl_kernels.launch import launch
+
+ROWS, COLUMNS, WARPS = 32, 64, 4  # of a program's tile
+PROGRAMS = 1056  # eight for each of Hopper's 132 multiprocessors; a number, so that sums are the same on all devices
+
+
+@triton.jit
+def _column_sum_kernel(
+    x,  # (rows, columns) bf16, fp16 or f32
+    into,  # ADD: (columns,) f32, else (stretches, columns) f32
+    rows,
+    columns,
+    stretch,  # rows of a program
+    stride,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    keep = column < columns
+    first = tl.program_id(1) * stretch
+    last = tl.minimum(first + stretch, rows)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = x + row.to(tl.int64)[:, None] * stride + column[None, :]
+        total += widen(tl.load(at, mask=(row < last)[:, None] & keep[None, :], other=0.0))
+    result = tl.sum(total, axis=0)
+    at = into + tl.program_id(1).to(tl.int64) * columns + column
+    if ADD:
+        result += tl.load(at, mask=keep, other=0.0)
+    tl.store(at, result, mask=keep)
+
+
+def _sum(x: Tensor, into: Tensor, stretch: int, add: bool, tile: tuple[int, int, int]) -> None:
+    rows, columns = x.shape
+    tile_rows, tile_columns, warps = tile
+    launch(
+        _column_sum_kernel,
+        (triton.cdiv(columns, tile_columns), triton.cdiv(rows, stretch)),
+        num_warps=warps,
+        x=x,
+        into=into,
+        rows=rows,
+        columns=columns,
+        stretch=stretch,
+        stride=x.stride(0),
+        ADD=add,
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+    )
+
+
+def add_partial_sums(partial: Tensor, into: Tensor) -> None:
+    """into += the sum of the rows of partial. partial: float32 (P, N), P some hundreds; into: float32 (N,)."""
+    if partial.shape[0]:
+        _sum(partial, into, partial.shape[0], True, (64, 32, WARPS))
+
+
+def column_sum(x: Tensor, into: Tensor, tile: tuple[int, int, int] = (ROWS, COLUMNS, WARPS)) -> None:
+    """into += the sum of the rows of x: the gradient of a bias. The same x adds the same bits.
+
+    x: bf16, fp16 or float32 (T, N), rows contiguous, any distance apart. into: float32 (N,), contiguous.
+    tile: rows, columns and warps of a program, for tuning.
+    """
+    rows, columns = x.shape
+    if into.shape != (columns,) or into.dtype != torch.float32 or not into.is_contiguous():
+        raise ValueError(f"into must be a contiguous float32 vector of {columns}, not {into.dtype} {tuple(into.shape)}")
+    if not rows or not columns:
+        return
+    stretches = max(1, PROGRAMS // triton.cdiv(columns, tile[1]))
+    stretch = triton.cdiv(triton.cdiv(rows, stretches), tile[0]) * tile[0]
+    if stretch >= rows:
+        _sum(x, into, rows, True, tile)
+        return
+    partial = torch.empty(triton.cdiv(rows, stretch), columns, dtype=torch.float32, device=x.device)
+    _sum(x, partial, stretch, False, tile)
+    add_partial_sums(partial, into)

@@ -1,0 +1,79 @@
+"""Gradient of an embedding table: rows of the same token summed in the order in which they stand. No atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.casts import widen
+from qarl_kernels.launch import launch
+from qarl_kernels.rows import check_rows
+
+ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a program's tile: rows of one token that are read at a time, and features
+
+
+@triton.jit
+def _embedding_kernel(
+    grad,  # (rows, columns) bf16 or fp16
+    ids,  # (rows,) i64, sorted
+    order,  # (rows,) i64, which row of grad each of them is of
+    ends,  # (rows,) i64, where the run of equal ids ends
+    into,  # (vocabulary, columns) f32
+    columns,
+    stride,
+    stride_into,
+    padding_id,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    first = tl.program_id(0)
+    token = tl.load(ids + first)
+    before = tl.load(ids + tl.maximum(first - 1, 0))
+    if (token != padding_id) & ((first == 0) | (before != token)):  # the run's first row sums them all
+        end = tl.load(ends + first).to(tl.int32)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        keep = column < columns
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(first, end, ROWS):
+            at = start + tl.arange(0, ROWS)
+            row = tl.load(order + at, mask=at < end, other=0)
+            pointers = grad + row[:, None] * stride + column[None, :]
+            total += widen(tl.load(pointers, mask=(at < end)[:, None] & keep[None, :], other=0.0))
+        pointers = into + token * stride_into + column
+        tl.store(pointers, tl.load(pointers, mask=keep, other=0.0) + tl.sum(total, axis=0), mask=keep)
+
+
+def embedding_grad(
+    grad: Tensor, ids: Tensor, into: Tensor, padding_id: int, tile: tuple[int, int, int] = (ROWS, COLUMNS, WARPS)
+) -> None:
+    """into[ids[t]] += grad[t] for every t, the sum over equal ids in float32. The same inputs add the same bits.
+
+    grad: bf16 or fp16 (T, H), rows contiguous, any distance apart. ids: int64 (T,). into: float32 (V, H), rows
+    contiguous. padding_id: a token whose row gets nothing; -1: none. tile: rows, columns and warps of a program, for
+    tuning. Does not wait for the device.
+    """
+    check_rows("grad", grad)
+    rows, columns = grad.shape
+    if not rows:
+        return
+    ordered, order = torch.sort(ids, stable=True)
+    tile_rows, tile_columns, warps = tile
+    tile_columns = min(tile_columns, max(16, triton.next_power_of_2(columns)))
+    launch(
+        _embedding_kernel,
+        (rows, triton.cdiv(columns, tile_columns)),
+        num_warps=warps,
+        grad=grad,
+        ids=ordered,
+        order=order,
+        ends=torch.searchsorted(ordered, ordered, right=True),
+        into=into,
+        columns=columns,
+        stride=grad.stride(0),
+        stride_into=into.stride(0),
+        padding_id=padding_id,
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
+    )

@@ -1,0 +1,336 @@
+"""Residual addition, RMSNorm and the quantization that follows it, one kernel each way.
+
+Values are rounded where `qarl_kernels.pointwise.rms_norm` on 16-bit tensors rounds them: the sum of the two streams,
+the normalized value, its product with the weight. A row's bits depend on that row alone, and are the same with or
+without a residual or a quantization.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.casts import narrow, widen
+from qarl_kernels.column_sum import add_partial_sums
+from qarl_kernels.launch import launch
+from qarl_kernels.quantize_kernels import _of_group
+from qarl_kernels.rows import (
+    VECTOR,
+    Activation,
+    RowTile,
+    backward_tile,
+    check_rows,
+    empty_codes,
+    inside,
+    load_chunks,
+    row_sum,
+    row_tile,
+    store_chunks,
+    store_codes,
+)
+
+# Programs of the backward, each with many rows: four for each of Hopper's 132 multiprocessors. Partial sums of the
+# weight's gradient depend on it, so it is a number and not a property of the device.
+BACKWARD_PROGRAMS = 528
+BACKWARD_STAGES = 1  # rows of the backward that are under way in each program
+AGAIN_VECTORS, AGAIN_WARPS = 256, 4
+
+_VECTOR = tl.constexpr(VECTOR)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What `add_rms_norm` returns.
+
+    hidden: (T, H), x + residual. inverse: (T,) float32, 1 / sqrt(mean(hidden^2) + eps). normed: (T, H) or None.
+    codes, scale: of the quantized normed, as `qarl_kernels.quantize.activation_*` return them, or None.
+    """
+
+    hidden: Tensor
+    inverse: Tensor
+    normed: Tensor | None
+    codes: Tensor | None
+    scale: Tensor | None
+
+
+@triton.jit
+def _scaled(hidden, inverse, weight):
+    """weight * round(hidden * inverse), rounded. hidden, weight: 16-bit (T, 8); inverse: f32 (T,)."""
+    normal = narrow(widen(hidden) * inverse[:, None], hidden.dtype)
+    return narrow(widen(weight) * widen(normal), hidden.dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    x,  # (rows, columns) bf16 or fp16
+    residual,  # (rows, columns), or None
+    weight,  # (columns,)
+    hidden,  # (rows, columns), None if residual is
+    inverse,  # (rows,) f32
+    normed,  # (rows, columns), or None
+    codes,  # (rows, columns) i8 or e4m3, or None
+    scale,  # (rows, 1) or (rows, groups) f32
+    rows,
+    columns,
+    stride_x,
+    stride_residual,
+    eps,
+    GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8
+):
+    STEP: tl.constexpr = VECTORS * _VECTOR
+    t = tl.arange(0, ROWS * VECTORS)
+    row = (tl.program_id(0) * ROWS + t // VECTORS).to(tl.int64)
+    column = t % VECTORS * _VECTOR
+    exists = row < rows
+    values = load_chunks(x + row * stride_x, exists, column, columns, CHUNKS, STEP, RAGGED)
+    if residual is not None:
+        others = load_chunks(residual + row * stride_residual, exists, column, columns, CHUNKS, STEP, RAGGED)
+        sums = ()
+        for c in tl.static_range(CHUNKS):
+            sums += (narrow(widen(values[c]) + widen(others[c]), values[c].dtype),)
+        values = sums
+        store_chunks(hidden + row * columns, values, exists, column, columns, STEP, RAGGED)
+    squares = widen(values[0]) * widen(values[0])
+    for c in tl.static_range(1, CHUNKS):
+        squares += widen(values[c]) * widen(values[c])
+    total = row_sum(squares, ROWS, VECTORS)
+    width = tl.full(total.shape, columns, tl.float32)
+    # Both correctly rounded, unlike the approximate instruction for 1 / sqrt.
+    root = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(total, width) + eps))
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(inverse + at, root, at < rows)
+    root = _of_group(root, VECTORS)
+    weights = load_chunks(weight, exists, column, columns, CHUNKS, STEP, RAGGED)
+    results = ()
+    for c in tl.static_range(CHUNKS):
+        results += (_scaled(values[c], root, weights[c]),)
+    if normed is not None:
+        store_chunks(normed + row * columns, results, exists, column, columns, STEP, RAGGED)
+    if codes is not None:
+        store_codes(results, codes, scale, row, exists, column, columns, GROUPED, ROWS, VECTORS, RAGGED)
+
+
+@triton.jit
+def _again_kernel(
+    hidden,  # (rows, columns) bf16 or fp16
+    inverse,  # (rows,) f32
+    weight,  # (columns,)
+    normed,  # (rows, columns)
+    rows,
+    columns,
+    row_vectors,  # vectors of a row
+    stride,
+    RAGGED: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    t = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    row = (t // row_vectors).to(tl.int64)
+    column = t % row_vectors * _VECTOR
+    exists = row < rows
+    keep = inside(exists, column, columns, RAGGED)
+    lane = tl.arange(0, _VECTOR)[None, :]
+    value = tl.load((hidden + row * stride + column)[:, None] + lane, keep, other=0.0)
+    factor = tl.load((weight + column)[:, None] + lane, keep, other=0.0)
+    result = _scaled(value, tl.load(inverse + row, exists, other=0.0), factor)
+    tl.store((normed + row * columns + column)[:, None] + lane, result, keep)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    grad_normed,  # (rows, columns) bf16 or fp16
+    grad_hidden,  # (rows, columns), or None
+    hidden,  # (rows, columns)
+    inverse,  # (rows,) f32
+    weight,  # (columns,)
+    grad,  # (rows, columns)
+    partial,  # (programs * ROWS, columns) f32
+    rows,
+    columns,
+    stride_normed,
+    stride_residual,
+    stride_hidden,
+    ROWS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    STEP: tl.constexpr = VECTORS * _VECTOR
+    t = tl.arange(0, ROWS * VECTORS)
+    column = t % VECTORS * _VECTOR
+    everywhere = t >= 0
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums += (tl.zeros([ROWS * VECTORS, _VECTOR], tl.float32),)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + t // VECTORS).to(tl.int64)
+        exists = row < rows
+        values = load_chunks(hidden + row * stride_hidden, exists, column, columns, CHUNKS, STEP, RAGGED)
+        grads = load_chunks(grad_normed + row * stride_normed, exists, column, columns, CHUNKS, STEP, RAGGED)
+        if grad_hidden is not None and CHUNKS <= 3:  # longer rows wait for these, as registers do not suffice
+            others = load_chunks(grad_hidden + row * stride_residual, exists, column, columns, CHUNKS, STEP, RAGGED)
+        # Not before the loop: it comes from the cache, and registers are scarce.
+        weights = load_chunks(weight, everywhere, column, columns, CHUNKS, STEP, RAGGED)
+        root = tl.load(inverse + row, exists, other=0.0)[:, None]
+        products = tl.zeros([ROWS * VECTORS, _VECTOR], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            products += (widen(grads[c]) * widen(weights[c])) * (widen(values[c]) * root)
+        total = row_sum(products, ROWS, VECTORS)
+        mean = tl.div_rn(total, tl.full(total.shape, columns, tl.float32))
+        mean = _of_group(mean, VECTORS)[:, None]
+        results, added = (), ()
+        for c in tl.static_range(CHUNKS):
+            normal = widen(values[c]) * root
+            result = (widen(grads[c]) * widen(weights[c]) - normal * mean) * root
+            if grad_hidden is not None:
+                if CHUNKS <= 3:
+                    result += widen(others[c])
+                else:
+                    start, at = grad_hidden + row * stride_residual, column + c * STEP
+                    result += widen(load_chunks(start, exists, at, columns, 1, STEP, RAGGED)[0])
+            results += (narrow(result, grad.dtype.element_ty),)
+            added += (sums[c] + widen(grads[c]) * normal,)
+        sums = added
+        store_chunks(grad + row * columns, results, exists, column, columns, STEP, RAGGED)
+    row = (tl.program_id(0) * ROWS + t // VECTORS).to(tl.int64)
+    store_chunks(partial + row * columns, sums, everywhere, column, columns, STEP, RAGGED)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    activation: Activation = None,
+    want_normed: bool = True,
+    tile: RowTile | None = None,
+) -> Normed:
+    """hidden = x + residual; normed = weight * round(hidden / sqrt(mean(hidden^2) + eps)); its quantization.
+
+    Args:
+        x: bf16 or fp16 (T, H), rows contiguous, any distance apart; H at most 32,768.
+        residual: as x, or None: hidden is x itself.
+        weight: (H,) of x's dtype.
+        activation: what normed is quantized to, for the product that follows; None: it is not.
+        want_normed: whether normed is written.
+        tile: how rows are held, for tuning.
+    """
+    check_rows("x", x)
+    rows, columns = x.shape
+    if residual is not None:
+        check_rows("residual", residual, columns)
+    tile = tile or row_tile(columns)
+    hidden = x if residual is None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    normed = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if want_normed else None
+    codes, scale = empty_codes(rows, columns, activation, x.device) if activation else (None, None)
+    launch(
+        _norm_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        num_warps=tile.warps,
+        x=x,
+        residual=residual,
+        weight=weight,
+        hidden=None if residual is None else hidden,
+        inverse=inverse,
+        normed=normed,
+        codes=codes,
+        scale=scale,
+        rows=rows,
+        columns=columns,
+        stride_x=x.stride(0),
+        stride_residual=0 if residual is None else residual.stride(0),
+        eps=float(eps),
+        GROUPED=activation == "fp8_group",
+        ROWS=tile.rows,
+        VECTORS=tile.vectors,
+        CHUNKS=tile.chunks,
+        RAGGED=columns % VECTOR != 0,
+    )
+    return Normed(hidden, inverse, normed, codes, scale)
+
+
+def rms_norm_again(hidden: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    """The `normed` of `add_rms_norm`, bit for bit, from its `hidden` (T, H) and `inverse` (T,)."""
+    check_rows("hidden", hidden)
+    rows, columns = hidden.shape
+    normed = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
+    row_vectors = triton.cdiv(columns, VECTOR)
+    launch(
+        _again_kernel,
+        (triton.cdiv(rows * row_vectors, AGAIN_VECTORS),),
+        num_warps=AGAIN_WARPS,
+        hidden=hidden,
+        inverse=inverse,
+        weight=weight,
+        normed=normed,
+        rows=rows,
+        columns=columns,
+        row_vectors=row_vectors,
+        stride=hidden.stride(0),
+        RAGGED=columns % VECTOR != 0,
+        VECTORS=AGAIN_VECTORS,
+    )
+    return normed
+
+
+def add_rms_norm_backward(
+    grad_normed: Tensor,
+    grad_hidden: Tensor | None,
+    hidden: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    grad_weight: Tensor,
+    tile: RowTile | None = None,
+    programs: int = BACKWARD_PROGRAMS,
+    stages: int = BACKWARD_STAGES,
+) -> Tensor:
+    """Gradient of x and of residual (T, H), which are the same; adds the weight's into grad_weight.
+
+    Args:
+        grad_normed: (T, H) 16-bit, what arrives at normed. grad_hidden: (T, H), what arrives at hidden, or None.
+        hidden, inverse: as `add_rms_norm` returned them. weight: (H,).
+        grad_weight: float32 (H,), contiguous. The same inputs add the same bits.
+        tile, programs, stages: how the work is cut, for tuning.
+    """
+    check_rows("grad_normed", grad_normed)
+    rows, columns = grad_normed.shape
+    check_rows("hidden", hidden, columns)
+    if grad_hidden is not None:
+        check_rows("grad_hidden", grad_hidden, columns)
+    tile = tile or backward_tile(columns)
+    programs = min(triton.cdiv(rows, tile.rows), max(1, programs // tile.rows))
+    grad = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
+    partial = torch.empty(programs * tile.rows, columns, dtype=torch.float32, device=hidden.device)
+    launch(
+        _norm_backward_kernel,
+        (programs,),
+        num_warps=tile.warps,
+        grad_normed=grad_normed,
+        grad_hidden=grad_hidden,
+        hidden=hidden,
+        inverse=inverse,
+        weight=weight,
+        grad=grad,
+        partial=partial,
+        rows=rows,
+        columns=columns,
+        stride_normed=grad_normed.stride(0),
+        stride_residual=0 if grad_hidden is None else grad_hidden.stride(0),
+        stride_hidden=hidden.stride(0),
+        ROWS=tile.rows,
+        VECTORS=tile.vectors,
+        CHUNKS=tile.chunks,
+        STAGES=stages,
+        RAGGED=columns % VECTOR != 0,
+    )
+    add_partial_sums(partial, grad_weight)
+    return grad

@@ -1,0 +1,215 @@
+"""SiLU of the gate times the linear half, with the quantization that follows, and its gradient with the product again.
+
+Values are rounded where 16-bit tensors in plain torch are: after SiLU, which is computed in float32, and after the
+product. A row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.casts import narrow, widen
+from qarl_kernels.launch import launch
+from qarl_kernels.rows import (
+    VECTOR,
+    Activation,
+    RowTile,
+    check_rows,
+    empty_codes,
+    inside,
+    load_chunks,
+    row_tile,
+    store_chunks,
+    store_codes,
+)
+
+BACKWARD_VECTORS, BACKWARD_WARPS = 256, 4  # of a program; a vector is eight values of the gate and eight of the rest
+
+_VECTOR = tl.constexpr(VECTOR)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """What `swiglu` returns.
+
+    product: (T, I) or None. codes, scale: of the quantized product, as `qarl_kernels.quantize.activation_*` return
+    them, or None.
+    """
+
+    product: Tensor | None
+    codes: Tensor | None
+    scale: Tensor | None
+
+
+@triton.jit
+def _silu(gate):
+    """gate / (1 + exp(-gate)) and the sigmoid, in f32. gate: f32."""
+    divisor = 1.0 + tl.exp(-gate)
+    return gate / divisor, 1.0 / divisor
+
+
+@triton.jit
+def _gated(gate, up):
+    """round(round(silu(gate)) * up), 16-bit, and round(silu(gate)) and the sigmoid in f32."""
+    silu, sigmoid = _silu(widen(gate))
+    silu = widen(narrow(silu, gate.dtype))
+    return narrow(silu * widen(up), gate.dtype), silu, sigmoid
+
+
+@triton.jit
+def _gated_kernel(
+    gate_up,  # (rows, 2 * columns) bf16 or fp16
+    product,  # (rows, columns), or None
+    codes,  # (rows, columns) i8 or e4m3, or None
+    scale,  # (rows, 1) or (rows, groups) f32
+    rows,
+    columns,
+    stride,
+    GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of the row, or 1 where a program needs no more
+    RAGGED: tl.constexpr,  # columns is not a multiple of 8
+):
+    STEP: tl.constexpr = VECTORS * _VECTOR
+    t = tl.arange(0, ROWS * VECTORS)
+    row = (tl.program_id(0) * ROWS + t // VECTORS).to(tl.int64)
+    column = (tl.program_id(1) * (CHUNKS * VECTORS) + t % VECTORS) * _VECTOR
+    exists = row < rows
+    start = gate_up + row * stride
+    gates = load_chunks(start, exists, column, columns, CHUNKS, STEP, RAGGED)
+    ups = load_chunks(start + columns, exists, column, columns, CHUNKS, STEP, RAGGED)
+    results = ()
+    for c in tl.static_range(CHUNKS):
+        result, _, _ = _gated(gates[c], ups[c])
+        results += (result,)
+    if product is not None:
+        store_chunks(product + row * columns, results, exists, column, columns, STEP, RAGGED)
+    if codes is not None:
+        store_codes(results, codes, scale, row, exists, column, columns, GROUPED, ROWS, VECTORS, RAGGED)
+
+
+@triton.jit
+def _backward_kernel(
+    grad,  # (rows, columns) bf16 or fp16
+    gate_up,  # (rows, 2 * columns)
+    into,  # (rows, 2 * columns); may be gate_up: a value is written by the program that read it, afterwards
+    product,  # (rows, columns), or None
+    rows,
+    columns,
+    row_vectors,  # vectors of a row of grad
+    stride_grad,
+    stride,
+    stride_into,
+    RAGGED: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    t = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    row = (t // row_vectors).to(tl.int64)
+    column = t % row_vectors * _VECTOR
+    keep = inside(row < rows, column, columns, RAGGED)
+    lane = tl.arange(0, _VECTOR)[None, :]
+    start = gate_up + row * stride + column
+    gate = tl.load(start[:, None] + lane, keep, other=0.0)
+    up = tl.load((start + columns)[:, None] + lane, keep, other=0.0)
+    arriving = widen(tl.load((grad + row * stride_grad + column)[:, None] + lane, keep, other=0.0))
+    result, silu, sigmoid = _gated(gate, up)
+    if product is not None:
+        tl.store((product + row * columns + column)[:, None] + lane, result, keep)
+    slope = sigmoid * (1.0 + widen(gate) * (1.0 - sigmoid))
+    start = into + row * stride_into + column
+    tl.store(start[:, None] + lane, narrow(arriving * widen(up) * slope, gate.dtype), keep)
+    tl.store((start + columns)[:, None] + lane, narrow(arriving * silu, gate.dtype), keep)
+
+
+def _halves_of(gate_up: Tensor) -> tuple[int, int]:
+    """Rows of gate_up, and columns of each half."""
+    check_rows("gate_up", gate_up)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(f"gate_up must have an even number of columns, not {columns}")
+    return rows, columns // 2
+
+
+def swiglu(
+    gate_up: Tensor, activation: Activation = None, want_product: bool = True, tile: RowTile | None = None
+) -> Gated:
+    """round(silu(gate)) * up, and its quantization.
+
+    Args:
+        gate_up: bf16 or fp16 (T, 2 I), the gate first; rows contiguous, any distance apart; I at most 32,768.
+        activation: what the product is quantized to, for the product of matrices that follows; None: it is not.
+        want_product: whether the product is written.
+        tile: how rows are held, for tuning; changes no bit.
+    """
+    rows, columns = _halves_of(gate_up)
+    tile = tile or row_tile(columns)
+    whole = activation in ("int8", "fp8")  # a row has one scale; else its chunks are programs of their own
+    product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
+    codes, scale = empty_codes(rows, columns, activation, gate_up.device) if activation else (None, None)
+    launch(
+        _gated_kernel,
+        (triton.cdiv(rows, tile.rows), 1 if whole else tile.chunks),
+        num_warps=tile.warps,
+        gate_up=gate_up,
+        product=product,
+        codes=codes,
+        scale=scale,
+        rows=rows,
+        columns=columns,
+        stride=gate_up.stride(0),
+        GROUPED=activation == "fp8_group",
+        ROWS=tile.rows,
+        VECTORS=tile.vectors,
+        CHUNKS=tile.chunks if whole else 1,
+        RAGGED=columns % VECTOR != 0,
+    )
+    return Gated(product, codes, scale)
+
+
+def swiglu_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    want_product: bool,
+    into: Tensor | None = None,
+    vectors: int = BACKWARD_VECTORS,
+    warps: int = BACKWARD_WARPS,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of gate_up (T, 2 I), and the product of `swiglu` (T, I) once more, bit for bit, or None.
+
+    Args:
+        grad: (T, I) 16-bit, what arrives at the product. gate_up: as for `swiglu`.
+        want_product: whether the product is computed.
+        into: (T, 2 I), where the gradient goes, which may be gate_up itself; None: a new tensor.
+        vectors, warps: of a program, for tuning; change no bit.
+    """
+    rows, columns = _halves_of(gate_up)
+    check_rows("grad", grad, columns)
+    if into is None:
+        into = torch.empty(rows, 2 * columns, dtype=gate_up.dtype, device=gate_up.device)
+    check_rows("into", into, 2 * columns)
+    product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
+    row_vectors = triton.cdiv(columns, VECTOR)
+    launch(
+        _backward_kernel,
+        (triton.cdiv(rows * row_vectors, vectors),),
+        num_warps=warps,
+        grad=grad,
+        gate_up=gate_up,
+        into=into,
+        product=product,
+        rows=rows,
+        columns=columns,
+        row_vectors=row_vectors,
+        stride_grad=grad.stride(0),
+        stride=gate_up.stride(0),
+        stride_into=into.stride(0),
+        RAGGED=columns % VECTOR != 0,
+        VECTORS=vectors,
+    )
+    return into, product

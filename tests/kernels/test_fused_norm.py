@@ -1,0 +1,232 @@
+"""RMSNorm with residual and quantization, its backward, and column sums: float64, the plain-torch twin, bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import assert_same
+from products import random
+from qarl_kernels import pointwise, quantize
+from qarl_kernels.column_sum import column_sum
+from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.rows import MAX_ROW, VECTOR, backward_tile, row_tile, row_tiles
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
+]
+
+EPS = 1e-5
+DTYPES = [torch.bfloat16, torch.float16]
+ACTIVATIONS = ["int8", "fp8", "fp8_group"]
+SHAPES = [(5, 40), (1, 96), (19, 33), (7, 576), (3, 1536), (2, 2304)]
+
+
+def _norm64(hidden: Tensor, weight: Tensor) -> Tensor:
+    return weight * hidden / (hidden.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def _inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    x = random(rows, columns, seed=0, device=device, dtype=dtype) * 3
+    residual = random(rows, columns, seed=1, device=device, dtype=dtype)
+    return x, residual, random(columns, seed=2, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("columns", [1, 8, 40, 576, 1000, 2048, 4096, 8960, 12_288, 16_384, 18_944, MAX_ROW])
+def test_tiles_hold_the_row_in_vectors_of_whole_warps(columns: int) -> None:
+    for tile in (row_tile(columns), backward_tile(columns), *row_tiles(columns)):
+        assert tile.lanes >= columns and (tile.chunks - 1) * tile.vectors * VECTOR < columns
+        assert tile.vectors % 16 == 0 and tile.rows * tile.vectors == 32 * tile.warps <= 1024
+    if columns > 1000:
+        assert row_tile(columns).lanes <= 1.15 * columns
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.usefixtures("poisoned")
+def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual, weight = _inputs(rows, columns, dtype, device)
+    for other in (residual, None):
+        result = add_rms_norm(x, other, weight, EPS)
+        hidden = x if other is None else x + other
+        assert torch.equal(result.hidden, hidden) and (other is not None or result.hidden is x)
+        assert result.codes is None and result.scale is None
+        inverse = 1 / (hidden.double().pow(2).mean(-1) + EPS).sqrt()
+        # A sum of up to 2304 squares in float32, in pieces of eight and fewer: a few units of 2^-24.
+        torch.testing.assert_close(result.inverse.double(), inverse, rtol=4e-7, atol=0)
+        # Two roundings to 16 bits: after the norm and after the weight.
+        eps = torch.finfo(dtype).eps
+        expected = _norm64(hidden.double(), weight.double())
+        torch.testing.assert_close(result.normed.double(), expected, rtol=1.01 * eps, atol=1e-6)
+        # The twin's sum has another order: a value next to a rounding boundary may fall on its other side.
+        twin = pointwise.rms_norm(hidden, None, weight, EPS)
+        torch.testing.assert_close(result.normed, twin, rtol=2 * eps, atol=1e-6)
+        assert (result.normed != twin).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.usefixtures("poisoned")
+def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: str, device: torch.device) -> None:
+    x, residual, weight = _inputs(rows, columns, torch.bfloat16, device)
+    plain = add_rms_norm(x, residual, weight, EPS)
+    codes, scale = getattr(quantize, f"activation_{activation}")(plain.normed)
+    for want_normed in (True, False):
+        result = add_rms_norm(x, residual, weight, EPS, activation, want_normed)
+        assert_same(result.codes, codes.cpu())
+        assert_same(result.scale, scale.cpu())
+        assert torch.equal(result.inverse, plain.inverse) and torch.equal(result.hidden, plain.hidden)
+        assert torch.equal(result.normed, plain.normed) if want_normed else result.normed is None
+    again = add_rms_norm(plain.hidden, None, weight, EPS, activation)
+    assert torch.equal(again.normed, plain.normed)
+    assert_same(again.codes, codes.cpu())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_that_are_zero_or_not_finite_have_the_codes_of_the_quantization(
+    activation: str, device: torch.device
+) -> None:
+    x, _, weight = _inputs(6, 300, torch.bfloat16, device)
+    x[0] = 0.0
+    x[1, 7], x[2, 299], x[3] = float("nan"), float("inf"), 1e-30
+    result = add_rms_norm(x, None, weight, EPS, activation)
+    codes, scale = getattr(quantize, f"activation_{activation}")(result.normed)
+    assert_same(result.codes, codes.cpu())
+    assert_same(result.scale, scale.cpu())
+    assert torch.isnan(result.normed[1]).all() and not result.normed[0].any()
+
+
+def _alike(a: Normed, b: Normed, rows: Tensor | slice) -> bool:
+    pairs = ((a.hidden, b.hidden), (a.inverse, b.inverse), (a.normed, b.normed), (a.codes, b.codes), (a.scale, b.scale))
+    return all(torch.equal(left, right[rows]) for left, right in pairs)
+
+
+@pytest.mark.parametrize("columns", [40, 576, 2048])
+def test_a_row_has_the_same_bits_in_every_batch(columns: int, device: torch.device) -> None:
+    x, residual, weight = _inputs(37, columns, torch.bfloat16, device)
+    whole = add_rms_norm(x, residual, weight, EPS, "int8")
+    for rows in (slice(0, 1), slice(36, 37), slice(5, 14), slice(0, 33)):
+        part = add_rms_norm(x[rows].clone(), residual[rows].clone(), weight, EPS, "int8")
+        assert _alike(part, whole, rows)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0)).to(device)
+    assert _alike(add_rms_norm(x[order], residual[order], weight, EPS, "int8"), whole, order)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="in the interpreter all kernels sum alike")
+@pytest.mark.parametrize("columns", [576, 1536, 2048, 3584, 4096, 5120, 8192, 12_288, 16_384])
+def test_compiled_variants_give_the_same_bits(columns: int, device: torch.device) -> None:
+    x, residual, weight = _inputs(301, columns, torch.bfloat16, device)
+    plain = add_rms_norm(x, residual, weight, EPS)
+    variants = [add_rms_norm(plain.hidden, None, weight, EPS)]
+    variants += [add_rms_norm(x, residual, weight, EPS, activation) for activation in ACTIVATIONS]
+    variants += [add_rms_norm(plain.hidden, None, weight, EPS, activation) for activation in ACTIVATIONS]
+    for variant in variants:
+        assert torch.equal(variant.inverse, plain.inverse) and torch.equal(variant.normed, plain.normed)
+    assert torch.equal(rms_norm_again(plain.hidden, plain.inverse, weight), plain.normed)
+    for activation, variant in zip(ACTIVATIONS, variants[1:4], strict=True):
+        codes, scale = getattr(quantize, f"activation_{activation}")(plain.normed)
+        assert_same(variant.codes, codes.cpu())
+        assert_same(variant.scale, scale.cpu())
+        bare = add_rms_norm(plain.hidden, None, weight, EPS, activation, False)
+        assert_same(bare.codes, codes.cpu())
+        assert_same(bare.scale, scale.cpu())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (0, 64), (300, 40)])
+@pytest.mark.usefixtures("poisoned")
+def test_norm_again_is_the_norm_bit_for_bit(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual, weight = _inputs(rows, columns, dtype, device)
+    result = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(rms_norm_again(result.hidden, result.inverse, weight), result.normed)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_rows_may_be_apart(device: torch.device) -> None:
+    x, residual, weight = _inputs(9, 112, torch.bfloat16, device)
+    x, residual, weight = x[:, :72], residual[:, 8:80], weight[:72]
+    expected = add_rms_norm(x.contiguous(), residual.contiguous(), weight, EPS, "fp8")
+    result = add_rms_norm(x, residual, weight, EPS, "fp8")
+    assert torch.equal(result.normed, expected.normed) and torch.equal(result.scale, expected.scale)
+    sums = [torch.zeros(72, device=device) for _ in range(2)]
+    grads = [
+        add_rms_norm_backward(g, r, result.hidden, result.inverse, weight, into)
+        for g, r, into in ((x, residual, sums[0]), (x.contiguous(), residual.contiguous(), sums[1]))
+    ]
+    assert torch.equal(*grads) and torch.equal(*sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (45, 96)])
+@pytest.mark.usefixtures("poisoned")
+def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual, weight = _inputs(rows, columns, dtype, device)
+    grad_normed = random(rows, columns, seed=3, device=device, dtype=dtype)
+    grad_hidden = random(rows, columns, seed=4, device=device, dtype=dtype)
+    result = add_rms_norm(x, residual, weight, EPS)
+    exact, exact_weight = result.hidden.double().requires_grad_(), weight.double().requires_grad_()
+    normed = _norm64(exact, exact_weight)
+    normed.backward(grad_normed.double())
+    before = random(columns, seed=5, device=device)
+    for arriving in (grad_hidden, None):
+        grad_weight = before.clone()
+        grad = add_rms_norm_backward(grad_normed, arriving, result.hidden, result.inverse, weight, grad_weight)
+        expected = exact.grad if arriving is None else exact.grad + arriving.double()
+        # One rounding to 16 bits; the rest is float32, where terms of size 10 may cancel.
+        torch.testing.assert_close(grad.double(), expected, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(grad_weight.double(), before + exact_weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_the_same_in_every_run_and_with_few_programs(device: torch.device) -> None:
+    x, residual, weight = _inputs(70, 96, torch.bfloat16, device)
+    result = add_rms_norm(x, residual, weight, EPS)
+    sums, grads = [], []
+    for programs in (528, 528, 16):
+        sums.append(torch.zeros(96, device=device))
+        grads.append(
+            add_rms_norm_backward(x, residual, result.hidden, result.inverse, weight, sums[-1], programs=programs)
+        )
+    assert torch.equal(sums[0], sums[1]) and torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])  # a row's gradient does not depend on the program that has it
+    torch.testing.assert_close(sums[0], sums[2], rtol=1e-5, atol=1e-5)  # the order of 70 terms differs
+
+
+def test_no_rows(device: torch.device) -> None:
+    x, residual, weight = _inputs(0, 96, torch.bfloat16, device)
+    result = add_rms_norm(x, residual, weight, EPS, "int8")
+    assert result.normed.shape == result.codes.shape == (0, 96) and result.scale.shape == (0, 1)
+    grad_weight = torch.ones(96, device=device)
+    grad = add_rms_norm_backward(x, residual, result.hidden, result.inverse, weight, grad_weight)
+    assert grad.shape == (0, 96) and torch.equal(grad_weight, torch.ones_like(grad_weight))
+    column_sum(x, grad_weight)
+    assert torch.equal(grad_weight, torch.ones_like(grad_weight))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (37, 100), (700, 40), (129, 257)])
+@pytest.mark.usefixtures("poisoned")
+def test_column_sum_adds_what_float64_adds(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = random(rows, columns + 3, seed=0, device=device, dtype=dtype)[:, :columns]
+    before = random(columns, seed=1, device=device)
+    results = [before.clone() for _ in range(2)]
+    for into in results:
+        column_sum(x, into)
+    # float32 sums of up to 700 terms of size 1.
+    torch.testing.assert_close(results[0].double(), before + x.double().sum(0), rtol=1e-5, atol=3e-5)
+    assert torch.equal(*results)
+
+
+def test_wrong_tensors_are_errors(device: torch.device) -> None:
+    x, residual, weight = _inputs(3, 96, torch.bfloat16, device)
+    with pytest.raises(ValueError, match=r"^x must be a 16-bit matrix with contiguous rows, not torch\.float32"):
+        add_rms_norm(x.float(), residual, weight, EPS)
+    with pytest.raises(ValueError, match=r"^residual must be a 16-bit matrix of 96 columns"):
+        add_rms_norm(x, residual[:, :95], weight, EPS)
+    with pytest.raises(ValueError, match=r"^rows of 32769 values do not fit"):
+        row_tile(MAX_ROW + 1)
+    with pytest.raises(ValueError, match=r"^into must be a contiguous float32 vector of 96"):
+        column_sum(x, torch.zeros(95, device=device))

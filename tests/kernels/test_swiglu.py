@@ -1,0 +1,148 @@
+"""SiLU times the linear half, its quantization and its backward: float64, the plain-torch twin, bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import assert_same
+from products import random
+from qarl_kernels import pointwise, quantize
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.swiglu import swiglu, swiglu_backward
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every 0 / 0 and overflow
+]
+
+DTYPES = [torch.bfloat16, torch.float16]
+ACTIVATIONS = ["int8", "fp8", "fp8_group"]
+SHAPES = [(5, 40), (1, 96), (19, 33), (3, 1536), (2, 2304)]
+
+
+def _gate_up(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    x = random(rows, 2 * columns, seed=0, device=device) * 4
+    x[:, 0], x[:, 1], x[:, 2], x[:, 3] = 200.0, -200.0, 0.0, -30.0  # gates
+    return x.to(dtype)
+
+
+def _twin(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return pointwise.silu(gate.contiguous()) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.usefixtures("poisoned")
+def test_product_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = _gate_up(rows, columns, dtype, device)
+    result = swiglu(gate_up)
+    assert result.codes is None and result.scale is None
+    gate, up = gate_up.double().chunk(2, -1)
+    eps = torch.finfo(dtype).eps
+    # Two roundings to 16 bits; below its normal numbers (6e-5) float16 has steps of 6e-8, times an up of 16 or less.
+    torch.testing.assert_close(
+        result.product.double(), gate * torch.sigmoid(gate) * up, rtol=1.01 * eps, atol=1e-6 if eps < 1e-3 else 1e-30
+    )
+    # exp and the division may differ in float32's last bits, and so on which side of a boundary a value falls.
+    twin = _twin(gate_up)
+    torch.testing.assert_close(result.product, twin, rtol=2 * eps, atol=1e-6)
+    assert (result.product != twin).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.usefixtures("poisoned")
+def test_codes_are_those_of_the_product(rows: int, columns: int, activation: str, device: torch.device) -> None:
+    gate_up = _gate_up(rows, columns, torch.bfloat16, device)
+    if rows > 4:
+        gate_up[1], gate_up[2, 5], gate_up[3, columns + 5] = 0.0, float("nan"), float("inf")
+    plain = swiglu(gate_up).product
+    codes, scale = getattr(quantize, f"activation_{activation}")(plain)
+    for want_product in (True, False):
+        result = swiglu(gate_up, activation, want_product)
+        assert_same(result.codes, codes.cpu())
+        assert_same(result.scale, scale.cpu())
+        assert (result.product is not None) == want_product
+        if want_product:
+            assert_same(result.product, plain.cpu())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="one program of 16,384 values and more: slow in numpy")
+@pytest.mark.parametrize("columns", [6144, 8960, 12_288, 14_336, 18_944, 32_768])
+def test_long_rows(columns: int, device: torch.device) -> None:
+    gate_up = _gate_up(131, columns, torch.bfloat16, device)
+    plain = swiglu(gate_up).product
+    for activation in ACTIVATIONS:
+        result = swiglu(gate_up, activation)
+        codes, scale = getattr(quantize, f"activation_{activation}")(plain)
+        assert torch.equal(result.product, plain)
+        assert_same(result.codes, codes.cpu())
+        assert_same(result.scale, scale.cpu())
+    assert torch.equal(swiglu_backward(plain, gate_up, True)[1], plain)
+
+
+@pytest.mark.parametrize("activation", [None, "int8", "fp8_group"])
+def test_a_row_has_the_same_bits_in_every_batch(activation: str | None, device: torch.device) -> None:
+    gate_up = _gate_up(37, 200, torch.bfloat16, device)
+    whole = swiglu(gate_up, activation)
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0)).to(device)
+    for rows in (slice(0, 1), slice(36, 37), slice(5, 14), order):
+        part = swiglu(gate_up[rows].clone(), activation)
+        for name in ("product", "codes", "scale"):
+            ours, expected = getattr(part, name), getattr(whole, name)
+            assert (ours is None and expected is None) or torch.equal(ours.float(), expected[rows].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (300, 40)])
+@pytest.mark.usefixtures("poisoned")
+def test_gradients_are_those_of_float64(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    gate_up = _gate_up(rows, columns, dtype, device)
+    grad = random(rows, columns, seed=1, device=device, dtype=dtype)
+    exact = gate_up.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    (gate * torch.sigmoid(gate) * up).backward(grad.double())
+    result, product = swiglu_backward(grad, gate_up, True)
+    assert torch.equal(product, swiglu(gate_up).product)
+    # Two roundings: of silu(gate), of the result; near its zero at -1.28 the slope of SiLU loses digits of float32.
+    torch.testing.assert_close(result.double(), exact.grad, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-5)
+    bare, none = swiglu_backward(grad, gate_up, False)
+    assert none is None and torch.equal(bare, result)
+    in_place = gate_up.clone()
+    returned, product = swiglu_backward(grad, in_place, True, in_place)
+    assert returned is in_place and torch.equal(in_place, result) and torch.equal(product, swiglu(gate_up).product)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_rows_may_be_apart(device: torch.device) -> None:
+    wide, grad = _gate_up(9, 64, torch.bfloat16, device), random(9, 60, seed=1, device=device, dtype=torch.bfloat16)
+    gate_up, grad = wide[:, :96], grad[:, :48]
+    expected = swiglu(gate_up.contiguous(), "fp8")
+    result = swiglu(gate_up, "fp8")
+    assert torch.equal(result.product, expected.product) and torch.equal(result.scale, expected.scale)
+    expected_grad, _ = swiglu_backward(grad.contiguous(), gate_up.contiguous(), False)
+    before = wide[:, 96:].clone()
+    swiglu_backward(grad, gate_up, False, gate_up)
+    assert torch.equal(wide[:, :96], expected_grad) and torch.equal(wide[:, 96:], before)
+
+
+def test_no_rows(device: torch.device) -> None:
+    gate_up = torch.empty(0, 96, dtype=torch.bfloat16, device=device)
+    result = swiglu(gate_up, "fp8_group")
+    assert result.product.shape == result.codes.shape == (0, 48) and result.scale.shape == (0, 1)
+    grad, product = swiglu_backward(result.product, gate_up, True)
+    assert grad.shape == (0, 96) and product.shape == (0, 48)
+
+
+def test_wrong_tensors_are_errors(device: torch.device) -> None:
+    gate_up = torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"^gate_up must be a 16-bit matrix with contiguous rows"):
+        swiglu(gate_up.float())
+    with pytest.raises(ValueError, match=r"^grad must be a 16-bit matrix of 48 columns"):
+        swiglu_backward(gate_up, gate_up, False)
+    with pytest.raises(ValueError, match=r"^gate_up must have an even number of columns, not 95"):
+        swiglu(gate_up[:, :95])
