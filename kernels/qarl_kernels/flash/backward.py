@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot
+from qarl_kernels.blocks import dot, operand
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import Tile, check, columns, padded
 from qarl_kernels.flash.layout import PackedLayout
 from qarl_kernels.flash.steps import LOG2E
-from qarl_kernels.launch import launch
+from qarl_kernels.launch import descriptor, launch, supports_tma
 
 # By head size padded to a power of two: (gradient of queries, gradients of keys and values). A row's bits depend on
 # the tile, and the tile on the head size alone.
@@ -35,21 +35,27 @@ CANDIDATES = [
     for block in (32, 64, 128)
     for stages in (2, 3)
 ]
-DELTA_ROWS = 32
+STATS_ROWS = 32
 
 
-@triton.jit(do_not_specialize=["T"])
-def delta_kernel(
+@triton.jit(do_not_specialize=["T", "T_PAD"])
+def stats_kernel(
     grad_out,  # (T, H, D) 16-bit
     out,  # (T, H, D) contiguous
-    delta,  # (H, T) fp32
+    lse,  # (H, T) fp32
+    stats,  # (4, 2, H, T_PAD) fp32
     T,
+    T_PAD,
     stride_g,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """delta = sum over the head of grad_out * out."""
+    """stats[c, 0, head, row + c] = lse[head, row]; stats[c, 1, head, row + c] = sum of the row of grad_out * out.
+
+    Four copies, each shifted by one: whatever row a block starts at, in one of them its address is a multiple of 16,
+    which the tensor memory accelerator wants.
+    """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -57,22 +63,26 @@ def delta_kernel(
     mask = columns(row < T, d, D)
     g = tl.load(grad_out + row[:, None] * stride_g + head * D + d[None, :], mask=mask, other=0.0)
     o = tl.load(out + (row * heads + head)[:, None] * D + d[None, :], mask=mask, other=0.0)
-    tl.store(delta + head.to(tl.int64) * T + row, tl.sum(widen(g) * widen(o), 1), mask=row < T)
+    delta = tl.sum(widen(g) * widen(o), 1)
+    level = tl.load(lse + head.to(tl.int64) * T + row, mask=row < T, other=0.0)
+    for copy in tl.static_range(4):
+        at = stats + (copy * 2 * heads + head).to(tl.int64) * T_PAD + row + copy
+        tl.store(at, level, mask=row < T)
+        tl.store(at + heads.to(tl.int64) * T_PAD, delta, mask=row < T)
 
 
-@triton.jit(do_not_specialize=["tiles", "T", "window"])
+@triton.jit(do_not_specialize=["tiles", "T_PAD", "window"])
 def query_grad_kernel(
     q,  # (T, H, D) 16-bit
     k,  # (T, H_kv, D)
     v,
     grad_out,  # (T, H, D)
     dq,  # (T, H, D)
-    lse,  # (H, T) fp32, log2
-    delta,  # (H, T) fp32
+    stats,  # (4, 2, H, T_PAD) fp32, see stats_kernel
     tiles,  # (n, 6) int32, see PackedLayout.queries
     scale,
     scale2,  # scale * log2(e)
-    T,
+    T_PAD,
     rep,
     window,
     stride_q,
@@ -110,8 +120,8 @@ def query_grad_kernel(
     rows = (row + m).to(tl.int64)
     query = tl.load(q + head * D + rows[:, None] * stride_q + d[None, :], mask=here, other=0.0)
     grad = tl.load(grad_out + head * D + rows[:, None] * stride_g + d[None, :], mask=here, other=0.0)
-    level = tl.load(lse + head.to(tl.int64) * T + rows, mask=m < count, other=float("inf"))
-    shift = tl.load(delta + head.to(tl.int64) * T + rows, mask=m < count, other=0.0)
+    level = tl.load(stats + head.to(tl.int64) * T_PAD + rows, mask=m < count, other=float("inf"))
+    shift = tl.load(stats + (tl.num_programs(0) + head).to(tl.int64) * T_PAD + rows, mask=m < count, other=0.0)
 
     acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     begin = 0
@@ -141,7 +151,17 @@ def query_grad_kernel(
     tl.store(at_dq, narrow(acc * scale, dq.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["items", "T", "window", "first_item"])
+@triton.jit
+def numbers(source, at, SIZE: tl.constexpr, TMA: tl.constexpr):
+    """SIZE float32 from `at` on, of an array that holds as many past any that are asked for."""
+    if TMA:
+        values = source.load([at])
+    else:
+        values = tl.load(source + at + tl.arange(0, SIZE))
+    return values
+
+
+@triton.jit(do_not_specialize=["items", "T_PAD", "window"])
 def key_grad_kernel(
     q,  # (T, H, D) 16-bit
     k,  # (T, H_kv, D)
@@ -150,13 +170,12 @@ def key_grad_kernel(
     dk,  # (T, H_kv, D)
     dv,
     partial,  # (partials, 2, H_kv, TILE, D) fp32
-    lse,  # (H, T) fp32, log2
-    delta,  # (H, T) fp32
+    stats,  # (4, 2, H, T_PAD) fp32, see stats_kernel
     positions,  # (T,) int64
     items,  # (m, 6) int32, see PackedLayout.items
     scale,
     scale2,  # scale * log2(e)
-    T,
+    T_PAD,
     rep,
     window,
     stride_q,
@@ -171,6 +190,7 @@ def key_grad_kernel(
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Scores stand transposed, (keys, queries), so that both products with them take them from registers."""
     kv_head = tl.program_id(0)
@@ -195,29 +215,31 @@ def key_grad_kernel(
     values = tl.load(v + kv_head * D + rows[:, None] * stride_v + d[None, :], mask=here, other=0.0)
     key_acc = tl.zeros((BLOCK_N, D_PAD), tl.float32)
     value_acc = tl.zeros((BLOCK_N, D_PAD), tl.float32)
+    copy = -begin & 3
+    copy += copy * 2 * tl.num_programs(0) * rep * T_PAD
     blocks = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 0)
     for step in tl.range(0, blocks * rep):
         head = kv_head * rep + step // blocks
         first = begin + step % blocks * BLOCK_M
         at = first + m
-        real = at < end
-        query_rows = at.to(tl.int64)
-        seen = columns(real, d, D)
-        query = tl.load(q + head * D + query_rows[:, None] * stride_q + d[None, :], mask=seen, other=0.0)
-        grad = tl.load(grad_out + head * D + query_rows[:, None] * stride_g + d[None, :], mask=seen, other=0.0)
-        level = tl.load(lse + head.to(tl.int64) * T + at, mask=real, other=float("inf"))
-        shift = tl.load(delta + head.to(tl.int64) * T + at, mask=real, other=0.0)
+        query = operand(q, first, end, head * D, head * D + D, stride_q, BLOCK_M, D_PAD, TMA)
+        grad = operand(grad_out, first, end, head * D, head * D + D, stride_g, BLOCK_M, D_PAD, TMA)
         scores = dot(keys, query.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         dp = dot(values, grad.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        # Both before the next product, and one after the other: few registers, and no wait amid running products.
+        dp -= numbers(stats, (tl.num_programs(0) * rep + head) * T_PAD + copy + first, BLOCK_M, TMA)[None, :]
+        level = numbers(stats, head * T_PAD + copy + first, BLOCK_M, TMA)
         if WINDOW:
-            ahead = tl.load(positions + at, mask=real, other=0).to(tl.int32)[None, :] - (position + n)[:, None]
-            scores = tl.where((at[None, :] >= (row + n)[:, None]) & (ahead < window), scores, float("-inf"))
+            ahead = tl.load(positions + at, mask=at < end, other=0).to(tl.int32)[None, :] - (position + n)[:, None]
+            seen = (at[None, :] >= (row + n)[:, None]) & (at < end)[None, :] & (ahead < window)
+            scores = tl.where(seen, scores, float("-inf"))
         else:
-            if first < row + BLOCK_N:
-                scores = tl.where(at[None, :] >= (row + n)[:, None], scores, float("-inf"))
+            if (first < row + BLOCK_N) | (first + BLOCK_M > end):
+                seen = (at[None, :] >= (row + n)[:, None]) & (at < end)[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
         p = tl.exp2(tl.fma(scores, scale2, -level[None, :]))
         value_acc = dot(narrow(p, k.dtype.element_ty), grad, value_acc)
-        ds = narrow(p * (dp - shift[None, :]), k.dtype.element_ty)
+        ds = narrow(p * dp, k.dtype.element_ty)
         key_acc = dot(ds, query, key_acc)
     key_acc *= scale
     if slot < 0:
@@ -301,18 +323,24 @@ def attention_backward(
         torch.empty(*like.shape, dtype=like.dtype, device=like.device) if given is None else given
         for given, like in ((dq, q), (dk, k), (dv, v))
     )
-    delta = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    if tokens == 0:
+        return dq, dk, dv
+    # Past the last row as much again as a block reads, which must be finite: it is multiplied by 0.
+    padded_tokens = triton.cdiv(tokens + 3 + tables.TILE, 4) * 4
+    stats = torch.zeros(4, 2, heads, padded_tokens, dtype=torch.float32, device=q.device)
     sizes = {"D": dim, "D_PAD": padded(dim)}
     launch(
-        delta_kernel,
-        (heads, triton.cdiv(tokens, DELTA_ROWS)),
+        stats_kernel,
+        (heads, triton.cdiv(tokens, STATS_ROWS)),
         num_warps=4,
         grad_out=grad_out,
         out=out,
-        delta=delta,
+        lse=lse,
+        stats=stats,
         T=tokens,
+        T_PAD=padded_tokens,
         stride_g=grad_out.stride(0),
-        ROWS=DELTA_ROWS,
+        ROWS=STATS_ROWS,
         **sizes,
     )
     shared = {
@@ -320,11 +348,10 @@ def attention_backward(
         "k": k,
         "v": v,
         "grad_out": grad_out,
-        "lse": lse,
-        "delta": delta,
+        "stats": stats,
         "scale": scale,
         "scale2": scale * LOG2E,
-        "T": tokens,
+        "T_PAD": padded_tokens,
         "rep": heads // kv_heads,
         "window": window or 0,
         "stride_q": q.stride(0),
@@ -348,6 +375,11 @@ def attention_backward(
         BLOCK_N=tile.block,
         **shared,
     )
+    flat = [t.view(tokens, heads * dim) for t in (q, grad_out)]
+    tma = all(map(supports_tma, flat))
+    if tma:
+        shared["q"], shared["grad_out"] = (descriptor(t, (key_tile.block, padded(dim))) for t in flat)
+        shared["stats"] = descriptor(stats.view(-1), (key_tile.block,))
     partial = torch.empty(layout.partials, 2, kv_heads, tables.TILE, dim, dtype=torch.float32, device=q.device)
     launch(
         key_grad_kernel,
@@ -363,6 +395,7 @@ def attention_backward(
         stride_dv=dv.stride(0),
         BLOCK_M=key_tile.block,
         BLOCK_N=key_tile.rows,
+        TMA=tma,
         **shared,
     )
     launch(
