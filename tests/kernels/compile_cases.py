@@ -28,6 +28,10 @@ from qarl_kernels import (
     w4a8,
     w4a16,
 )
+from qarl_kernels.flash import backward as flash_backward
+from qarl_kernels.flash import forward as flash_forward
+from qarl_kernels.flash import layout as flash_layout
+from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from torch import Tensor
 
@@ -261,3 +265,42 @@ def fp4() -> Iterator[str]:
         x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
         nvfp4a16.fused(x, *tiled_fp4(4096, 4096), empty(1, dtype=FP32), 4096, bias, torch.float16, tile_)
         yield f"nvfp4a16 float16 {tile_.way}"
+
+
+def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    """q (T, 16, D), and k and v (T, 8, D) as slices of one product's output."""
+    qkv = empty(4600, 32 * dim, dtype=dtype)
+    q, k, v = (part.view(4600, -1, dim) for part in qkv.split((16 * dim, 8 * dim, 8 * dim), 1))
+    return q, k, v
+
+
+def attention_forward() -> Iterator[str]:
+    """Packed forward, with every head size; short and long sequences, and a window."""
+    short, long = (flash_layout.packed_layout([(p, [500] * 8)], torch.device("cpu")) for p in (96, 600))
+    for dim, dtype in ((64, BF16), (80, BF16), (96, BF16), (128, BF16), (128, torch.float16), (256, BF16)):
+        for layout, window in ((short, None), (long, None), (long, 300)):
+            q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
+            flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
+            yield f"attention forward {dim} {dtype} window {window} wgmma"
+
+
+def attention_backward() -> Iterator[str]:
+    layout = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu"))
+    for dim, dtype in ((64, BF16), (96, BF16), (128, BF16), (128, torch.float16), (256, BF16)):
+        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
+        out, lse = empty(*q.shape, dtype=dtype), empty(16, layout.tokens, dtype=FP32)
+        for window in (None, 300):
+            flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, window)
+            yield f"attention backward {dim} {dtype} window {window}"
+
+
+def attention_paged() -> Iterator[str]:
+    """Prefill of two spans and decode of one, pages of either order of axes."""
+    spans = [0, 5, 6], [5, 1, 2000], [0, 2000, 0], [[0], list(range(1, 127)), list(range(127, 260))]
+    layout = flash_paged.paged_layout(*spans, torch.device("cpu"))
+    for dim in (64, 128, 256):
+        for axis, shape in ((2, (8, 16)), (1, (32, 8))):
+            cache = empty(300, *shape, dim)
+            for window in (None, 300):
+                flash_paged.paged_attention(empty(2006, 16, dim), cache, cache, layout, dim**-0.5, window, axis)
+                yield f"attention paged {dim} axis {axis} window {window}"

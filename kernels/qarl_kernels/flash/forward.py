@@ -1,0 +1,274 @@
+"""Forward of causal attention over a packed batch, or over a paged KV cache: one kernel.
+
+A program takes a tile of query rows of one head and walks over the keys of its sequence in blocks of absolute
+position. One loop serves all blocks, so that loads run ahead across the seam between prompt and continuation, across
+chunks and into the diagonal: every block gathers its rows by pointers, and only blocks that hide something are masked.
+Tiles within the first chunk need no second accumulator and run as a kernel of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.blocks import dot
+from qarl_kernels.casts import narrow
+from qarl_kernels.flash import layout as tables
+from qarl_kernels.flash.layout import PackedLayout
+from qarl_kernels.flash.steps import LOG2E, accumulate, merge, normalised, probabilities, row_total
+from qarl_kernels.launch import launch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of a program: query rows (or keys, in the key gradient), the block it walks in, threads, loads ahead."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+# By head size padded to a power of two; whatever stands here, the bits are the same. (within a chunk, beyond it)
+TILES = {
+    64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+    256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+}
+# What a tuning script may try; the block is the contract's and stays.
+CANDIDATES = [
+    Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)
+]
+
+
+@triton.jit
+def columns(rows, d, D: tl.constexpr):
+    """Mask of a tile (rows, padded D) from that of its rows; what pads the head size is out."""
+    mask = rows[:, None]
+    if d.shape[0] != D:
+        mask = mask & (d < D)[None, :]
+    return mask
+
+
+@triton.jit
+def page_of(pages, at, end, PAGE: tl.constexpr):
+    """Page of each position, 0 past the end, int64. pages: a sequence's line of the table."""
+    return tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tiles", "T", "window", "stride_pages"])
+def attention_kernel(
+    q,  # (T, H, D) 16-bit
+    k,  # (T, H_kv, D), or a cache whose rows are tokens
+    v,
+    out,  # (T, H, D) contiguous
+    lse,  # (H, T) fp32, log2
+    tiles,  # (n, 6) int32, see PackedLayout.queries and PagedLayout.queries
+    pages,  # (S, P) int32 of a paged cache
+    scale,
+    T,
+    rep,
+    window,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_k_head,
+    stride_v_head,
+    stride_k_page,
+    stride_v_page,
+    stride_pages,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens of a page, 0 where rows are packed
+    LSE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    entry = tiles + tl.program_id(1) // (TILE // BLOCK_M) * 6
+    skip = tl.program_id(1) % (TILE // BLOCK_M) * BLOCK_M
+    count = tl.load(entry + 1) - skip
+    if count <= 0:
+        return
+    row = tl.load(entry) + skip
+    position = tl.load(entry + 2) + skip
+    place = tl.load(entry + 3)  # of the prompt's rows, or of the sequence in the table of pages
+    shared = tl.load(entry + 4)
+    own = tl.load(entry + 5) - shared
+    count = tl.minimum(count, BLOCK_M)
+    end = position + count
+
+    d = tl.arange(0, D_PAD)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK)
+    heads = tl.num_programs(0)
+    k += (head // rep).to(tl.int64) * stride_k_head
+    v += (head // rep).to(tl.int64) * stride_v_head
+    here = columns(m < count, d, D)
+    q += row.to(tl.int64) * stride_q + head * D
+    query = tl.load(q + m.to(tl.int64)[:, None] * stride_q + d[None, :], mask=here, other=0.0)
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    all_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    all_total = tl.zeros((BLOCK_M,), tl.float32)
+    if CHUNKS:
+        all_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+
+    begin = 0
+    clear = 0  # the first position at which no row's window has an edge
+    if WINDOW:
+        begin = tl.maximum(position - window + 1, 0) // BLOCK * BLOCK
+        clear = end - window
+    for first in tl.range(begin, end, BLOCK):
+        at = first + n
+        if PAGE > 0:
+            page = page_of(pages + place.to(tl.int64) * stride_pages, at, end, PAGE)
+            k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
+            v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
+        else:
+            key_row = (at + tl.where(at < shared, place, own)).to(tl.int64)
+            k_at = key_row * stride_k
+            v_at = key_row * stride_v
+        seen = columns(at < end, d, D)
+        keys = tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0)
+        values = tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0)
+
+        scores = dot(query, keys.T, tl.zeros((BLOCK_M, BLOCK), tl.float32))
+        if WINDOW:
+            if (first + BLOCK - 1 > position) | (first < clear):
+                ahead = (position + m)[:, None] - at[None, :]
+                scores = tl.where((ahead >= 0) & (ahead < window), scores, float("-inf"))
+        else:
+            if first + BLOCK - 1 > position:
+                scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
+        if CHUNKS:
+            if first % CHUNK == 0:  # the factor 0 of the next step empties the chunk's sums
+                all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, row_total(total), acc)
+                top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        p, factor, top = probabilities(scores, top, scale)
+        total, acc = accumulate(p, values, factor, total, acc)
+
+    if CHUNKS:
+        top, sums, acc = merge(all_top, all_total, all_acc, top, row_total(total), acc)
+    else:
+        sums = row_total(total)
+    out += (row.to(tl.int64) * heads + head) * D
+    result = narrow(normalised(acc, sums), out.dtype.element_ty)
+    tl.store(out + (m * heads).to(tl.int64)[:, None] * D + d[None, :], result, mask=here)
+    if LSE:
+        tl.store(lse + head.to(tl.int64) * T + row + m, top + tl.log2(sums), mask=m < count)
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v of every row over the keys that it sees.
+
+    Args:
+        q: (T, H, D) bf16 or fp16, rows any stride apart.
+        k, v: (T, H_kv, D) of q's dtype, H a multiple of H_kv, rows any stride apart.
+        scale: multiplies the scores; positive.
+        window: a query sees its last `window` tokens only; None means all.
+
+    Returns:
+        out (T, H, D) contiguous, of q's dtype; lse (H, T) float32, log2 of the sum of exp(scores * scale).
+    """
+    check(q, k, v, scale, window)
+    tokens, heads, dim = q.shape
+    if tokens != layout.tokens or k.shape[0] != tokens:
+        raise ValueError(f"q has {tokens} rows, k {k.shape[0]} and the layout {layout.tokens}; they must agree")
+    out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    long = layout.long_tiles
+    for queries, chunks in ((layout.queries[:long], True), (layout.queries[long:], False)):
+        run(q, k, v, out, lse, queries, scale, window, chunks)
+    return out, lse
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    queries: Tensor,
+    scale: float,
+    window: int | None,
+    chunks: bool,
+    pages: Tensor | None = None,
+    token_axis: int = 0,
+    tile: Tile | None = None,
+) -> None:
+    """Fill out, and lse if given, for the query rows of some tiles; chunks: whether any sees more than one CHUNK.
+
+    pages: (S, P) int32 where k and v are caches (pages, ...), whose axis `token_axis` (1 or 2) holds a page's tokens.
+    """
+    heads, dim = q.shape[1:]
+    head_axis = 1 if pages is None else 3 - token_axis
+    tile = tile or TILES[padded(dim)][chunks]
+    launch(
+        attention_kernel,
+        (heads, queries.shape[0] * (tables.TILE // tile.rows)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        tiles=queries,
+        pages=pages,
+        scale=scale * LOG2E,
+        T=q.shape[0],
+        rep=heads // k.shape[head_axis],
+        window=window or 0,
+        stride_q=q.stride(0),
+        stride_k=k.stride(token_axis),
+        stride_v=v.stride(token_axis),
+        stride_k_head=k.stride(head_axis),
+        stride_v_head=v.stride(head_axis),
+        stride_k_page=k.stride(0),
+        stride_v_page=v.stride(0),
+        stride_pages=0 if pages is None else pages.stride(0),
+        D=dim,
+        D_PAD=padded(dim),
+        BLOCK=tables.BLOCK,
+        BLOCK_M=tile.rows,
+        TILE=tables.TILE,
+        CHUNK=tables.CHUNK,
+        CHUNKS=chunks,
+        WINDOW=window is not None,
+        PAGE=0 if pages is None else k.shape[token_axis],
+        LSE=lse is not None,
+    )
+
+
+def padded(dim: int) -> int:
+    """Head size as the kernels hold it."""
+    return max(64, triton.next_power_of_2(dim))
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, head_axis: int = 1) -> None:
+    """Raise ValueError for what the kernels cannot read."""
+    heads, dim = q.shape[1:]
+    kv_heads = k.shape[head_axis]
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"attention needs q, k and v of bf16 or fp16, all the same, not {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if dim > 256 or dim % 8:
+        raise ValueError(f"attention takes head sizes up to 256 in steps of 8, not {dim}")
+    if q.stride(2) != 1 or q.stride(1) != dim or k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError("heads must stand one after the other in a row, without gaps; call contiguous() first")
+    if not scale > 0 or (window is not None and window < 1):
+        raise ValueError(f"scale {scale} and window {window} must be positive")

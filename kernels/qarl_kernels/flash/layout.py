@@ -1,0 +1,137 @@
+"""Where the tokens of a packed batch with shared prompts stand, as tables that the attention kernels read.
+
+A group is a prompt followed by its continuations, rows contiguous in that order; the prompt stands once. A token of a
+continuation attends to its prompt's rows and to its own, so positions of continuations start at the prompt's length.
+Two consequences make the kernels simple: the keys of a row are two contiguous stretches of rows, and the queries that
+see a key are one: from the key's own row to the end of the group (prompt) or of the continuation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 64  # keys of one step of the online softmax, aligned to absolute position
+CHUNK = 1024  # keys of one stretch that is summed from zero, aligned to absolute position; a multiple of BLOCK
+TILE = 128  # query or key rows of one entry of a table; a kernel's own tile divides it
+ITEM_ROWS = 4096  # query rows of one work item of the key gradient: a shared prompt may be seen by any number
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Everything that attention over one packed batch needs, the same for every layer.
+
+    tokens: T, rows of the batch.
+    positions: (T,) int64, position of each row in its sequence.
+    queries: (n, 6) int32, per tile of query rows: first row, rows, position of the first row, first row of the
+        prompt, positions below which keys are the prompt's, first row of the keys from there on. Longest first.
+    long_tiles: how many of the tiles, the first ones, see more than one CHUNK of keys.
+    items: (m, 6) int32, work of the key gradient: first key row, key rows, position of the first key, first query
+        row, end of the query rows, number of the partial sum or -1 where the tile has one item only. Longest first.
+    partials: partial sums that items write.
+    cuts: (c, 4) int32, tiles of several items: first key row, key rows, first partial sum, partial sums.
+    """
+
+    tokens: int
+    positions: Tensor
+    queries: Tensor
+    long_tiles: int
+    items: Tensor
+    partials: int
+    cuts: Tensor
+
+
+def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedLayout:
+    """Layout of groups (prompt tokens, tokens of each continuation); a continuation may be empty.
+
+    One copy to the device and no wait for it.
+    """
+    sizes = np.fromiter((1 + len(own) for _, own in groups), np.int64, len(groups))
+    first = np.cumsum(sizes) - sizes  # of each group, its prompt among the segments
+    lengths = np.fromiter(chain.from_iterable((prompt, *own) for prompt, own in groups), np.int64, int(sizes.sum()))
+    if lengths.size and lengths.min() < 0:
+        raise ValueError("a prompt or continuation has a negative length")
+    ends = np.cumsum(lengths)
+    rows = ends - lengths  # first row of each segment
+    prompt_of = np.repeat(first, sizes)  # segment of each segment's prompt
+    last_of = np.repeat(first + sizes - 1, sizes)
+    is_prompt = prompt_of == np.arange(lengths.size)
+    shared = np.where(is_prompt, 0, lengths[prompt_of])  # prompt tokens before a segment
+    seen_until = np.where(is_prompt, ends[last_of], ends)  # end of the queries that see a segment's keys
+
+    tokens = int(lengths.sum())
+    segment = np.repeat(np.arange(lengths.size), lengths)
+    positions = np.arange(tokens) - (rows - shared)[segment]
+
+    segment, start = _cut(lengths, TILE)
+    queries = np.empty((segment.size, 6), np.int32)
+    queries[:, 0] = rows[segment] + start
+    queries[:, 1] = np.minimum(lengths[segment] - start, TILE)
+    queries[:, 2] = shared[segment] + start
+    queries[:, 3] = rows[prompt_of[segment]]
+    queries[:, 4] = shared[segment]
+    queries[:, 5] = rows[segment]
+    end = queries[:, 2] + queries[:, 1]
+    queries = queries[np.argsort(-end, kind="stable")]
+
+    # The same tiles as keys, in order, each cut by the queries that see it.
+    key_row = rows[segment] + start
+    seen = seen_until[segment] - key_row
+    tile, offset = _cut(seen, ITEM_ROWS)
+    count = -(-seen // ITEM_ROWS)
+    several = count > 1
+    counted = np.where(several, count, 0)
+    first_partial = np.cumsum(counted) - counted
+    items = np.empty((tile.size, 6), np.int32)
+    items[:, 0] = key_row[tile]
+    items[:, 1] = np.minimum(lengths[segment] - start, TILE)[tile]
+    items[:, 2] = (shared[segment] + start)[tile]
+    items[:, 3] = key_row[tile] + offset
+    items[:, 4] = np.minimum(items[:, 3] + ITEM_ROWS, seen_until[segment][tile])
+    items[:, 5] = np.where(several[tile], first_partial[tile] + offset // ITEM_ROWS, -1)
+    cuts = np.empty((int(several.sum()), 4), np.int32)
+    whole = np.flatnonzero(several)
+    cuts[:, 0] = key_row[whole]
+    cuts[:, 1] = np.minimum(lengths[segment] - start, TILE)[whole]
+    cuts[:, 2] = first_partial[whole]
+    cuts[:, 3] = count[whole]
+    items = items[np.argsort(items[:, 3] - items[:, 4], kind="stable")]
+
+    on_device = upload(device, positions, queries, items, cuts)
+    return PackedLayout(
+        tokens=tokens,
+        positions=on_device[0],
+        queries=on_device[1],
+        long_tiles=int((end > CHUNK).sum()),
+        items=on_device[2],
+        partials=int(counted.sum()),
+        cuts=on_device[3],
+    )
+
+
+def _cut(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which length each piece of at most `size` belongs to, and where in it the piece starts."""
+    pieces = -(-lengths // size)
+    whole = np.repeat(np.arange(lengths.size), pieces)
+    return whole, (np.arange(whole.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
+
+
+def upload(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
+    """Tables of int64 and int32 on the device by one copy, from pinned memory to a GPU, which nobody waits for."""
+    words = [-(-table.nbytes // 8) for table in tables]
+    pinned = device.type == "cuda"
+    host = torch.zeros(sum(words), dtype=torch.int64, pin_memory=pinned)
+    at, whole = 0, host.numpy()
+    for table, size in zip(tables, words, strict=True):
+        whole[at : at + size].view(table.dtype)[: table.size] = table.reshape(-1)
+        at += size
+    there = host.to(device, non_blocking=True) if pinned else host
+    parts = there.split(words)
+    return [
+        part.view(torch.int64 if table.dtype == np.int64 else torch.int32)[: table.size].view(table.shape)
+        for part, table in zip(parts, tables, strict=True)
+    ]
