@@ -13,6 +13,7 @@ from qarl_kernels import (
     digest,
     fp8_block,
     gemm,
+    head,
     noise,
     nvfp4_weights,
     nvfp4a16,
@@ -200,3 +201,34 @@ def fp4() -> Iterator[str]:
         x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
         nvfp4a16.fused(x, *tiled_fp4(4096, 4096), empty(1, dtype=FP32), 4096, bias, torch.float16, tile_)
         yield f"nvfp4a16 float16 {tile_.way}"
+
+
+def head_statistics() -> Iterator[str]:
+    """Log-probs and entropies from hidden states, with every candidate tile."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    targets = empty(4096, dtype=torch.int64)
+    for tile_ in head.STATISTICS_TILES if hopper else (head.BEFORE_HOPPER,):
+        for vocabulary in (151_936, 128_000):
+            head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
+            yield f"head {vocabulary} {tile_}" + " wgmma" * hopper
+    fp16 = {"dtype": torch.float16}
+    head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
+    yield "head float16, pointers"
+
+
+def head_gradients() -> Iterator[str]:
+    """The logits' gradient, with every candidate tile."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    rows = 4096
+    targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
+    found = head.Statistics(row, row, row, row)
+    arriving = ((row, None, None), (None, row, None), (row, row, -3.0))
+    for tile_ in head.GRADIENT_TILES if hopper else (head.BEFORE_HOPPER,):
+        for grad, grad_entropy, log_min_p in arriving:
+            logits = head.Logits(0.7, log_min_p)
+            parts = targets, grad, grad_entropy, logits, found, tile_
+            head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
+            yield f"gradient {grad is not None} {grad_entropy is not None} {tile_}" + " wgmma" * hopper
+    x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
+    head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, targets, row, row, head.Logits(1.0, -3.0), found, None)
+    yield "gradient float16, pointers"
