@@ -1,13 +1,15 @@
 """Log-probabilities of given tokens from hidden states, a few rows of logits at a time.
 
 The logits matrix (tokens x vocabulary) is never held whole: forward and backward work through fixed chunks of rows,
-and the backward recomputes a chunk's logits. On the CPU a row's bits do not depend on the chunk or the batch.
+and the backward recomputes a chunk's logits. On the CPU a row's bits do not depend on the chunk or the batch. On a GPU
+`qarl_kernels.head` stores no logits at all, unless tokens are ranked (top-k, top-p).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -94,12 +96,29 @@ def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
     return torch.log_softmax(logits, -1)
 
 
+class Sums(Protocol):
+    """Where gradients of masters add up over backwards."""
+
+    def sum_of(self, master: Tensor) -> Tensor | None:
+        """The float32 tensor that the gradient of `master` is to be added to, zeros at first; None: autograd's task."""
+
+
+def weight_sum(master: Tensor | None, sums: Sums | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What the gradient of the weight (V, H) is added to, and what of it autograd is given: None if `sums` has it."""
+    if master is None or not master.requires_grad:
+        return None, None
+    into = None if sums is None else sums.sum_of(master)
+    if into is not None:
+        return into, None
+    made = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    return made, made
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels, retained):
+    def forward(ctx, hidden, master, weight, targets, truncation, chunk, kernels, retained, sums):
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.truncation, ctx.chunk, ctx.master_grad = truncation, chunk, master is not None and master.requires_grad
-        ctx.kernels = kernels
+        ctx.truncation, ctx.chunk, ctx.kernels, ctx.master, ctx.sums = truncation, chunk, kernels, master, sums
         ctx.set_materialize_grads(False)  # an output that is not used gives None, and its gradient is not computed
         logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logp)
@@ -123,10 +142,12 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_entropy):
         if grad is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.master_grad else None
+        into, returned = weight_sum(ctx.master, ctx.sums, weight)
+        # On the CPU chunks add up apart first, so that the bits are those of autograd's addition.
+        grad_weight = torch.zeros_like(into) if into is not returned and hidden.device.type == "cpu" else into
         low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
         wide = weight if low else weight.float()
         for start in range(0, hidden.shape[0], ctx.chunk):
@@ -144,7 +165,9 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden[part] = (rows @ wide).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(rows.t(), hidden[part].float())
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        if grad_weight is not into:
+            into.add_(grad_weight)
+        return grad_hidden, returned, None, None, None, None, None, None, None
 
 
 def _logit_grad(
@@ -184,6 +207,7 @@ def token_logprobs(
     chunk: int,
     kernels: bool = True,
     retained: list[Tensor] | None = None,
+    sums: Sums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target token and the entropy of its distribution.
 
@@ -197,9 +221,22 @@ def token_logprobs(
 
     retained: where the distribution is truncated, gets the probability that the kept set had before, (R,) float32,
     appended (DVP, proposition 5.5); one reduction more over each chunk, without gradient.
+
+    sums: asked in the backward for the tensor that the master's gradient is added to; autograd then gets none.
     """
     mass = None
     if retained is not None and truncation.active:
         mass = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         retained.append(mass)
-    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass)
+    if kernels and _fused(hidden, weight, truncation):
+        from qarl_kernels.head import FusedTokenLogProbs
+
+        return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sums)
+    return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sums)
+
+
+def _fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:
+    """Whether `qarl_kernels.head` serves: 16-bit operands on a GPU, no ranking of tokens."""
+    ranked = truncation.active and (truncation.top_k > 0 or truncation.top_p < 1.0)
+    narrow = hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
+    return hidden.device.type == "cuda" and narrow and not ranked

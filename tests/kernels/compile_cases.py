@@ -16,6 +16,7 @@ from qarl_kernels import (
     fp8_block,
     fused_norm,
     gemm,
+    head,
     noise,
     nvfp4_weights,
     nvfp4a16,
@@ -304,3 +305,34 @@ def attention_paged() -> Iterator[str]:
             for window in (None, 300):
                 flash_paged.paged_attention(empty(2006, 16, dim), cache, cache, layout, dim**-0.5, window, axis)
                 yield f"attention paged {dim} axis {axis} window {window}"
+
+
+def head_statistics() -> Iterator[str]:
+    """Log-probs and entropies from hidden states, with every candidate tile."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    targets = empty(4096, dtype=torch.int64)
+    for tile_ in head.STATISTICS_TILES if hopper else (head.BEFORE_HOPPER,):
+        for vocabulary in (151_936, 128_000):
+            head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
+            yield f"head {vocabulary} {tile_}" + " wgmma" * hopper
+    fp16 = {"dtype": torch.float16}
+    head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
+    yield "head float16, pointers"
+
+
+def head_gradients() -> Iterator[str]:
+    """The logits' gradient, with every candidate tile."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    rows = 4096
+    targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
+    found = head.Statistics(row, row, row, row)
+    arriving = ((row, None, None), (None, row, None), (row, row, -3.0))
+    for tile_ in head.GRADIENT_TILES if hopper else (head.BEFORE_HOPPER,):
+        for grad, grad_entropy, log_min_p in arriving:
+            logits = head.Logits(0.7, log_min_p)
+            parts = targets, grad, grad_entropy, logits, found, tile_
+            head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
+            yield f"gradient {grad is not None} {grad_entropy is not None} {tile_}" + " wgmma" * hopper
+    x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
+    head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, targets, row, row, head.Logits(1.0, -3.0), found, None)
+    yield "gradient float16, pointers"

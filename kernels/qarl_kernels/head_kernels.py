@@ -1,0 +1,226 @@
+"""Triton kernels of the output layer; `qarl_kernels.head` launches them and says what they compute.
+
+A tile of logits is the chain of tensor-core products of `gemm.gemm_kernel`, so it has the bits of `gemm.dense` with a
+float32 result. It is used up where it is: reduced to a few numbers a row, or turned into its gradient.
+
+Batch invariance: a row's sums run over the columns of one tile in the order that the tile's layout gives, and over
+tiles from the first to the last. Both follow from the tile's shape and warps, which must not depend on the number of
+rows; so no count of rows is specialised on, and rows that are read in blocks have a pitch that is always a multiple of
+128.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qarl_kernels.blocks import dot, operand, tile_of
+from qarl_kernels.casts import narrow
+from qarl_kernels.logprob import CUT_LOGIT_GAP
+
+_GAP = tl.constexpr(CUT_LOGIT_GAP)
+
+
+@triton.jit
+def _cut(y, highest, log_min_p):
+    """Whether min-p cuts a logit off. y (M, N), highest (M,) the largest of the whole row."""
+    return y < (highest + log_min_p)[:, None]
+
+
+@triton.jit(do_not_specialize=["M", "programs"])
+def statistics_kernel(
+    x,  # (M, K) 16-bit, or its descriptor
+    w,  # (V, K) of x's dtype, or its descriptor
+    targets,  # (M,) i64
+    top,  # (M,) f32, the largest logit of each row; None unless CUT
+    partial,  # (3, tiles, padded) f32: maximum, sum of e = exp(z - maximum), sum of (z - maximum) e
+    target_logit,  # (M,) f32
+    M,
+    V,
+    K,
+    padded,
+    stride_xm,
+    stride_wn,
+    scale,
+    log_min_p,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RAGGED: tl.constexpr,  # V is not a multiple of BLOCK_N
+    CUT: tl.constexpr,
+    TMA: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """z = scale * x @ w^T; where CUT, a logit under top + log_min_p becomes top - 50, though not in target_logit."""
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(V, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    tl.assume(steps > 0)
+    for pid in tl.range(tl.program_id(0), num_m * num_n, programs, flatten=PERSISTENT):
+        pid_m, pid_n = tile_of(pid, num_m, num_n)
+        m = pid_m * BLOCK_M
+        n = pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(steps):
+            a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
+            b = operand(w, n, V, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+            acc = dot(a, b.T, acc)
+        y = acc * scale
+        rm = m + tl.arange(0, BLOCK_M)
+        column = tl.arange(0, BLOCK_N)
+        target = (tl.load(targets + rm, mask=rm < M, other=-1) - n).to(tl.int32)
+        chosen = tl.sum(tl.where(column[None, :] == target[:, None], y, 0.0), axis=1)
+        tl.store(target_logit + rm, chosen, mask=(rm < M) & (target >= 0) & (target < BLOCK_N))
+        if CUT:
+            highest = tl.load(top + rm, mask=rm < M, other=0.0)
+            y = tl.where(_cut(y, highest, log_min_p), (highest - _GAP)[:, None], y)
+        if RAGGED:
+            maximum = tl.max(tl.where((n + column < V)[None, :], y, float("-inf")), axis=1)
+        else:
+            maximum = tl.max(y, axis=1)
+        below = y - maximum[:, None]
+        e = tl.exp(below)
+        if RAGGED:
+            e = tl.where((n + column < V)[None, :], e, 0.0)
+        # Rows that do not exist have room too: a mask would change nothing but the code.
+        at = partial + pid_n * padded + rm
+        plane = num_n * padded
+        tl.store(at, maximum)
+        tl.store(at + plane, tl.sum(e, axis=1))
+        tl.store(at + 2 * plane, tl.sum(below * e, axis=1))
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
+def merge_kernel(
+    partial,  # (3, tiles, padded) f32, fewer than 2^31
+    target_logit,  # (M,) f32
+    top,  # (M,) f32, None unless CUT
+    logp,  # (M,) f32
+    entropy,  # (M,) f32
+    lse,  # (M,) f32, the logarithm of the sum of exp(z)
+    largest,  # (M,) f32, the largest z
+    M,
+    tiles,
+    padded,
+    log_min_p,
+    CUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.arange(0, TILES)
+    plane = tiles * padded
+    first = partial + tile[:, None] * padded + row[None, :]
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    for start in range(0, tiles, TILES):
+        inside = (start + tile < tiles)[:, None]
+        maximum = tl.load(first + start * padded, mask=inside, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(maximum, axis=0))
+    total = tl.zeros([ROWS], tl.float32)
+    product = tl.zeros([ROWS], tl.float32)
+    for start in range(0, tiles, TILES):
+        inside = (start + tile < tiles)[:, None]
+        at = first + start * padded
+        maximum = tl.load(at, mask=inside, other=0.0)
+        below = tl.where(inside, maximum - highest[None, :], 0.0)
+        weight = tl.exp(below)
+        sums = tl.load(at + plane, mask=inside, other=0.0)
+        products = tl.load(at + 2 * plane, mask=inside, other=0.0)
+        total += tl.sum(weight * sums, axis=0)
+        product += tl.sum(weight * (products + below * sums), axis=0)
+    log_total = tl.log(total)
+    chosen = tl.load(target_logit + row, mask=row < M, other=0.0)
+    result = (chosen - highest) - log_total
+    if CUT:
+        floor = tl.load(top + row, mask=row < M, other=0.0) + log_min_p
+        result = tl.where(chosen < floor, float("-inf"), result)
+    tl.store(logp + row, result, mask=row < M)
+    tl.store(entropy + row, log_total - product / total, mask=row < M)
+    tl.store(lse + row, highest + log_total, mask=row < M)
+    tl.store(largest + row, highest, mask=row < M)
+
+
+@triton.jit(do_not_specialize=["M", "first", "programs"])
+def gradient_kernel(
+    x,  # (M, K) 16-bit, or its descriptor
+    w,  # (N, K) of x's dtype, or its descriptor: rows [first, first + N) of the vocabulary
+    out,  # (M, N) bf16 or f32, or its descriptor
+    targets,  # (M,) i64
+    lse,  # (M,) f32
+    entropy,  # (M,) f32; None unless ENTROPY
+    grad,  # (M,) f32, what arrives at logp over the temperature; None unless SCORE
+    grad_entropy,  # (M,) f32; None unless ENTROPY
+    logp,  # (M,) f32, None unless CUT
+    top,  # (M,) f32, None unless CUT
+    M,
+    N,
+    K,
+    first,
+    stride_xm,
+    stride_wn,
+    stride_om,
+    scale,
+    log_min_p,
+    programs,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCORE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    CUT: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """out = ([j = target] - p_j) grad - p_j (log p_j + H) grad_entropy; see `qarl_kernels.logprob._logit_grad`."""
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    tl.assume(steps > 0)
+    for pid in tl.range(tl.program_id(0), num_m * num_n, programs, flatten=PERSISTENT):
+        pid_m, pid_n = tile_of(pid, num_m, num_n)
+        m = pid_m * BLOCK_M
+        n = pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(steps):
+            a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
+            b = operand(w, n, N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+            acc = dot(a, b.T, acc)
+        y = acc * scale
+        rm = m + tl.arange(0, BLOCK_M)
+        column = tl.arange(0, BLOCK_N)
+        inside = rm < M
+        log_p = y - tl.load(lse + rm, mask=inside, other=0.0)[:, None]
+        p = tl.exp(log_p)
+        if SCORE:
+            target = (tl.load(targets + rm, mask=inside, other=-1) - first - n).to(tl.int32)
+            arriving = tl.load(grad + rm, mask=inside, other=0.0)
+            if CUT:  # a target that was cut gives nothing, whatever arrives
+                drawn = tl.load(logp + rm, mask=inside, other=0.0) != float("-inf")
+                arriving = tl.where(drawn, arriving, 0.0)
+            one = tl.where(column[None, :] == target[:, None], 1.0, 0.0)
+            result = (one - p) * arriving[:, None]
+            if ENTROPY:
+                shift = tl.load(entropy + rm, mask=inside, other=0.0)
+                weight = tl.load(grad_entropy + rm, mask=inside, other=0.0)
+                result -= p * (log_p + shift[:, None]) * weight[:, None]
+        else:
+            shift = tl.load(entropy + rm, mask=inside, other=0.0)
+            weight = tl.load(grad_entropy + rm, mask=inside, other=0.0)
+            result = -(p * (log_p + shift[:, None])) * weight[:, None]
+        if CUT:
+            highest = tl.load(top + rm, mask=inside, other=0.0)
+            result = tl.where(_cut(y, highest, log_min_p), 0.0, result)
+        if TMA_OUT:
+            if HALVES:  # half of the tile at a time: the smaller staging buffer leaves room for a pipeline stage
+                left, right = tl.split(result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+                out.store([m, n], narrow(left, out.dtype))
+                out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
+            else:
+                out.store([m, n], narrow(result, out.dtype))
+        else:
+            rn = n + column
+            at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
+            tl.store(at, narrow(result, out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
