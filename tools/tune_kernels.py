@@ -3,84 +3,42 @@
     python tools/tune_kernels.py --shapes 24576x4096 4096x12288
     python tools/tune_kernels.py --model DIR            # the linear layers of a Hugging Face model directory
     python tools/tune_kernels.py --preset               # the shapes that `tools/bench_kernels.py` reports
+    python tools/tune_kernels.py --preset qwen3-4b --families w4a16 --m 64 128 256 --seconds 60
 
-A table changes speed alone: a tile whose result differs in one bit from the first candidate's is reported and left out.
-Entries of other shapes in the table are kept.
+A table changes speed alone: a tile whose result differs in one bit from the first one's is reported and left out. Only
+what was measured is written: other shapes and other numbers of rows in the table are kept, or left to the table of
+another GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
+from kernel_bench.candidates import candidates
 from kernel_bench.measure import Stopwatch
 from kernel_bench.precompile import precompile
-from kernel_bench.shapes import MODELS, layers
+from kernel_bench.shapes import MODELS, TUNED, layers
+from kernel_bench.summary import geometric_mean
 from qarl_kernels import fp8_block, gemm, library, nvfp4a16, w4a8, w4a16
 from qarl_kernels.launch import Launch, device_name, recording
-from qarl_kernels.tuning import FAMILIES, TABLES, Tile, dump_tile, format_table, parse_table
+from qarl_kernels.tuning import FAMILIES, TABLES, Entry, Tile, dump_tile, format_table, lookup, parse_table
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
+NOTHING = Entry(())
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-
-
-def candidates(family: str, m: int) -> list[Tile]:
-    """Tiles worth trying for m rows."""
-    few = max(8 if family in ("w4a16", "nvfp4a16") else 16, min(64, 1 << (m - 1).bit_length()))
-    tiles: list[Tile] = []
-    if family in ("w4a16", "nvfp4a16"):
-        if m <= 64:
-            for n, warps, stages in ((16, 1, 8), (32, 2, 4), (32, 2, 8), (32, 1, 4), (64, 2, 4), (32, 4, 4)):
-                tiles.append(Tile("narrow", few, n, warps=warps, stages=stages))
-        if m >= 16:
-            for n, warps in ((64, 4), (128, 8), (128, 4)):
-                tiles += [Tile("wide", min(few, 32), n, warps=warps, stages=s) for s in (4, 6)] if m <= 64 else []
-                tiles += [Tile("wide", 64, n, warps=warps, stages=s) for s in (3, 4)] if m >= 64 else []
-                if m >= 128:
-                    tiles += [Tile("wide", 128, n, warps=warps, stages=s) for s in (3, 4)]
-            if m >= 256:
-                tiles += [Tile("wide", 256, 64, warps=4), Tile("wide", 256, 128, warps=8)]
-        if m >= 512:
-            tiles.append(Tile("dequantized"))
-        return tiles
-    if family == "w4a8":
-        for block_m in sorted({few, min(few, 32)} if m <= 64 else {64, 128}):
-            for n, warps, stages in ((32, 2, 4), (64, 4, 4), (128, 4, 3), (128, 8, 3)):
-                tiles.append(Tile("wide", block_m, n, warps=warps, stages=stages))
-        return tiles
-    if family == "fp8_block":
-        if m <= 64:
-            return [Tile("w_first", few, 64, warps=4, stages=s) for s in (4, 6)] + [Tile("w_first", few, 128, warps=4)]
-        shapes = ((64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4))
-        return [Tile("x_first", a, b, warps=w, stages=s) for a, b, w, s in shapes]
-    deep = 64 if family == "dense" else 128
-    if m <= 64:
-        for block_m in sorted({few, min(few, 32)}):
-            shapes = ((64, deep, 4, 8), (64, 2 * deep, 4, 5), (128, deep, 4, 6), (128, 2 * deep, 8, 3))
-            for n, k, warps, stages in shapes:
-                tiles.append(Tile("w_first", block_m, n, k, warps, stages))
-        if family != "fp8":  # mma.sync: 16-bit chains agree with wgmma's, and int8 is exact
-            tiles += [Tile("w_first", few, 32, 2 * deep, 2, 5), Tile("w_first", few, 32, 2 * deep, 4, 5)]
-        return tiles
-    if m <= 512:
-        tiles += [Tile("w_first", 64, 64, 2 * deep, 4, 4), Tile("w_first", 128, 64, deep, 4, 5)]
-    for a, b, w, s in ((64, 128, 4, 4), (128, 128, 4, 4), (128, 128, 8, 4), (64, 256, 4, 4)):
-        tiles.append(Tile("x_first", a, b, deep, w, s))
-    if family == "w8a8":  # integer products are not issued asynchronously: deeper blocks, two programs a multiprocessor
-        tiles += [Tile("x_first", 128, 128, 128, 4, 3), Tile("x_first", 256, 128, 128, 8, 3)]
-        tiles += [Tile("x_first", 128, 128, 256, 8, 3), Tile("x_first", 128, 256, 64, 8, 4)]
-    if m >= 256:
-        tiles += [Tile("x_first", 128, 256, deep, 8, 3), Tile("x_first", 128, 256, deep, 8, 4, True, True)]
-        tiles += [Tile("x_first", 128, 256, deep, 8, 3, True), Tile("w_first", 256, 128, deep, 8, 3)]
-        tiles.append(Tile("x_first", 256, 128, deep, 8, 3))
-    if m >= 1024 and family == "dense":
-        tiles.append(Tile("library"))
-    return list(dict.fromkeys(tiles))
 
 
 class Problem:
@@ -144,45 +102,87 @@ class Problem:
         return out
 
 
-def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> tuple[list[tuple[int, Tile]], list[str]]:
-    """Best tile for each number of rows, and what was left out because it differs or does not run."""
-    chosen: list[tuple[int, Tile]] = []
-    notes: list[str] = []
-    for m in rows:
+@dataclass
+class Tuned:
+    """What was measured of one family and shape: by rows, the tile and how many times as fast it is; remarks."""
+
+    tiles: dict[int, Tile] = field(default_factory=dict)
+    gains: dict[int, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def tune(problem: Problem, rows: list[int], watch: Stopwatch, deadline: float = math.inf) -> Tuned:
+    """The best tile for each number of rows, among them the one the tables give now.
+
+    deadline: of `time.monotonic`; every number of rows gets its share of what is left, in which the table's tile and
+    one other are timed whatever happens.
+    """
+    done = Tuned()
+    for index, m in enumerate(rows):
+        share = time.monotonic() + (deadline - time.monotonic()) / (len(rows) - index)
         problem.rows(m)
-        first: Tensor | None = None
-        timed: list[tuple[float, Tile]] = []
-        for tile in candidates(problem.family, m):
+        name = f"{problem.family} {problem.n}x{problem.k} M={m}"
+        before = lookup(problem.family, problem.n, problem.k, m, problem.x)
+        tiles = list(dict.fromkeys([before, *candidates(problem.family, m)]))
+        own = next(tile for tile in tiles if tile.way not in ("library", "dequantized"))
+        expected = problem.product(own)
+        timed: dict[Tile, float] = {}
+        for tried, tile in enumerate(tiles):
+            if tried > 1 and time.monotonic() > share:
+                done.notes.append(f"{name}: {len(tiles) - tried} tiles not tried, the time was over")
+                break
             try:
-                result = problem.product(tile)
-                if tile.way != "dequantized":
-                    first = result if first is None else first
-                    if not torch.equal(result, first):
-                        notes.append(f"{problem.family} {problem.n}x{problem.k} M={m} {dump_tile(tile)}: other bits")
-                        continue
-                timed.append((watch.microseconds(lambda t=tile: problem.product(t), 9 if m < 4096 else 5), tile))
-            except triton.runtime.errors.OutOfResources:
-                continue
-        best, tile = min(timed, key=lambda pair: pair[0])
-        chosen.append((m, tile))
-        print(f"{problem.family} {problem.n}x{problem.k} M={m}: {best:.1f} us {dump_tile(tile)}", flush=True)
-    return chosen, notes
+                if tile.way != "dequantized" and not torch.equal(problem.product(tile), expected):
+                    done.notes.append(f"{name} {dump_tile(tile)}: other bits")
+                    continue
+                call = partial(problem.product, tile)
+                quick = watch.microseconds(call, 3)
+                if quick < 1.15 * min(timed.values(), default=math.inf):
+                    timed[tile] = watch.microseconds(call, 9 if m < 4096 else 5)
+            except (OutOfResources, CompilationError, PTXASError) as error:
+                done.notes.append(f"{name} {dump_tile(tile)}: {type(error).__name__}")
+        if not timed:
+            continue
+        best = min(timed, key=timed.__getitem__)
+        done.tiles[m] = best
+        gain = ""
+        if before in timed:
+            done.gains[m] = timed[before] / timed[best]
+            gain = f"{done.gains[m]:.2f} times as fast as {dump_tile(before)}, "
+        print(f"{name}: {timed[best]:.1f} us, {gain}{dump_tile(best)}", flush=True)
+    return done
 
 
-def merged(chosen: list[tuple[int, Tile]]) -> Iterator[tuple[int, dict]]:
-    """(most rows, tile) pairs, neighbours with the same tile joined."""
-    for index, (m, tile) in enumerate(chosen):
-        if index + 1 == len(chosen) or chosen[index + 1][1] != tile:
-            yield m, dump_tile(tile)
+def merged(measured: dict[int, Tile], old: Entry = NOTHING) -> list[list]:
+    """[most rows, tile as JSON] of a table: what was measured now, else an old entry's, else null.
+
+    A number of rows that was measured stands for those down to the next smaller one of `ROWS`. Neighbours with the
+    same tile are joined.
+    """
+    grid = sorted({*ROWS, *measured})
+    limits = sorted({*grid, *(most for most, _ in old.tiles)})
+    beyond = max(measured) if max(measured) >= ROWS[-1] else None  # then the last one serves all larger M
+    pairs: list[list] = []
+    for m in limits:
+        served = next((row for row in grid if row >= m), beyond)
+        tile = dump_tile(measured.get(served, old.tile(m) if old.tiles else None))
+        if pairs and pairs[-1][1] == tile:
+            pairs[-1][0] = m
+        else:
+            pairs.append([m, tile])
+    return pairs
 
 
-def launches_of(families: list[str], rows: list[int], capability: tuple[int, int]) -> list[Launch]:
-    """Every candidate's launch, recorded on tensors without memory."""
+def launches_of(
+    families: list[str], rows: list[int], capability: tuple[int, int], shapes: list[tuple[int, int]] | None = None
+) -> list[Launch]:
+    """The launch of every candidate, and of the tiles that the tables give now, on tensors without memory."""
     with recording(capability) as launches:
         for family in families:
             problem = Problem(family, 4096, 4096, torch.device("meta"))
             problem.rows(64)
-            for tile in dict.fromkeys(tile for m in rows for tile in candidates(family, m)):
+            tiles = [lookup(family, n, k, m, problem.x) for n, k in shapes or () for m in rows]
+            for tile in dict.fromkeys(tiles + [tile for m in rows for tile in candidates(family, m)]):
                 if tile.way not in ("library", "dequantized"):
                     problem.product(tile)
     return launches
@@ -217,40 +217,53 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
+    started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights of N outputs, K inputs")
     what.add_argument("--model", type=Path, help="a Hugging Face model directory")
-    what.add_argument("--preset", action="store_true", help="Qwen3-0.6B, 8B, 30B-A3B and Llama-3-70B")
+    what.add_argument("--preset", nargs="*", choices=list(TUNED), help=f"known models; none named: {', '.join(MODELS)}")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--m", type=int, nargs="+", default=list(ROWS), help="numbers of rows")
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile beforehand")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time for all of it, compiling included")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile beforehand")
     parser.add_argument("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tuning needs a CUDA device; torch sees none")
-    preset = [(layer.n, layer.k) for layer in layers(MODELS)]
-    shapes = preset if arguments.preset else arguments.shapes or shapes_of_model(arguments.model)
-    rows = sorted(arguments.m)
+    preset = None if arguments.preset is None else [(a.n, a.k) for a in layers(arguments.preset or MODELS)]
+    shapes = preset or arguments.shapes or shapes_of_model(arguments.model)
+    rows = sorted(set(arguments.m))
     device, capability = torch.device("cuda"), torch.cuda.get_device_capability()
-    precompile(launches_of(arguments.families, rows, capability), capability, arguments.workers)
+    launches = launches_of(arguments.families, rows, capability, shapes)
+    failed = precompile(launches, capability, arguments.workers)
+    print(f"{len(launches)} kernels compiled in {time.monotonic() - started:.0f} s, {len(failed)} of them failed")
     watch = Stopwatch(device)
     out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
     table = json.loads(out.read_text()) if out.exists() else {"tiles": {}}
     table |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    for family in arguments.families:
-        for n, k in shapes:
-            if k % 128 and family in ("w4a16", "w4a8"):
-                print(f"{family} {n}x{k}: left to the default tile (K is not a multiple of 128)")
-                continue
-            chosen, notes = tune(Problem(family, n, k, device), rows, watch)
-            table["tiles"].setdefault(family, {})[f"{n}x{k}"] = [list(pair) for pair in merged(chosen)]
-            print("\n".join(notes), end="\n" if notes else "", flush=True)
-            torch.cuda.empty_cache()
-        parse_table(table)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(format_table(table))
-    print(f"written to {out}")
+    work = [(family, n, k) for family in arguments.families for n, k in shapes]
+    gains: dict[str, list[float]] = defaultdict(list)
+    for index, (family, n, k) in enumerate(work):
+        if k % 128 and family in ("w4a16", "w4a8"):
+            print(f"{family} {n}x{k}: left to the default tile (K is not a multiple of 128)")
+            continue
+        now = time.monotonic()
+        deadline = now + (started + arguments.seconds - now) / (len(work) - index)
+        found = tune(Problem(family, n, k, device), rows, watch, deadline)
+        print("\n".join(found.notes), end="\n" if found.notes else "", flush=True)
+        if found.tiles:
+            old = parse_table(table).get(family, {}).get((n, k), NOTHING)
+            table["tiles"].setdefault(family, {})[f"{n}x{k}"] = merged(found.tiles, old)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(format_table(table))
+        gains[family] += found.gains.values()
+        torch.cuda.empty_cache()
+    for family, found in gains.items():
+        if found:
+            mean = geometric_mean(found)
+            print(f"{family}: {mean:.3f} times as fast as by the tables before, over {len(found)} cases")
+    print(f"written to {out} after {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
+from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -78,12 +79,18 @@ def fp8_block_kernel(
 
 
 def fp8_block(
-    qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    qx: Tensor,
+    s_x: Tensor,
+    codes: Tensor,
+    s_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y = sum over blocks of (qx_b @ codes_b^T) * (s_x,b * s_w,b) + bias.
 
     qx: (M, K) float8_e4m3fn; s_x: (M, ceil(K / 128)) fp32; codes: (N, K) float8_e4m3fn; s_w: (ceil(N / 128),
-    ceil(K / 128)); bias: (N,). Returns (M, N) of out_dtype.
+    ceil(K / 128)); bias: (N,). out: (M, N), any row stride, is filled if given. Returns (M, N) of out_dtype.
     """
     if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
         raise ValueError(f"fp8_block needs float8_e4m3fn codes, not {qx.dtype} and {codes.dtype}; quantize x first")
@@ -96,18 +103,25 @@ def fp8_block(
             f"fp8_block: x {tuple(qx.shape)}, weight {tuple(codes.shape)}, scales {tuple(s_x.shape)} and "
             f"{tuple(s_w.shape)} do not belong together"
         )
-    return run(qx, s_x, codes, s_w.float(), bias, out_dtype, lookup("fp8_block", n, k, m, qx))
+    return run(qx, s_x, codes, s_w.float(), bias, out_dtype, lookup("fp8_block", n, k, m, qx), out)
 
 
 def run(
-    qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile
+    qx: Tensor,
+    s_x: Tensor,
+    codes: Tensor,
+    s_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`fp8_block` with a given tile."""
     m, k = qx.shape
     n = codes.shape[0]
     if qx.stride(1) != 1:
         qx = qx.contiguous()
-    out = torch.empty(m, n, dtype=out_dtype, device=qx.device)
+    out = output(out, m, n, out_dtype, qx.device)
     tma = supports_tma(qx) and supports_tma(codes)
     launch(
         fp8_block_kernel,

@@ -21,6 +21,7 @@ from qarl_kernels import library
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
+from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -94,30 +95,54 @@ def gemm_kernel(
             tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
 
 
-def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """y = x @ weight^T + bias, FP32 accumulation, one rounding; a row's bits do not depend on the other rows.
 
-    x: (M, K) bf16 or fp16, any row stride; weight: (N, K) of x's dtype; bias: (N,). Returns (M, N) of out_dtype (x's).
+    x: (M, K) bf16 or fp16, any row stride; weight: (N, K) of x's dtype; bias: (N,). out: (M, N), any row stride, is
+    filled if given. Returns (M, N) of out_dtype (out's, else x's).
     """
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         raise ValueError(f"dense needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
-    return _run("dense", x, weight, None, None, bias, out_dtype or x.dtype)
+    return _run("dense", x, weight, None, None, bias, out_dtype or (x if out is None else out).dtype, out)
 
 
-def w8a8(qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def w8a8(
+    qx: Tensor,
+    s_x: Tensor,
+    codes: Tensor,
+    s_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
     """y = (qx @ codes^T in int32) * s_w * s_x + bias, bit-equal to the reference.
 
-    qx: (M, K) int8; s_x: (M, 1) fp32; codes: (N, K) int8; s_w: (N, 1). Returns (M, N).
+    qx: (M, K) int8; s_x: (M, 1) fp32; codes: (N, K) int8; s_w: (N, 1). out: as in `dense`. Returns (M, N).
     """
     if qx.dtype != torch.int8 or codes.dtype != torch.int8:
         raise ValueError(f"w8a8 needs int8 codes, not {qx.dtype} and {codes.dtype}; quantize the activations first")
-    return _run("w8a8", qx, codes, s_x, s_w, bias, out_dtype)
+    return _run("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out)
 
 
-def fp8(qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def fp8(
+    qx: Tensor,
+    s_x: Tensor,
+    codes: Tensor,
+    s_w: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
     """y = (qx @ codes^T in fp32) * s_w * s_x + bias, with the tensor cores' fast accumulation on Hopper.
 
-    qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). Returns (M, N).
+    qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). out: as in `dense`. Returns
+    (M, N).
     """
     if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
         raise ValueError(
@@ -125,7 +150,7 @@ def fp8(qx: Tensor, s_x: Tensor, codes: Tensor, s_w: Tensor, bias: Tensor | None
         )
     if capability_of(qx) < (8, 9):
         raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
-    return _run("fp8", qx, codes, s_x, s_w, bias, out_dtype)
+    return _run("fp8", qx, codes, s_x, s_w, bias, out_dtype, out)
 
 
 def _run(
@@ -136,6 +161,7 @@ def _run(
     s_w: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    out: Tensor | None,
 ) -> Tensor:
     m, k = x.shape
     n = weight.shape[0]
@@ -145,11 +171,12 @@ def _run(
         weight = weight.contiguous()
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    out = output(out, m, n, out_dtype, x.device)
     done = 0
     tile = lookup(table, n, k, m, x)
     if tile.way == "library":
-        if bias is None and out_dtype == x.dtype:
+        # Rows further apart may make cuBLAS choose a kernel that was not compared.
+        if bias is None and out_dtype == x.dtype and out.is_contiguous():
             done = library.product(x, weight, out, by_kernel)
         tile = lookup(table, n, k, m - done, x, library=False)
     run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)

@@ -21,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import gemm, tuning
-from qarl_kernels.blocks import COMPILED, dot, int4_rows, tile_of
+from qarl_kernels.blocks import dot, int4_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
-from qarl_kernels.launch import launch
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
+from qarl_kernels.output import output
+from qarl_kernels.planes import eight_planes, finished, four_planes, run_tiled, store, x_plane, x_tile
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tuning import Tile
 
@@ -81,26 +82,6 @@ def _planes(words, scales, width, DTYPE: tl.constexpr):
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
-@triton.jit
-def _features(x, live, k, K, EVEN: tl.constexpr):
-    """x^T of 16 features (16, BLOCK_M); zeros for rows beyond M and features beyond K."""
-    if EVEN:
-        tile = tl.load(x, mask=live, other=0.0)
-    else:
-        tile = tl.load(x, mask=live & (k < K), other=0.0)
-    return tile.T
-
-
-@triton.jit
-def _store(acc, out, global_scale, bias, rm, rn, M, N, stride_om, BIAS: tl.constexpr):
-    """y^T (BLOCK_N, BLOCK_M) fp32 over the global scale, plus bias, rounded once into out (M, N)."""
-    acc *= tl.div_rn(1.0, tl.load(global_scale))
-    if BIAS:
-        acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-    at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
-    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
-
-
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
     x,
@@ -134,14 +115,14 @@ def narrow_kernel(
         k = block * 128
         at = rows + k
         k += rk
-        x0 = _features(at, live, k, K, EVEN)
-        x1 = _features(at + 16, live, k + 16, K, EVEN)
-        x2 = _features(at + 32, live, k + 32, K, EVEN)
-        x3 = _features(at + 48, live, k + 48, K, EVEN)
-        x4 = _features(at + 64, live, k + 64, K, EVEN)
-        x5 = _features(at + 80, live, k + 80, K, EVEN)
-        x6 = _features(at + 96, live, k + 96, K, EVEN)
-        x7 = _features(at + 112, live, k + 112, K, EVEN)
+        x0 = x_plane(at, live, k, K, EVEN)
+        x1 = x_plane(at + 16, live, k + 16, K, EVEN)
+        x2 = x_plane(at + 32, live, k + 32, K, EVEN)
+        x3 = x_plane(at + 48, live, k + 48, K, EVEN)
+        x4 = x_plane(at + 64, live, k + 64, K, EVEN)
+        x5 = x_plane(at + 80, live, k + 80, K, EVEN)
+        x6 = x_plane(at + 96, live, k + 96, K, EVEN)
+        x7 = x_plane(at + 112, live, k + 112, K, EVEN)
         p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
         acc = dot(p0, x0, acc)
         acc = dot(p1, x1, acc)
@@ -151,7 +132,8 @@ def narrow_kernel(
         acc = dot(p5, x5, acc)
         acc = dot(p6, x6, acc)
         acc = dot(p7, x7, acc)
-    _store(acc, out, global_scale, bias, rm, rn, M, N, stride_om, BIAS)
+    acc *= tl.div_rn(1.0, tl.load(global_scale))
+    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -172,29 +154,31 @@ def wide_kernel(
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """As `narrow_kernel`, one product of 128 features a step, for BLOCK_N >= 64."""
+    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. See `qarl_kernels.planes` for TMA and SPLIT."""
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
+    m = pid_m * BLOCK_M
+    rm = m + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     words, row = int4_rows(tiled, rn, K, width)
-    rk = tl.arange(0, 128)[None, :]
-    rows = x + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * stride_xm + rk
+    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in range(tl.cdiv(K, 128)):
         w = tl.load(words + block * 256)
-        if EVEN:
-            xt = tl.load(rows + block * 128)
+        k = block * 128
+        p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, DTYPE)
+        if SPLIT:
+            x0 = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 64, EVEN, TMA)
+            x1 = x_tile(x, m, M, k + 64, K, stride_xm, BLOCK_M, 64, EVEN, TMA)
+            acc = dot(four_planes(p0, p1, p2, p3), x0.T, acc)
+            acc = finished(dot(four_planes(p4, p5, p6, p7), x1.T, acc))
         else:
-            xt = tl.load(rows + block * 128, mask=(block * 128 + rk) < K, other=0.0)
-        p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
-        # (BLOCK_N, 16, 2, 2, 2): the last three axes are the bits of the plane's number
-        q = tl.join(tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7)))
-        weight = q.permute(0, 2, 3, 4, 1).reshape(BLOCK_N, 128)
-        acc = dot(weight, xt.T, acc)
-        if COMPILED:  # makes Triton wait for the product, see `w4a16.wide_kernel`
-            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
-    _store(acc, out, global_scale, bias, rm, rn, M, N, stride_om, BIAS)
+            xt = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 128, EVEN, TMA)
+            acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
+    acc *= tl.div_rn(1.0, tl.load(global_scale))
+    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
 
 
 @torch.no_grad()
@@ -235,33 +219,42 @@ def nvfp4a16(
     scales: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y = (x @ (codes * scale)^T) / global_scale + bias.
 
     x: (M, K) bf16 or fp16, any row stride. packed: (N, K / 2) uint8, scale: (N, K / 16) float8_e4m3fn, global_scale:
     (1,) float32, as compressed-tensors stores them. tiled, scales: the same weight as `tile_nvfp4` orders it; packed
-    may be None, and is then made from tiled where the product needs it. bias: (N,). Returns (M, N) of out_dtype (x's).
+    may be None, and is then made from tiled where the product needs it. bias: (N,). out: (M, N), any row stride, is
+    filled if given. Returns (M, N) of out_dtype (out's, else x's).
     """
     m, k = x.shape
     n, groups = scale.shape
     if groups * 16 != k:
         raise ValueError(f"x has {k} features and the weight {groups * 16}; they must agree")
     tile = tuning.lookup("nvfp4a16", n, k, m, x)
+    dtype = out_dtype or (x if out is None else out).dtype
     if tile.way == "dequantized":
         packed = untile_nvfp4(tiled, n, k) if packed is None else packed
-        return dequantized(x, packed, scale, global_scale, bias, out_dtype or x.dtype)
-    return fused(x, tiled, scales, global_scale, n, bias, out_dtype or x.dtype, tile)
+        return dequantized(x, packed, scale, global_scale, bias, dtype, out)
+    return fused(x, tiled, scales, global_scale, n, bias, dtype, tile, out)
 
 
 def dequantized(
-    x: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The product over codes * scale as a matrix of x's dtype. Returns (M, N)."""
+    """The product over codes * scale as a matrix of x's dtype. Returns (M, N), `out` if given."""
     weight = scaled_nvfp4(packed, scale, x.dtype)
     (m, k), n = x.shape, len(weight)
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    out = output(out, m, n, out_dtype, x.device)
     ones = torch.ones(m, 1, dtype=torch.float32, device=x.device)
     divided = global_scale.reciprocal().expand(n).contiguous()
     tile = tuning.lookup("dense", n, k, m, x, library=False)  # the library's products have no scales
@@ -278,32 +271,11 @@ def fused(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tile: Tile,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n)."""
-    m, k = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    launch(
-        narrow_kernel if tile.way == "narrow" else wide_kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        x=x,
-        tiled=tiled,
-        scales=scales,
-        global_scale=global_scale,
-        bias=bias,
-        out=out,
-        M=m,
-        N=n,
-        K=k,
-        stride_xm=x.stride(0),
-        stride_om=out.stride(0),
-        width=scales.shape[1],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        EVEN=k % COLUMNS == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0,
-        BIAS=bias is not None,
-    )
+    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n), `out` if given."""
+    out = output(out, x.shape[0], n, out_dtype, x.device)
+    wide = tile.way == "wide"
+    own = {"scales": scales, "global_scale": global_scale, "width": scales.shape[1]}
+    run_tiled(wide_kernel if wide else narrow_kernel, x, tiled, bias, out, tile, wide, **own)
     return out

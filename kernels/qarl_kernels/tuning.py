@@ -4,8 +4,8 @@ A `Tile` decides speed alone. K is summed front to back by one chain of tensor-c
 every kernel: a tile has no way to split K or to reorder it, so neither the number of rows nor a table that is tuned
 again can change a result. (`block_k` is how much of K is in flight at a time, not how it is summed.)
 
-Tables (`tables/*.json`, one a GPU, written by `tools/tune_kernels.py`) give tiles for (family, N, K) and ranges of M;
-without an entry, those of the nearest tuned shape, else a default.
+Tables (`tables/*.json`, one a GPU, written by `tools/tune_kernels.py`) give tiles for (family, N, K) and ranges of M.
+Where a table has none, a GPU like it may; else the nearest tuned shape has, else a default does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Tile:
 
     way: `x_first` x @ w^T, `w_first` w @ x^T, `library` cuBLAS; for 4-bit weights `narrow`, `wide`, `dequantized`.
     block_m, block_n, block_k: tokens, output features and input features of a tile. persistent: one program a
-    multiprocessor, over many tiles. halves: store half of a tile at a time.
+    multiprocessor, over many tiles. halves: store half of a tile at a time. tma, split: of `wide` kernels, see
+    `qarl_kernels.planes`.
     """
 
     way: Way
@@ -44,52 +45,58 @@ class Tile:
     stages: int = 3
     persistent: bool = False
     halves: bool = False
+    tma: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Tiles of one (N, K): (most rows, tile), ascending; the last one serves all larger M."""
+    """Tiles of one (N, K): (most rows, tile), ascending; the last one serves all larger M. None: not measured."""
 
-    tiles: tuple[tuple[int, Tile], ...]
+    tiles: tuple[tuple[int, Tile | None], ...]
 
-    def tile(self, m: int, library: bool = True) -> Tile:
-        usable = [(most, tile) for most, tile in self.tiles if library or tile.way != "library"]
+    def tile(self, m: int, library: bool = True) -> Tile | None:
+        usable = [(most, tile) for most, tile in self.tiles if library or tile is None or tile.way != "library"]
         for most, tile in usable:
             if m <= most:
                 return tile
-        return usable[-1][1]
+        return usable[-1][1] if usable else None
 
 
 def lookup(family: str, n: int, k: int, m: int, x: Tensor, library: bool = True) -> Tile:
-    """The tile for m rows of x against a weight (n, k)."""
+    """The tile for m rows of x against a weight (n, k).
+
+    What was measured on this GPU for the shape, else on one that shares its table, else for the nearest shape.
+    """
     major, _ = capability_of(x)
     if major < 9:
         return default_tile(family, m, before_hopper=True)
-    entry = _entry(family, n, k, device_name(x))
-    return entry.tile(m, library) if entry else default_tile(family, m, library=library)
+    for entry in _entries(family, n, k, device_name(x)):
+        tile = entry.tile(m, library)
+        if tile is not None:
+            return tile
+    return default_tile(family, m, library=library)
 
 
 @cache
-def _entry(family: str, n: int, k: int, device: str) -> Entry | None:
-    table = load_table(device).get(family) or {}
-    if (n, k) in table:
-        return table[n, k]
-    if table:  # the nearest tuned shape, by the ratio of N (which sets the parallelism) and of K
+def _entries(family: str, n: int, k: int, device: str) -> tuple[Entry, ...]:
+    """Entries to ask for a tile, the best first."""
+    tables = [load_table(name).get(family) or {} for name in (device, *FALLBACK.get(device, ()))]
+    found = [table[n, k] for table in tables if (n, k) in table]
+    for table in filter(None, tables):  # the nearest shape, by the ratio of N (which sets the parallelism) and of K
         near = min(table, key=lambda shape: abs(math.log(shape[0] / n)) + 0.5 * abs(math.log(shape[1] / k)))
-        return table[near]
-    return None
+        found.append(table[near])
+    return tuple(found)
 
 
 @cache
 def load_table(device: str) -> dict[str, dict[tuple[int, int], Entry]]:
-    """family -> (N, K) -> entry, for a GPU by name. GPUs with the same multiprocessors share tables if need be."""
-    for name in (device, *FALLBACK.get(device, ())):
-        path = TABLES / f"{name}.json"
-        if path.exists():
-            return parse_table(json.loads(path.read_text()))
-    return {}
+    """family -> (N, K) -> entry, as measured on a GPU, by name; empty if there is no such table."""
+    path = TABLES / f"{device}.json"
+    return parse_table(json.loads(path.read_text())) if path.exists() else {}
 
 
+# GPUs with the same multiprocessors: what one's table lacks is looked up in the other's.
 FALLBACK = {"h200": ("h100",), "h100": ("h200",), "gh200": ("h200", "h100")}
 
 
@@ -97,14 +104,18 @@ def parse_table(data: dict[str, Any]) -> dict[str, dict[tuple[int, int], Entry]]
     table: dict[str, dict[tuple[int, int], Entry]] = {}
     for family, shapes in data["tiles"].items():
         table[family] = {
-            tuple(map(int, shape.split("x"))): Entry(tuple((most, Tile(**tile)) for most, tile in tiles))
+            tuple(map(int, shape.split("x"))): Entry(
+                tuple((most, None if tile is None else Tile(**tile)) for most, tile in tiles)
+            )
             for shape, tiles in shapes.items()
         }
     return table
 
 
-def dump_tile(tile: Tile) -> dict[str, Any]:
+def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
     """The fields of a tile that differ from their defaults."""
+    if tile is None:
+        return None
     default = Tile(tile.way)
     return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
 
@@ -120,9 +131,10 @@ def format_table(data: dict[str, Any]) -> str:
 
 
 def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:
+    """What a GPU's own table holds: family, N, K, and the entry without the rows that were not measured."""
     for family, shapes in load_table(device).items():
         for (n, k), entry in shapes.items():
-            yield family, n, k, entry
+            yield family, n, k, Entry(tuple((most, tile) for most, tile in entry.tiles if tile is not None))
 
 
 def default_tile(family: str, m: int, before_hopper: bool = False, library: bool = True) -> Tile:

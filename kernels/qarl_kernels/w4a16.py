@@ -25,11 +25,12 @@ from qarl_kernels import gemm
 from qarl_kernels.blocks import dot, int4_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import dequantize_int4
-from qarl_kernels.launch import INTERPRETED, launch
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.output import output
+from qarl_kernels.planes import eight_planes, finished, four_planes, run_tiled, store, x_plane, x_tile
 from qarl_kernels.tile import untile_int4
 from qarl_kernels.tuning import Tile, lookup
 
-BLOCK = 128  # input features of one tile of words
 WORDS = 16  # words of one row in it; nibble j of word w belongs to feature 16 j + w
 
 
@@ -139,25 +140,6 @@ def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr, ASM:
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
-@triton.jit
-def _x_plane(x, live, k, K, EVEN: tl.constexpr):
-    """x^T of 16 features (16, BLOCK_M); zeros for rows beyond M and features beyond K."""
-    if EVEN:
-        tile = tl.load(x, mask=live, other=0.0)
-    else:
-        tile = tl.load(x, mask=live & (k < K), other=0.0)
-    return tile.T
-
-
-@triton.jit
-def _store(acc, out, bias, rm, rn, M, N, stride_om, BIAS: tl.constexpr):
-    """y^T (BLOCK_N, BLOCK_M) fp32, plus bias, rounded once into out (M, N)."""
-    if BIAS:
-        acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-    at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
-    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
-
-
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
     x,
@@ -196,14 +178,14 @@ def narrow_kernel(
         k = block * 128
         at = rows + k
         k += rk
-        x0 = _x_plane(at, live, k, K, EVEN)
-        x1 = _x_plane(at + 16, live, k + 16, K, EVEN)
-        x2 = _x_plane(at + 32, live, k + 32, K, EVEN)
-        x3 = _x_plane(at + 48, live, k + 48, K, EVEN)
-        x4 = _x_plane(at + 64, live, k + 64, K, EVEN)
-        x5 = _x_plane(at + 80, live, k + 80, K, EVEN)
-        x6 = _x_plane(at + 96, live, k + 96, K, EVEN)
-        x7 = _x_plane(at + 112, live, k + 112, K, EVEN)
+        x0 = x_plane(at, live, k, K, EVEN)
+        x1 = x_plane(at + 16, live, k + 16, K, EVEN)
+        x2 = x_plane(at + 32, live, k + 32, K, EVEN)
+        x3 = x_plane(at + 48, live, k + 48, K, EVEN)
+        x4 = x_plane(at + 64, live, k + 64, K, EVEN)
+        x5 = x_plane(at + 80, live, k + 80, K, EVEN)
+        x6 = x_plane(at + 96, live, k + 96, K, EVEN)
+        x7 = x_plane(at + 112, live, k + 112, K, EVEN)
         p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, metas + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS, ASM)
         acc = dot(p0, x0, acc)
         acc = dot(p1, x1, acc)
@@ -213,7 +195,7 @@ def narrow_kernel(
         acc = dot(p5, x5, acc)
         acc = dot(p6, x6, acc)
         acc = dot(p7, x7, acc)
-    _store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
+    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -235,35 +217,31 @@ def wide_kernel(
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     ASM: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """As `narrow_kernel`, one product of 128 features a step, for BLOCK_N >= 64."""
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    pid_m, pid_n = tile_of(tl.program_id(0), num_m, num_n)
+    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. See `qarl_kernels.planes` for TMA and SPLIT."""
+    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
+    m = pid_m * BLOCK_M
+    rm = m + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     words, row = int4_rows(tiled, rn, K, meta_n)
     metas = meta + row
-    rk = tl.arange(0, 128)[None, :]
-    rows = x + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * stride_xm + rk
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in range(tl.cdiv(K, 128)):
         w = tl.load(words + block * 256)
-        if EVEN:
-            xt = tl.load(rows + block * 128)
-        else:
-            xt = tl.load(rows + block * 128, mask=(block * 128 + rk) < K, other=0.0)
+        k = block * 128
         p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, metas + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS, ASM)
-        # (BLOCK_N, WORDS, 2, 2, 2): the last three axes are the bits of the plane's number
-        q = tl.join(tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7)))
-        weight = q.permute(0, 2, 3, 4, 1).reshape(BLOCK_N, 128)
-        acc = dot(weight, xt.T, acc)
-        if ASM:
-            # A use of the sum inside the loop makes Triton wait for the product. Without it Triton 3.6 leaves products
-            # with a register operand in flight while it reuses their registers and buffers: wrong sums, seen on H100.
-            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
-    _store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
+        if SPLIT:
+            x0 = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 64, EVEN, TMA)
+            x1 = x_tile(x, m, M, k + 64, K, stride_xm, BLOCK_M, 64, EVEN, TMA)
+            acc = dot(four_planes(p0, p1, p2, p3), x0.T, acc)
+            acc = finished(dot(four_planes(p4, p5, p6, p7), x1.T, acc))
+        else:
+            xt = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 128, EVEN, TMA)
+            acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
+    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
 
 
 def w4a16(
@@ -275,13 +253,14 @@ def w4a16(
     meta: Tensor | None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y = x @ bf16((codes - zero) * scale)^T + bias.
 
     x: (M, K) bf16 or fp16, any row stride. packed: (N, ceil(K / 8)) int32, scale: (N, groups), zero_point:
     (ceil(N / 8), groups) int32 or None, as compressed-tensors stores them. tiled, meta: the tiled form of the same
     weight (`qarl_kernels.tile`), or None: then every M goes the `dequantized` way. packed may be None where tiled and
-    meta are there. bias: (N,). Returns (M, N).
+    meta are there. bias: (N,). out: (M, N), any row stride, is filled if given. Returns (M, N).
     """
     m, k = x.shape
     n = scale.shape[0]
@@ -292,39 +271,23 @@ def w4a16(
         if packed is None:  # put back in order first, a tenth of what follows
             assert tiled is not None, "w4a16 needs the weight packed or tiled"
             packed = untile_int4(tiled, n, k)
-        return gemm.dense(x, dequantize_int4(packed, scale, zero_point, k, x.dtype), bias, out_dtype)
-    return fused(x, tiled, meta, n, bias, out_dtype or x.dtype, tile)
+        return gemm.dense(x, dequantize_int4(packed, scale, zero_point, k, x.dtype), bias, out_dtype, out)
+    return fused(x, tiled, meta, n, bias, out_dtype or (x if out is None else out).dtype, tile, out)
 
 
 def fused(
-    x: Tensor, tiled: Tensor, meta: Tensor, n: int, bias: Tensor | None, out_dtype: torch.dtype, tile: Tile
+    x: Tensor,
+    tiled: Tensor,
+    meta: Tensor,
+    n: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n)."""
-    m, k = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
-    launch(
-        narrow_kernel if tile.way == "narrow" else wide_kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        x=x,
-        tiled=tiled,
-        meta=meta,
-        bias=bias,
-        out=out,
-        M=m,
-        N=n,
-        K=k,
-        stride_xm=x.stride(0),
-        stride_om=out.stride(0),
-        meta_n=meta.shape[1],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        GROUPS=meta.shape[0] // tiled.shape[1],
-        EVEN=k % BLOCK == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0,
-        BIAS=bias is not None,
-        ASM=not INTERPRETED,
-    )
+    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n), `out` if given."""
+    out = output(out, x.shape[0], n, out_dtype, x.device)
+    wide = tile.way == "wide"
+    own = {"meta": meta, "meta_n": meta.shape[1], "GROUPS": meta.shape[0] // tiled.shape[1], "ASM": not INTERPRETED}
+    run_tiled(wide_kernel if wide else narrow_kernel, x, tiled, bias, out, tile, wide, **own)
     return out

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot, int4_rows, tile_of
 from qarl_kernels.casts import narrow
-from qarl_kernels.launch import INTERPRETED, launch
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.output import output
+from qarl_kernels.planes import run_tiled
 from qarl_kernels.tuning import Tile, lookup
 
 # Products of more than this many features may not fit float32's 24 bits: 127 * 8 * 16384 < 2^24 (as in the reference).
@@ -172,18 +174,19 @@ def w4a8(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     channel: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y = (sum over groups of (qx_g @ codes_g^T) * s_g) * s_x + bias.
 
     qx: (M, K) int8 and s_x: (M, 1) fp32, per token. tiled, meta: the weight's tiled form (`tile_int4`, `meta_w4a8`).
-    channel: every row of the weight is one group. Returns (M, out_features) of out_dtype.
+    channel: every row of the weight is one group. out: (M, out_features), any row stride, is filled if given. Returns
+    (M, out_features) of out_dtype.
     """
     m, k = qx.shape
     if qx.dtype != torch.int8 or k != in_features:
         raise ValueError(f"w4a8 needs int8 activations of {in_features} features, not {qx.dtype} of {k}")
-    return tiled_product(
-        qx, s_x, tiled, meta, out_features, bias, out_dtype, channel, lookup("w4a8", out_features, k, m, qx)
-    )
+    tile = lookup("w4a8", out_features, k, m, qx)
+    return tiled_product(qx, s_x, tiled, meta, out_features, bias, out_dtype, channel, tile, out)
 
 
 def tiled_product(
@@ -196,34 +199,11 @@ def tiled_product(
     out_dtype: torch.dtype,
     channel: bool,
     tile: Tile,
+    out: Tensor | None = None,
 ) -> Tensor:
-    m, k = qx.shape
-    if qx.stride(1) != 1:
-        qx = qx.contiguous()
-    out = torch.empty(m, n, dtype=out_dtype, device=qx.device)
-    launch(
-        w4a8_kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        x=qx,
-        tiled=tiled,
-        meta=meta,
-        s_x=s_x,
-        bias=bias,
-        out=out,
-        M=m,
-        N=n,
-        K=k,
-        stride_xm=qx.stride(0),
-        stride_om=out.stride(0),
-        meta_n=meta.shape[1],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        GROUPS=0 if channel else meta.shape[0] // tiled.shape[1],
-        EVEN=k % 128 == 0 and qx.stride(0) % 16 == 0 and qx.data_ptr() % 16 == 0,
-        BIAS=bias is not None,
-        ASM=not INTERPRETED,
-        STAGES=tile.stages,
-    )
+    """The kernel on a tiled weight of n output features. Returns (M, n), `out` if given."""
+    out = output(out, qx.shape[0], n, out_dtype, qx.device)
+    groups = 0 if channel else meta.shape[0] // tiled.shape[1]
+    own = {"meta": meta, "meta_n": meta.shape[1], "s_x": s_x, "GROUPS": groups}
+    run_tiled(w4a8_kernel, qx, tiled, bias, out, tile, False, ASM=not INTERPRETED, STAGES=tile.stages, **own)
     return out

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from qarl_kernels.tuning import FAMILIES, Tile
+from qarl_kernels import tuning
+from qarl_kernels.tuning import FAMILIES, Entry, Tile, dump_tile
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -52,6 +54,42 @@ def test_directories_without_a_model_are_refused_in_one_line(tmp_path: Path) -> 
         tune_kernels.shapes_of_model(tmp_path)
 
 
-def test_neighbours_with_the_same_tile_become_one_range() -> None:
-    few, many = Tile("w_first", 16), Tile("x_first")
-    assert [m for m, _ in tune_kernels.merged([(1, few), (16, few), (64, many), (128, few)])] == [16, 64, 128]
+def test_what_was_not_measured_stays_or_is_left_to_another_table() -> None:
+    few, some, many = Tile("narrow", 8), Tile("wide", 64), Tile("wide")
+    alone = tune_kernels.merged({64: some, 128: some, 256: many})
+    assert alone == [[32, None], [128, dump_tile(some)], [256, dump_tile(many)], [16384, None]]
+    old = Entry(((16, few), (100, many), (16384, few)))
+    kept = tune_kernels.merged({128: some}, old)
+    assert kept == [[16, dump_tile(few)], [64, dump_tile(many)], [128, dump_tile(some)], [16384, dump_tile(few)]]
+    last = tune_kernels.merged({16384: some}, Entry(()))
+    assert last == [[4096, None], [16384, dump_tile(some)]]
+
+
+class Clock:
+    """A stopwatch without a GPU: the time of a tile is what the test says."""
+
+    def __init__(self, times: dict[Tile, float]) -> None:
+        self.times = times
+
+    def microseconds(self, call: partial, reps: int) -> float:
+        return self.times.get(call.args[0], 100.0)
+
+
+def problem(monkeypatch: pytest.MonkeyPatch, wrong: Tile | None = None) -> tune_kernels.Problem:
+    """w4a16 of small numbers, whose products are done by nobody: all tiles but one give the same bits."""
+    made = tune_kernels.Problem("w4a16", 256, 128, torch.device("cpu"))
+    monkeypatch.setattr(made, "product", lambda tile: torch.full((1,), float(tile == wrong)))
+    return made
+
+
+def test_the_fastest_tile_with_the_right_bits_is_chosen_and_compared_with_the_tables(monkeypatch, capsys) -> None:
+    wrong, fast = Tile("wide", 128, 128, warps=4, stages=2, tma=True), Tile("wide", 64, 64, stages=4, tma=True)
+    done = tune_kernels.tune(problem(monkeypatch, wrong), [256], Clock({wrong: 1.0, fast: 50.0}))
+    assert done.tiles == {256: fast} and done.gains == {256: 2.0}
+    assert "other bits" in done.notes[0] and "2.00 times as fast as" in capsys.readouterr().out
+
+
+def test_when_the_time_is_over_a_few_tiles_are_tried_all_the_same(monkeypatch) -> None:
+    before = tuning.lookup("w4a16", 256, 128, 64, torch.empty(64, 128))
+    done = tune_kernels.tune(problem(monkeypatch), [64], Clock({before: 10.0}), deadline=0.0)
+    assert done.tiles == {64: before} and "not tried" in done.notes[0]

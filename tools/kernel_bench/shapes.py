@@ -18,6 +18,11 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
     "qwen3-30b-a3b": {"qkv": (5120, 2048), "o": (2048, 4096)},
     "llama3-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
 }
+# The others that tiles are tuned for.
+TUNED = MODELS | {
+    "qwen3-1.7b": {"qkv": (4096, 2048), "o": (2048, 2048), "gate_up": (12288, 2048), "down": (2048, 6144)},
+    "qwen3-4b": {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)},
+}
 MATRICES = ((4096, 12288), (24576, 4096), (57344, 8192))  # of the section `quantize`
 LEARNER_ROWS = 16_384
 
@@ -39,7 +44,7 @@ def layers(models: Iterable[str]) -> Iterator[Layer]:
     """The linear layers of these models, each shape once."""
     seen: set[tuple[int, int]] = set()
     for model in models:
-        for name, (n, k) in MODELS[model].items():
+        for name, (n, k) in TUNED[model].items():
             if (n, k) not in seen:
                 seen.add((n, k))
                 yield Layer(model, name, n, k)

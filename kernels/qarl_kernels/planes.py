@@ -1,0 +1,126 @@
+"""What the kernels share that read a tiled 4-bit weight (`qarl_kernels.tile`): pieces of them, and how they start.
+
+A `wide` kernel computes y^T = W x^T, the weight as the register operand of warpgroup products. A multiprocessor's
+tensor cores rest while a program turns words into weights, unless another program on it keeps them busy, so what counts
+is that two or three fit: few registers, few stages. Two choices of a tile serve that, and change no bit:
+
+- tma: x comes through the tensor memory accelerator. By pointers, the addresses and copies of x take a third of the
+  loop's instructions and 40 registers.
+- split: a block's product in two, of 64 features each; the second half's weight is made while the first one runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.blocks import COMPILED
+from qarl_kernels.casts import narrow
+from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.tuning import Tile
+
+BLOCK = 128  # input features of one tile of words
+
+
+@triton.jit
+def x_plane(x, live, k, K, EVEN: tl.constexpr):
+    """x^T of 16 features (16, BLOCK_M); zeros for rows beyond M and features beyond K."""
+    if EVEN:
+        tile = tl.load(x, mask=live, other=0.0)
+    else:
+        tile = tl.load(x, mask=live & (k < K), other=0.0)
+    return tile.T
+
+
+@triton.jit
+def x_tile(x, m, M, k, K, stride, BLOCK_M: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """Rows [m, m + BLOCK_M) of x, features [k, k + SIZE). Rows beyond M are anything finite, features beyond K zeros.
+
+    x: a tensor descriptor (TMA) or a pointer whose rows are `stride` apart.
+    """
+    if TMA:
+        tile = x.load([m, k])
+    else:
+        row = m + tl.arange(0, BLOCK_M)
+        at = k + tl.arange(0, SIZE)[None, :]
+        source = x + tl.where(row < M, row, 0).to(tl.int64)[:, None] * stride + at
+        if EVEN:
+            tile = tl.load(source)
+        else:
+            tile = tl.load(source, mask=at < K, other=0.0)
+    return tile
+
+
+@triton.jit
+def four_planes(p0, p1, p2, p3):
+    """Planes of 16 features (BLOCK_N, 16) side by side, (BLOCK_N, 64)."""
+    q = tl.join(tl.join(p0, p2), tl.join(p1, p3))  # (BLOCK_N, 16, 2, 2): the last axes are the bits of the number
+    return q.permute(0, 2, 3, 1).reshape(p0.shape[0], 64)
+
+
+@triton.jit
+def eight_planes(p0, p1, p2, p3, p4, p5, p6, p7):
+    """As `four_planes`, (BLOCK_N, 128)."""
+    q = tl.join(tl.join(tl.join(p0, p4), tl.join(p2, p6)), tl.join(tl.join(p1, p5), tl.join(p3, p7)))
+    return q.permute(0, 2, 3, 4, 1).reshape(p0.shape[0], 128)
+
+
+@triton.jit
+def finished(acc):
+    """acc, the sum of a warpgroup product in a loop, after the product is done.
+
+    A use of the sum inside the loop makes Triton wait for the product. Without it Triton 3.6 leaves products with a
+    register operand in flight while the next step writes those registers (its issue 9433): wrong sums, seen on H100.
+    """
+    if COMPILED:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
+def store(acc, out, bias, rm, rn, M, N, stride_om, BIAS: tl.constexpr):
+    """y^T (BLOCK_N, BLOCK_M) fp32, plus bias, rounded once into out (M, N)."""
+    if BIAS:
+        acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
+    at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
+    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+
+
+def run_tiled(
+    kernel: Any, x: Tensor, tiled: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, wide: bool, **own: Any
+) -> None:
+    """Launch a kernel that fills out (M, N) with the product of x (M, K) and a tiled weight.
+
+    wide: the kernel is a 16-bit `wide` one, and takes x as its tile says. own: arguments that only this kernel has.
+    """
+    (m, k), n = x.shape, out.shape[1]
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if wide:
+        tma = tile.tma and supports_tma(x)
+        own |= {"TMA": tma, "SPLIT": tile.split}
+    else:
+        tma = False
+    launch(
+        kernel,
+        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        x=descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
+        tiled=tiled,
+        bias=bias,
+        out=out,
+        M=m,
+        N=n,
+        K=k,
+        stride_xm=x.stride(0),
+        stride_om=out.stride(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        EVEN=k % BLOCK == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0,
+        BIAS=bias is not None,
+        **own,
+    )
