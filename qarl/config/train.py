@@ -11,6 +11,12 @@ from qarl.config.limits import EPOCHS, PROMPTS, RESPONSES, STEPS, THREADS, TOKEN
 from qarl.inputs.paths import PATH_BYTES
 
 
+class ProfileConfig(Section):
+    """A trace of one training step, in profile/ of the run directory."""
+
+    step: int = Field(ge=1, le=STEPS, description="The training step to trace, counted from 1.")
+
+
 class TrainConfig(Section):
     """Sizes and seeds of the training loop."""
 
@@ -57,5 +63,13 @@ class TrainConfig(Section):
         description="Where everything is written; default runs/<config file stem>.",
     )
 
+    profile: ProfileConfig | None = Field(
+        None,
+        description="Trace one step with torch.profiler: where the time of learner and publish goes; null: off.",
+    )
+
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("run_dir", self.run_dir)
+        if self.profile is not None and self.profile.step > self.steps:
+            text = f"the run has train.steps = {self.steps}; must be 1 to {self.steps}, or train.profile: null"
+            yield Fault(("profile", "step"), self.profile.step, text)

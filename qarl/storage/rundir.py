@@ -9,6 +9,7 @@
     metrics.jsonl, rollouts/, diagnostics/, tensorboard/    written by the recorder
     checkpoints/                                            written by the checkpoint store
     evaluations.jsonl, evaluations/                         written by the evaluations during training
+    profile/                                                written by the profiler
 
 Users' scripts read these: names and places are an interface.
 """
@@ -46,6 +47,8 @@ from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 RESUMABLE_KEYS = (
     "train.steps",
     "train.run_dir",
+    "train.profile",
+    "train.profile.",
     "checkpoint.",
     "logging.",
     "diagnostics.",
@@ -74,7 +77,7 @@ _LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler",
 # What a run writes or reads back: never into a pipe, and not into what somebody else put there.
 _LOGS = ("rewards.log", "sampler.log")
 _FILES = (".wandb_id", "config.yaml", "environment.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
-_FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard")
+_FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard", "profile")
 # What a refused start leaves, since its error refers to it.
 _KEPT = ("sampler.log", "rewards.log")
 

@@ -26,7 +26,8 @@ from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
 from qarl.training.keeper import Keeper
 from qarl.training.metrics import Clock
 from qarl.training.noise import quiet_libraries, rewards_logged
-from qarl.training.observer import Observers
+from qarl.training.observer import Observer, Observers
+from qarl.training.profiler import StepProfiler
 from qarl.training.recorder import Recorder
 from qarl.training.setup import Run, build_run
 from qarl.training.step import rl_step
@@ -147,8 +148,13 @@ class Loop:
         clock = Clock()
         probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop)
         record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
-        # The record comes last: it takes the probe's numbers, and once it is told the step counts as learned from.
-        watch = Observers([clock, StepDisplay(self.console), SafePoints(self.guard), probe, record])
+        # The profiler comes first: what it writes at the end is no phase's time. The record comes last: it takes the
+        # probe's numbers, and once it is told the step counts as learned from.
+        watching: list[Observer] = [clock, StepDisplay(self.console), SafePoints(self.guard), probe, record]
+        if config.train.profile is not None and config.train.profile.step == step + 1:
+            shape = load_architecture(config.model)
+            watching.insert(0, StepProfiler(self.directory.path / "profile", step + 1, run, shape))
+        watch = Observers(watching)
         failure: Exception | None = None
         try:
             rl_step(config, run, step, watch)

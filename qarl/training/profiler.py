@@ -1,0 +1,184 @@
+"""`train.profile`: one step under torch.profiler, as a trace and as a table of where its time went."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from qarl.config.architecture import Architecture
+from qarl.flops import BACKWARD, forward_flops
+from qarl.objectives import TokenLogProbs
+from qarl.rewards import RewardResult
+from qarl.storage.disk import write_together
+from qarl.storage.names import step_name
+from qarl.training.batch import Batch, Part
+from qarl.training.observer import Observer, Phase
+from qarl.training.profile_page import PREFIX, page
+from qarl.training.setup import Run
+from qarl.types import Prompt, Rollout
+
+# AdamW in float32 reads and writes parameter and both moments and reads the gradient; clipping reads the gradient once
+# more, and quantizing the parameter.
+ADAMW_BYTES = 4 * (7 + 2)
+COMPRESSION = 3  # of gzip: a trace is large, and higher levels save little more of it
+
+
+class StepProfiler(Observer):
+    """Traces one step, and writes profile/step_NNNNNN.json.gz, for chrome://tracing or Perfetto, and .md beside it.
+
+    Every operation of the learner and of publishing is in it; of rollout and reward, which come before the profiler
+    starts, only how long they took: a rollout alone would make millions of events. At the end of each phase and part of
+    a phase it waits for the GPU, so that what is launched in one is timed in it.
+
+    folder: gets both files. step: counted from 1. architecture: without it nothing is said of FLOP/s.
+    """
+
+    def __init__(self, folder: Path, step: int, run: Run, architecture: Architecture | None) -> None:
+        self._folder, self._step, self._run, self._architecture = folder, step, run, architecture
+        self._profile: profile | None = None
+        self._part: tuple[str, Any] | None = None
+        self._micro_batches = 0  # of the minibatch, that are left
+        self._updates = 0
+        self._begin: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._flops: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: Phase, responses: int | None) -> Iterator[None]:
+        if name == "learner":
+            self._start()
+        self._begin[name] = time.perf_counter()
+        try:
+            with record_function(PREFIX + name):
+                yield
+                self._leave()
+                self._wait()
+        except BaseException:
+            self._stop()
+            raise
+        self._seconds[name] = time.perf_counter() - self._begin[name]
+        if name == "publish":
+            self._write()
+
+    def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
+        n = len(rollouts) // len(prompts)
+        asked = [prompt.token_ids for prompt in prompts for _ in range(n)]
+        self._count("rollout", asked, [rollout.token_ids for rollout in rollouts])
+
+    # --- parts of the learner's phase ----------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> None:
+        self._enter("snapshot")
+
+    def minibatch(self, minibatch: Part) -> None:
+        if self._part is not None and self._part[0] == "snapshot":
+            batch = minibatch.batch
+            done = batch.part([i for i in range(len(batch)) if batch.logp_old.known(batch.part([i]))])
+            self._count("snapshot", done.prompts, done.responses)
+        self._micro_batches = len(self._run.learner.micro_batches(minibatch))
+        self._enter("forward")
+
+    def forward(self, part: Part, logps: TokenLogProbs) -> None:
+        self._count("forward", part.prompts, part.responses)
+        if logps.logp.requires_grad:
+            self._count("backward", part.prompts, part.responses, BACKWARD)
+        self._enter("backward")
+
+    def progress(self, responses: int) -> None:
+        if self._part is not None and self._part[0] == "backward":
+            self._micro_batches -= 1
+            self._enter("forward" if self._micro_batches else "optimizer")
+
+    def update(self, grad_norm: float) -> None:
+        self._updates += 1
+        self._leave()
+
+    def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        self._leave()
+
+    def _enter(self, name: str) -> None:
+        self._leave()
+        entered = record_function(PREFIX + name)
+        entered.__enter__()
+        self._part = name, entered
+
+    def _leave(self) -> None:
+        if self._part is not None:
+            self._wait()
+            self._part[1].__exit__(None, None, None)
+            self._part = None
+
+    def _count(self, name: str, prompts: list[list[int]], responses: list[list[int]], factor: int = 1) -> None:
+        if self._architecture is not None:
+            self._flops[name] += factor * forward_flops(self._architecture, prompts, responses)
+
+    # --- the profiler ----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        on_gpu = self._run.policy.device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
+        self._profile.start()
+
+    def _stop(self) -> profile | None:
+        stopped, self._profile = self._profile, None
+        if stopped is not None:
+            stopped.stop()
+        return stopped
+
+    def _wait(self) -> None:
+        if self._run.policy.device.type == "cuda":
+            torch.cuda.synchronize(self._run.policy.device)
+
+    def _write(self) -> None:
+        stopped = self._stop()
+        assert stopped is not None, "the learner's phase comes before publishing"
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / "trace.json"
+            stopped.export_chrome_trace(str(file))
+            trace = json.loads(file.read_bytes())
+        trace["traceEvents"] += self._before(trace["traceEvents"])
+        name = f"step_{step_name(self._step)}"
+        text = page(trace["traceEvents"], self._step, self._device(), self._seconds, self._flops, self._bytes())
+        files = {
+            self._folder / f"{name}.json.gz": gzip.compress(json.dumps(trace).encode(), COMPRESSION),
+            self._folder / f"{name}.md": text.encode(),
+        }
+        write_together(files, "train.run_dir")
+
+    def _before(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rollout and reward as ranges of the trace, whose clock is known from where the learner begins in it."""
+        learner = next(event for event in events if event.get("name") == f"{PREFIX}learner")
+        same = {key: learner[key] for key in ("ph", "cat", "pid", "tid")}
+        return [
+            same
+            | {
+                "name": PREFIX + name,
+                "ts": learner["ts"] + 1e6 * (self._begin[name] - self._begin["learner"]),
+                "dur": 1e6 * self._seconds[name],
+            }
+            for name in ("rollout", "reward")
+        ]
+
+    def _device(self) -> str:
+        device = self._run.policy.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+    def _bytes(self) -> dict[str, float]:
+        """Bytes that must move, where it is known."""
+        known: dict[str, float] = {}
+        if self._run.optimizer.kind == "adamw":
+            parameters = sum(master.numel() for _, master in self._run.policy.named_parameters())
+            known["optimizer"] = ADAMW_BYTES * self._updates * parameters
+        if (sent := self._run.engine.metrics.get("publish/sent_mib")) is not None:
+            known["publish"] = sent * 2**20
+        return known

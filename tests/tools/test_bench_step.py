@@ -1,0 +1,288 @@
+"""`tools/bench_step.py` on a CPU: every part but TRL's on a tiny model, the table, and what fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).parents[2] / "tools"
+CPU = torch.device("cpu")
+TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "1", "--tokens", "48", "--out", "unused"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(TOOLS))
+    yield
+    sys.path.remove(str(TOOLS))
+
+
+@pytest.fixture(autouse=True)
+def deterministic_again() -> Iterator[None]:
+    """The parts ask torch for deterministic algorithms, for the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def options(*arguments: str, scheme: str = "w4a16") -> Any:
+    """As a case's process has them."""
+    import bench_step
+
+    parsed = bench_step.parse([*TINY, *arguments])
+    parsed.shape, parsed.scheme, parsed.device = "tiny", scheme, "cpu"
+    return parsed
+
+
+def tiny():
+    from step_bench.shapes import shape_of
+
+    return shape_of("tiny", None, None)
+
+
+def test_the_command_line_refuses_what_it_cannot_run(capsys):
+    import bench_step
+
+    assert bench_step.parse(["--out", "x"]).length == [512, 2048, 8192]
+    for wrong in (
+        [],
+        ["--out", "x", "--tokens", "0"],
+        ["--out", "x", "--part", "none"],
+        ["--out", "x", "--layers", "0"],
+    ):
+        with pytest.raises(SystemExit):
+            bench_step.parse(wrong)
+    capsys.readouterr()
+
+
+def test_only_parts_with_schemes_run_once_for_each():
+    import bench_step
+
+    given = bench_step.parse([*TINY, "--part", "hf", "learner", "trl", "--scheme", "bf16", "fp8"])
+    found = [tuple(case.values()) for case in bench_step.cases(given)]
+    assert found == [("hf", "tiny"), ("learner", "tiny", "bf16"), ("learner", "tiny", "fp8"), ("trl", "tiny")]
+
+
+def test_shapes_are_those_of_the_models_they_are_named_after():
+    from step_bench.shapes import SHAPES, shape_of
+
+    # Parameters by the models' own pages, with the vocabularies of their tokenizers.
+    for name, vocabulary, billions in (
+        ("smollm2", None, 0.1345),
+        ("qwen3-1.7b", 151_936, 1.72),
+        ("qwen3-4b", 151_936, 4.02),
+        ("qwen3-8b", 151_936, 8.19),
+    ):
+        shape = shape_of(name, None, vocabulary)
+        assert shape.architecture().parameters / 1e9 == pytest.approx(billions, rel=0.01), name
+    assert shape_of("qwen3-8b", 4, None).architecture().num_layers == 4
+    assert SHAPES["qwen3-8b"].layers == 36
+
+
+def test_questions_differ_and_come_again():
+    from step_bench.shapes import questions
+
+    found = questions(200, 0)
+    assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
+
+
+def test_learner_and_peer_run_the_same_tokens_of_the_same_model():
+    from step_bench import hf_part, learner_part
+
+    given = options("--length", "8", "48", scheme="bf16")
+    ours = list(learner_part.learner_records(given, tiny(), CPU))
+    theirs = list(hf_part.hf_records(given, tiny(), CPU))
+    keys = ("length", "tokens", "what")
+    assert [[row[key] for key in keys] for row in ours] == [[row[key] for key in keys] for row in theirs]
+    assert [row["tokens"] for row in ours] == [48] * 4
+    for row, other in zip(ours, theirs, strict=True):
+        assert row["tflops"] * row["seconds"] == pytest.approx(other["tflops"] * other["seconds"])
+        assert row["tokens_per_s"] == pytest.approx(48 / row["seconds"]) and row["peak_gib"] > 0
+    assert ours[1]["tflops"] * ours[1]["seconds"] == pytest.approx(3 * ours[0]["tflops"] * ours[0]["seconds"])
+
+
+def test_learner_and_peer_give_the_same_log_probs():
+    from qarl_kernels.logprob import Truncation
+    from step_bench.hf_part import selected_logprobs
+    from step_bench.learner_part import make_policy, random_tokens
+    from step_bench.settings import learner_config
+    from step_bench.shapes import random_model
+
+    given = options(scheme="bf16")
+    sequences = random_tokens(3, 17, 512, 0)
+    policy = make_policy(given, tiny(), CPU, learner_config(given, tiny(), CPU, 16), 17)
+    logp, _ = policy.logprobs([ids[:1] for ids in sequences], [ids[1:] for ids in sequences], Truncation(), 128)
+    ids = torch.tensor(sequences)
+    logits = random_model(tiny(), CPU, given.seed)(input_ids=ids[:, :-1]).logits
+    # The policy computes in bf16: logits of about 1 are off by some 2^-8.
+    torch.testing.assert_close(logp.view(3, 16), selected_logprobs(logits, ids[:, 1:]), rtol=0, atol=0.03)
+
+
+def test_selected_log_probs_are_those_of_a_softmax():
+    from step_bench.hf_part import selected_logprobs
+
+    logits = torch.randn(3, 5, 700) * 4
+    targets = torch.randint(0, 700, (3, 5))
+    expected = logits.double().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    # float32 logits of up to 20 have 2e-6 between them.
+    torch.testing.assert_close(selected_logprobs(logits, targets).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
+    from step_bench.learner_part import make_policy
+    from step_bench.settings import learner_config
+
+    given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "none")
+    config = learner_config(given, tiny(), CPU, 16)
+    policy = make_policy(given, tiny(), CPU, config, 17)
+    assert (policy.scheme.group_size, config.train.logprob_chunk) == (64, 64)
+    assert not policy.model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_optimizer_step_is_timed_whole_and_in_parts(optimizer: str):
+    from step_bench.learner_part import optimizer_records
+
+    rows = list(optimizer_records(options("--optimizer", optimizer, "--warmup", "1"), tiny(), CPU))
+    assert [row["what"] for row in rows] == ["update", "clip", "optimizer", "refresh"]
+    assert {row["parameters"] for row in rows} == {tiny().architecture().parameters}
+    assert {row["optimizer"] for row in rows} == {optimizer}
+
+
+def test_the_canary_runs_128_tokens():
+    from step_bench.learner_part import canary_records
+
+    rows = list(canary_records(options(), tiny(), CPU))
+    assert [(row["what"], row["tokens"]) for row in rows] == [("launch", 128), ("result", 128)]
+
+
+def test_times_are_those_of_calls_after_the_warm_up():
+    from step_bench.measure import timed, top_kernels
+
+    calls: list[str] = []
+    found = timed(lambda: calls.append("call"), CPU, 2, 3, lambda: calls.append("prepare"))
+    assert calls == ["prepare", "call"] * 5 and len(found["all_seconds"]) == 3
+    x = torch.randn(64, 64)
+    (top,) = top_kernels(lambda: x @ x, CPU, 1)
+    assert (top["name"], top["calls"]) == ("aten::mm", 1)
+
+
+def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
+    from step_bench.trl_part import grpo_arguments
+
+    given = options("--prompts", "32", "--responses", "8", "--device-batch", "8")
+    found = grpo_arguments(given, tmp_path)
+    assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 256
+    assert found["max_completion_length"] == 1024 and found["generation_kwargs"] == {"ignore_eos": True}
+    with pytest.raises(ValueError, match="does not divide 256 responses"):
+        grpo_arguments(options("--device-batch", "7"), tmp_path)
+
+
+def test_trl_takes_its_arguments(tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from step_bench.trl_part import grpo_arguments
+
+    config = trl.GRPOConfig(**grpo_arguments(options(), tmp_path), use_cpu=True)
+    assert (config.steps_per_generation, config.generation_batch_size) == (32, 256)
+
+
+def test_trls_time_is_cut_into_rollout_and_learner():
+    from step_bench.trl_part import Spent, records_of
+
+    class Owner:
+        def inner(self) -> str:
+            return "done"
+
+    owner, spent = Owner(), Spent(CPU)
+    spent.within(owner, "inner", "inner_s")
+    assert owner.inner() == owner.inner() == "done"
+    assert set(spent.read()) == {"inner_s"} and spent.read() == {}
+    steps = [{"step_s": 9.0, "rollout_s": 4.0}, {"step_s": 3.0, "rollout_s": 1.0}, {"step_s": 5.0, "rollout_s": 1.0}]
+    *each, whole = records_of(steps, 20.0, 1.0, 8)
+    assert [row["learner_s"] for row in each] == [5.0, 2.0, 4.0]
+    assert (whole["seconds"], whole["rollout_s"], whole["learner_s"]) == (4.0, 1.0, 3.0)
+
+
+def report(*records: dict[str, Any]) -> dict[str, Any]:
+    common = {"shape": "s", "layers": 2, "vocabulary": 9, "recompute": "layer", "peak_gib": 1.0, "host_seconds": 0.01}
+    environment = {"gpus": ["H1"], "packages": {"torch": "2"}, "git_revision": "abc"}
+    return {"environment": environment, "records": [common | record for record in records]}
+
+
+def test_the_table_compares_with_the_peer_of_another_report():
+    from step_bench.summary import table
+
+    speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
+    step = {"prompts": 2, "responses": 2, "new_tokens": 8, "what": "step"}
+    kernels = [{"name": "gemm", "ms": 1.5, "calls": 3}]
+    ours = report(
+        {"part": "learner", "scheme": "fp8", "tokens_per_s": 300.0, "kernels": kernels, **speed},
+        {"part": "learner", "scheme": "w4a16", "length": 8, "tokens": 16, "what": "forward", "error": "no memory"},
+        {"part": "step", "scheme": "fp8", "engine": "vllm", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0, **step},
+        {"part": "canary", "scheme": "fp8", "what": "result", "tokens": 128, "seconds": 0.05},
+    )
+    peer = report(
+        {"part": "hf", "tokens_per_s": 200.0, **speed},
+        {"part": "trl", "engine": "vllm", "seconds": 10.0, "step_s": 10.0, **step},
+    )
+    lines = [" ".join(line.split()) for line in table([ours, peer]).splitlines()]
+    assert "H1, torch 2, revision abc" in lines
+    assert "fp8 layer + backward 300 1.0 20.0 10.0 1.0 1.50" in lines
+    assert "hf layer + backward 200 1.0 20.0 10.0 1.0" in lines
+    assert "1.50 3 gemm" in lines
+    assert "fp8 vllm 4.00 1.00 2.50" in lines and "trl 10.00" in lines
+    assert any(line.startswith("canary s, 2 layers") and "50.0 ms" in line for line in lines)
+    assert "failed: learner s w4a16 8: no memory" in lines
+
+
+def run_tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The tool as a command: its exit code."""
+    import bench_step
+
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
+    try:
+        bench_step.main()
+    except SystemExit as ended:
+        return int(ended.code)
+    return 0
+
+
+@pytest.mark.slow
+def test_whole_steps_run_with_exactly_so_many_tokens(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    sizes = ["--steps", "2", "--prompts", "2", "--responses", "2", "--new-tokens", "6", "--prompt-tokens", "400"]
+    arguments = [*TINY[:-1], str(out), "--part", "step", "--scheme", "w4a16", *sizes, "--model-dir", str(tmp_path)]
+    assert run_tool(monkeypatch, *arguments) == 0, capsys.readouterr().err
+    found = json.loads(out.read_text())
+    first, second, whole = found["records"]
+    assert (first["step"], second["step"], whole["what"], whole["new_tokens"]) == (1, 2, "step", 6)
+    assert whole["seconds"] == second["step_s"] and first["idle_responses"] == 0
+    assert found["environment"]["packages"]["torch"] and "host" not in found["environment"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["tiny-2-512-bytes-0"]
+    assert "a step of 2 prompts x 2 responses of 6 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_case_that_fails_leaves_why(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    arguments = [*TINY[:-1], str(out), "--part", "optimizer", "--set", "train.none=1", "--scheme", "bf16"]
+    assert run_tool(monkeypatch, *arguments) == 1
+    (failed,) = json.loads(out.read_text())["records"]
+    assert failed["part"] == "optimizer" and "train.none" in failed["error"]
+    assert "failed: optimizer tiny bf16" in capsys.readouterr().out
+    assert "train.none" in out.with_suffix(".log").read_text()
+
+
+def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    arguments = [*TINY[:-1], str(out), "--part", "canary", "hf", "--scheme", "bf16", "--timeout", "0.01"]
+    assert run_tool(monkeypatch, *arguments) == 1
+    found = [(row["part"], row["error"]) for row in json.loads(out.read_text())["records"]]
+    assert found == [("canary", "took more than 0.01 s"), ("hf", "took more than 0.01 s")]
+    capsys.readouterr()

@@ -1,0 +1,151 @@
+"""A profiled step: its trace, its page, that it changes no bit, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tiny_runs import settings, write_config
+
+from qarl.config import Config
+from qarl.flops import forward_flops
+from qarl.policy.load import load_architecture
+from qarl.training.profile_page import PARTS, host_shares, on_device, page
+
+TIMES = ("time/", "throughput/", "memory/")
+
+
+def kernel(name: str, ts: float, dur: float, correlation: int, moved: int | None = None) -> dict:
+    arguments = {"correlation": correlation} | ({} if moved is None else {"bytes": moved})
+    cat = "kernel" if moved is None else "gpu_memcpy"
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 0, "tid": 7, "args": arguments}
+
+
+def launch(ts: float, correlation: int, cat: str = "cuda_runtime", tid: int = 1) -> dict:
+    return {"cat": cat, "name": "launch", "ts": ts, "dur": 1, "tid": tid, "args": {"correlation": correlation}}
+
+
+def span(name: str, ts: float, dur: float) -> dict:
+    return {"cat": "user_annotation", "name": f"qarl/{name}", "ts": ts, "dur": dur, "args": {}}
+
+
+# A forward of 10 us and a backward of 20 us; the kernel that the forward launches runs in the backward's time, and the
+# backward's launch comes from autograd's own thread.
+EVENTS = [
+    span("learner", 0, 100),
+    span("forward", 10, 10),
+    span("backward", 20, 20),
+    span("publish", 100, 50),
+    launch(12, 1),
+    kernel("gemm", 21, 5, 1),
+    launch(30, 2, "cuda_driver", tid=2),
+    kernel("gemm", 31, 15, 2),
+    launch(60, 3),
+    kernel("other", 61, 2, 3),
+    launch(120, 4),
+    kernel("Memcpy DtoD", 121, 4, 4, moved=8000),
+]
+
+
+def test_device_time_belongs_to_where_it_was_launched():
+    found = on_device(EVENTS)
+    seconds = {name: round(share.seconds * 1e6) for name, share in found.phases.items()}
+    assert seconds == {"forward": 5, "backward": 15, "learner": 22, "publish": 4}
+    assert {name: (round(s.seconds * 1e6), s.calls) for name, s in found.kernels.items()} == {
+        "gemm": (20, 2),
+        "other": (2, 1),
+        "Memcpy DtoD": (4, 1),
+    }
+
+
+def test_the_page_says_rates_of_wall_and_device_time():
+    seconds = {"rollout": 2e-4, "reward": 1e-6, "learner": 1e-4, "publish": 5e-5}
+    text = page(EVENTS, 3, "H1", seconds, {"forward": 1e7, "rollout": 4e8}, {"publish": 8000.0})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["rollout"] == ["0.000", "", "", "0.0004", "2", "", ""]
+    assert table["- forward"][3:6] == ["1e-05", "1", "2"]  # 10 MFLOP in 10 us of wall, 5 us of device time
+    assert table["publish"][-1] == "2" and table["`Memcpy DtoD`"][-1] == "2"  # 8 kB in 4 us
+    assert table["`gemm`"] == ["0.02", "76.9%", "2", ""]
+    assert f"- {PARTS['snapshot']}" not in table
+
+
+def test_an_operation_has_its_own_time_alone():
+    def op(name: str, ts: float, dur: float, tid: int = 1) -> dict:
+        return {"cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid}
+
+    events = [op("mm", 2, 3), op("matmul", 1, 9), op("copy", 6, 2), op("add", 10, 5), op("mm", 3, 4, tid=2)]
+    found = {name: (round(share.seconds * 1e6), share.calls) for name, share in host_shares(events).items()}
+    assert found == {"matmul": (4, 1), "mm": (7, 2), "copy": (2, 1), "add": (5, 1)}
+
+
+def test_flops_count_what_a_forward_multiplies():
+    shape = SimpleNamespace(matrix_parameters=1000, vocab_size=10, hidden_size=4, num_layers=2, num_heads=3, head_dim=5)
+    # The prompt once, of each response all tokens but the last: 3 + 1 + 2 run, 5 are predicted.
+    pairs = (1 + 2 + 3) + 4 + (4 + 5)
+    expected = 2 * 1000 * 6 + 2 * 10 * 4 * 5 + 4 * 2 * 3 * 5 * pairs
+    assert forward_flops(shape, [[1, 2, 3]] * 2, [[4, 5], [6, 7, 8]]) == expected
+    apart = forward_flops(shape, [[1, 2, 3], [1, 2, 9]], [[4, 5], [6, 7, 8]])
+    assert apart == expected + 2 * 1000 * 3 + 4 * 2 * 3 * 5 * 6
+
+
+def test_a_step_that_the_run_does_not_have_is_refused_in_one_line(qarl, tiny_model, tmp_path):
+    config = write_config(tmp_path / "c.yaml", settings(tiny_model("llama"), train={"steps": 2}))
+    for command in ("check", "train"):
+        refused = qarl.run(command, config, "train.profile.step=3", cwd=tmp_path)
+        assert refused.code != 0
+        (line,) = refused.err.splitlines()
+        assert "train.profile.step = 3: the run has train.steps = 2; must be 1 to 2" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def metrics(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(TIMES)} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_profiled_run_has_the_same_bits_and_leaves_trace_and_page(qarl, tiny_model, tmp_path):
+    sections = {"train": {"steps": 3, "minibatch_size": 8, "micro_batch_tokens": 64}}
+    config = write_config(tmp_path / "c.yaml", settings(tiny_model("llama"), **sections))
+    for name, extra in (("plain", []), ("profiled", ["train.profile.step=2"])):
+        done = qarl.run("train", config, f"train.run_dir={name}", *extra, cwd=tmp_path)
+        assert done.code == 0, done.err
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    assert metrics(plain) == metrics(profiled)
+    assert not (plain / "profile").exists()
+    assert {path.name for path in (profiled / "profile").iterdir()} == {"step_000002.json.gz", "step_000002.md"}
+
+    trace = json.loads(gzip.decompress((profiled / "profile/step_000002.json.gz").read_bytes()))
+    ours = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("qarl/")]
+    spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("qarl/")) for event in ours)
+    phases = [entry for entry in spans if entry[2] not in PARTS]
+    assert [name for *_, name in phases] == ["rollout", "reward", "learner", "publish"]
+    assert all(a[1] <= b[0] + 1 for a, b in pairwise(phases))  # microseconds: the first two are of another clock
+    parts = [entry for entry in spans if entry[2] in PARTS]
+    assert all(a[1] <= b[0] for a, b in pairwise(parts))
+    names = [name for *_, name in parts]
+    assert names[0] == "snapshot" and names.count("optimizer") == 2 and names[-1] == "optimizer"
+    assert names.count("forward") == names.count("backward") > 2
+
+    text = (profiled / "profile/step_000002.md").read_text()
+    assert text.startswith("# Profile of step 2") and "`aten::mm`" in text
+    seconds = {
+        cells[1].strip(): float(cells[2])
+        for cells in (line.split("|") for line in text.split("| operation")[0].splitlines())
+        if len(cells) > 3 and cells[2].strip()[:1].isdigit()
+    }
+    parts_of_learner = [value for name, value in seconds.items() if name.startswith("- ")]
+    assert sum(parts_of_learner) == pytest.approx(seconds["learner"], abs=0.004)  # rounded to milliseconds
+
+
+def test_the_flops_of_a_run_are_those_of_its_model(tiny_model):
+    config = Config.model_validate(settings(tiny_model("llama")))
+    shape = load_architecture(config.model)
+    assert shape is not None
+    matrices = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert forward_flops(shape, [[1]], [[2]]) == 2 * matrices + 2 * 259 * 64 + 4 * 2 * 4 * 16

@@ -1,0 +1,1 @@
+"""What tools/bench_step.py measures, a part a module."""

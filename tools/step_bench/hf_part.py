@@ -1,0 +1,42 @@
+"""The peer of the learner: the same shape as a Hugging Face model, autocast to bf16, with the logits of the batch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from step_bench.learner_part import throughput
+from step_bench.measure import Record
+from step_bench.shapes import Shape, random_model
+
+
+def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """The learner's tokens as a batch without padding, float32 masters, SDPA, log-probs of all tokens, and a backward.
+
+    Checkpoints its layers unless `recompute` is none.
+    """
+    model = random_model(shape, device, options.seed, attn_implementation="sdpa").train()
+    if options.recompute != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def calls(sequences: list[list[int]], weights: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+        ids = torch.tensor(sequences, device=device)
+
+        def forward() -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            # accelerate's mixed precision gives float32 as well
+            return selected_logprobs(logits.float(), ids[:, 1:]).flatten()
+
+        return torch.no_grad()(forward), lambda: (forward() * weights).sum().backward()
+
+    yield from throughput(options, shape, device, calls)
+
+
+def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """As TRL's selective_log_softmax has it for float32: log-sum-exp row by row, against the memory of a softmax."""
+    selected = logits.gather(-1, targets[..., None])[..., 0]
+    return selected - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])

@@ -1,0 +1,143 @@
+"""qarl's learner alone: forward, forward and backward, the canary of a publish, and the optimizer step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+
+import torch
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+from vllm_bench.models import policy_of, quant_of, random_masters
+
+from qarl.config import Config
+from qarl.flops import BACKWARD, forward_flops
+from qarl.policy.gradients import GradientAccumulator
+from qarl.policy.policy import Policy
+from qarl.training.learner import Learner
+from qarl.training.optim import build_optimizer, clip_grad_norm
+from qarl.training.setup import build_policy, set_determinism
+from step_bench.measure import Record, timed, top_kernels
+from step_bench.settings import learner_config, recompute
+from step_bench.shapes import Shape, random_model
+
+CANARY = (2, 64)  # sequences, tokens of each that are run
+
+
+def random_tokens(rows: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Token ids; rows begin differently, so that no prompt is shared."""
+    ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids[:, 0] = 3 + torch.arange(rows) % (vocabulary - 3)
+    return ids.tolist()
+
+
+def learner_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """A micro-batch of each length: `tokens` // length sequences, of which all tokens but the first are predicted.
+
+    Each has a prompt of one token and a response of `length`, whose last token is not run: `length` run, `length`
+    predicted. Gradients add to sums that are there, as in all micro-batches but a step's first.
+    """
+    config = learner_config(options, shape, device, max(options.length))
+    chunk = config.train.logprob_chunk
+    policy = make_policy(options, shape, device, config, max(options.length) + 1)
+    gradients = GradientAccumulator(policy.role, [parameter for _, parameter in policy.named_parameters()])
+
+    def calls(sequences: list[list[int]], weights: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+        prompts, responses = [ids[:1] for ids in sequences], [ids[1:] for ids in sequences]
+
+        def forward() -> Tensor:
+            return policy.logprobs(prompts, responses, Truncation(), chunk)[0]
+
+        return torch.no_grad()(forward), lambda: gradients.backward((forward() * weights).sum())
+
+    for record in throughput(options, shape, device, calls):
+        yield {"logprob_chunk": chunk} | record
+
+
+Calls = Callable[[list[list[int]], Tensor], tuple[Callable[[], object], Callable[[], object]]]
+
+
+def throughput(options: argparse.Namespace, shape: Shape, device: torch.device, calls: Calls) -> Iterator[Record]:
+    """Tokens/s of a forward without gradient and of a forward and backward, at each length.
+
+    calls: from token ids, a sequence of length + 1 a row, and the weights (T,) of the log-probs in the loss, to both.
+    """
+    architecture = shape.architecture()
+    for length in options.length:
+        rows = max(1, options.tokens // length)
+        tokens = rows * length
+        sequences = random_tokens(rows, length + 1, shape.vocabulary, options.seed)
+        weights = torch.randn(tokens, generator=torch.Generator().manual_seed(options.seed)).to(device) / tokens
+        flops = forward_flops(architecture, [ids[:1] for ids in sequences], [ids[1:] for ids in sequences])
+        forward, step = calls(sequences, weights)
+        for what, call, factor in (("forward", forward, 1), ("forward_backward", step, 1 + BACKWARD)):
+            labels: Record = {"length": length, "tokens": tokens, "what": what}
+            try:
+                measured = timed(call, device, options.warmup, options.iterations)
+                if options.kernels:
+                    measured["kernels"] = top_kernels(call, device, options.kernels)
+            except torch.OutOfMemoryError as error:
+                yield labels | {"error": str(error).splitlines()[0]}
+                continue
+            seconds = measured["seconds"]
+            yield labels | measured | {"tokens_per_s": tokens / seconds, "tflops": factor * flops / seconds / 1e12}
+
+
+def make_policy(
+    options: argparse.Namespace, shape: Shape, device: torch.device, config: Config, max_length: int
+) -> Policy:
+    set_determinism(config)
+    policy = build_policy(config, random_model(shape, device, options.seed), device, max_length)
+    recompute(policy, options.recompute)
+    return policy
+
+
+def canary_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """One forward without gradient, as every publish has one: until it is launched, and until the host has its result.
+
+    The policy has no masters: only what is published.
+    """
+    quant = quant_of(options.scheme, shape.group_size)
+    rows, length = CANARY
+    policy = policy_of(shape.config(), quant, random_masters(options.seed, device), 0, device, length + 1)
+    tokens = random_tokens(rows, length + 1, shape.vocabulary, options.seed)
+    labels = {"tokens": rows * length}
+    for what, call in (
+        ("launch", lambda: policy.sampler.score(tokens)),
+        ("result", lambda: policy.sampler.score(tokens).tolist()),
+    ):
+        yield labels | {"what": what} | timed(call, device, options.warmup, options.iterations)
+
+
+def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """`Learner.update` as a whole, after a backward over a few tokens, and then each of its parts."""
+    length = 16
+    config = learner_config(options, shape, device, length)
+    policy = make_policy(options, shape, device, config, length + 1)
+    masters = [parameter for _, parameter in policy.named_parameters()]
+    optimizer = build_optimizer(policy.named_parameters(), config.optim)
+    learner = Learner(policy, optimizer, config, Truncation())
+    learner.begin(0)
+    (ids,) = random_tokens(1, length + 1, shape.vocabulary, options.seed)
+
+    def backward() -> None:
+        logp, _ = policy.logprobs([ids[:1]], [ids[1:]], Truncation(), config.train.logprob_chunk)
+        learner.backward(logp.mean())
+
+    def gradients() -> None:
+        optimizer.zero_grad()  # or those of the call before would be held beside the new ones
+        backward()
+        learner.gradients.deliver()
+
+    def refresh() -> None:
+        policy.refresh(policy.version + 1)
+
+    labels = {"optimizer": config.optim.name, "parameters": sum(master.numel() for master in masters)}
+    parts = {
+        "update": (learner.update, backward),
+        "clip": (lambda: clip_grad_norm(masters, config.optim.max_grad_norm), gradients),
+        "optimizer": (optimizer.step, gradients),
+        "refresh": (refresh, None),
+    }
+    for what, (call, prepare) in parts.items():
+        yield labels | {"what": what} | timed(call, device, options.warmup, options.iterations, prepare)

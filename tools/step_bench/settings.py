@@ -1,0 +1,83 @@
+"""A case's configuration of qarl: what the parts ask for, then the user's overrides, then the device's sizes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from qarl_formats.scheme import grouped_names
+
+from qarl.config import Config
+from qarl.config.load import make_config
+from qarl.machine import gpu_bytes
+from qarl.policy.policy import Policy
+from qarl.sizes import decide_sizes
+from step_bench.shapes import Shape
+
+
+def quant_section(scheme: str, shape: Shape) -> dict[str, Any]:
+    return {"scheme": scheme} | ({"group_size": shape.group_size} if scheme in grouped_names() else {})
+
+
+def learner_config(options: argparse.Namespace, shape: Shape, device: torch.device, length: int) -> Config:
+    """Of a learner alone: one optimizer step on responses of `length` tokens."""
+    data = {
+        "model": {"path": "random/model", "device": device.type},
+        "quant": quant_section(options.scheme, shape),
+        "rollout": {"max_response_length": length},
+        "data": {"source": "task:arithmetic"},
+        "reward": {"functions": [{"name": "exact"}]},
+        "objective": {"name": "grpo"},
+        "optim": {"name": options.optimizer},
+        "train": {"steps": 1, "seed": options.seed, "micro_batch_tokens": options.tokens},
+    }
+    return decide_sizes(make_config(data, "bench_step", options.set), device.type, shape.architecture(), gpu_bytes())
+
+
+def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place: Path, engine: str) -> dict[str, Any]:
+    """Of a whole run, as its YAML would give it. place: holds prompts and reward, and gets the run."""
+    return {
+        "model": {
+            "path": str(model),
+            "device": options.device,
+            "max_length": options.prompt_tokens + options.new_tokens,
+        },
+        "quant": quant_section(options.scheme, shape),
+        "rollout": {
+            "engine": engine,
+            "n": options.responses,
+            "max_response_length": options.new_tokens,
+            "ignore_eos": True,  # each response has exactly as many
+            "max_num_seqs": options.prompts * options.responses,
+            "vllm": {"memory_frac": options.memory_frac},
+        },
+        "data": {
+            "source": str(place / "prompts.jsonl"),
+            "chat_template": False,
+            "max_prompt_length": options.prompt_tokens,
+            "shuffle": False,
+        },
+        "reward": {"functions": [{"name": f"{place / 'reward.py'}:spread"}]},
+        "objective": {"name": "grpo"},
+        "optim": {"name": options.optimizer, "lr": options.lr},
+        "train": {
+            "steps": options.steps,
+            "prompts_per_step": options.prompts,
+            "micro_batch_tokens": options.tokens,
+            "gradient_checkpointing": options.recompute != "none",
+            "seed": options.seed,
+            "run_dir": str(place / "run"),
+        },
+        "checkpoint": {"every": options.steps + 1, "save_final": False},
+        "logging": {"console": "plain", "tensorboard": False, "rollouts_every": options.steps + 1},
+    }
+
+
+def recompute(policy: Policy, mode: str) -> None:
+    """What the backward computes again; a policy that knows no modes has layers, or nothing."""
+    if hasattr(policy, "set_recompute"):
+        policy.set_recompute(mode)
+    else:
+        policy.set_gradient_checkpointing(mode != "none")

