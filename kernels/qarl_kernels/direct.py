@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-KEPT_DESCRIPTORS = 4096  # of a compiled kernel's argument: a few hundred bytes each
+KEPT_DESCRIPTORS = 4096  # at most, in one place: their shapes follow the batch; some hundred bytes each
 _CONSTANTS = frozenset({bool, int, float, str, type(None), tl.dtype})
 
 device_index = Tensor.get_device  # -1 for the host

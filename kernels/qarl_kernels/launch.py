@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_kernels.direct import Direct
+from qarl_kernels.direct import KEPT_DESCRIPTORS, Direct
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -144,6 +144,8 @@ def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
     fields = _descriptors.get(key)
     if fields is None:
         made = TensorDescriptor(tensor, list(shape), list(strides), list(block))
+        if len(_descriptors) == KEPT_DESCRIPTORS:
+            _descriptors.clear()
         _descriptors[key] = {**vars(made), "base": None}
         return made
     made = object.__new__(TensorDescriptor)
