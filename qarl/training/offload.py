@@ -39,8 +39,8 @@ class _Piece:
 class OffloadedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` with `exp_avg` and `exp_avg_sq` on the host; `step` stays with its parameter.
 
-    groups, options: AdamW's, fused among them; float32 parameters of one device, contiguous. On a CPU, as in tests, it streams without
-    streams.
+    groups, options: AdamW's, fused among them; float32 parameters of one device, contiguous. On a CPU, as in tests,
+    buckets go through one after the other.
     """
 
     def __init__(self, groups: list[dict[str, Any]], bucket_bytes: int = BUCKET_BYTES, **options: Any) -> None:

@@ -1,8 +1,8 @@
 """Optimizers over FP32 masters: AdamW, or Muon for the hidden matrices with AdamW for the rest.
 
 AdamW runs fused: one elementwise pass over each parameter and its state on CPU and CUDA, without the temporaries of
-foreach, and bitwise repeatable, since no element depends on the order of any sum. On a GPU a launch takes hundreds of
-tensors, or some 20 million elements. With `optim.offload` its moments stay on the host (`qarl.training.offload`).
+foreach, and bitwise repeatable, since no element depends on the order of any sum. On a GPU a launch takes dozens of
+tensors or some 20 million elements. With `optim.offload` its moments stay on the host (`qarl.training.offload`).
 
 Muon is `torch.optim.Muon` (Jordan et al. 2024), on a GPU batched over equal shapes (`qarl.training.muon`). Its
 Newton-Schulz iteration runs in bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`,
