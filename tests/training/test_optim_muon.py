@@ -35,7 +35,7 @@ def test_three_batched_steps_are_torch_s_up_to_the_rounding_of_bf16_products(cha
         batched_step(ours, momenta, reference.param_groups[0], budget=20_000)
     for mine, their, momentum, first in zip(ours, theirs, momenta, start, strict=True):
         torch.testing.assert_close(momentum, reference.state[their]["momentum_buffer"], rtol=1e-6, atol=1e-9)
-        # Five steps multiply differences of some bf16 ulps (2^-8) by up to 3.4 each where a singular value is small.
+        # bf16 takes the iteration 1.5 % from float64's (seen, 64 x 160); another order of sums, another 1.5 % away.
         moved = (their - first).norm()
         assert (mine - their).norm() < 0.05 * moved
 
