@@ -26,6 +26,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROCESS_BYTES = 600 * 2**20
 # vLLM 0.32 on a CPU, started on a model of a few MB: resident memory of its process, and what it adds to the learner's.
 VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
+# Two buckets of AdamW's moments, which pass through a GPU in a step where the host keeps them (`optim.offload`).
+OFFLOAD_BYTES = 2 * 2**28
 
 
 def master_bytes(parameters: int) -> int:
@@ -150,17 +152,12 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
         learner_width,
         config.train.recompute == "layer",
     )
-    other = a.parameters - a.matrix_parameters
     kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
     return [
         Item("process", PROCESS_BYTES, "always"),
         Item("master weights (float32)", master_bytes(a.parameters), "always"),
         Item("gradients (float32)", gradient_bytes(a.parameters), "always"),
-        Item(
-            f"optimizer state ({config.optim.name})",
-            optimizer_bytes(config.optim.name, a.matrix_parameters, other),
-            "always",
-        ),
+        optimizer_item(config, a, device),
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
@@ -174,6 +171,16 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
         Item("next version, beside the one in use", stored + unquantized + operands + head + rest, "publish"),
         *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
     ]
+
+
+def optimizer_item(config: Config, architecture: Architecture, device: Device) -> Item:
+    """The optimizer's state, or what passes through a GPU of a state that the host keeps."""
+    name, parameters = config.optim.name, architecture.parameters
+    matrices = architecture.matrix_parameters
+    whole = optimizer_bytes(name, matrices, parameters - matrices)
+    if config.optim.offload and device == "cuda":
+        return Item(f"optimizer state ({name}) on its way, the rest on the host", min(whole, OFFLOAD_BYTES), "update")
+    return Item(f"optimizer state ({name})", whole, "always")
 
 
 def learner_items(
@@ -239,12 +246,18 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
 def certain_bytes(config: Config, architecture: Architecture, device: Device) -> int:
     """What a run holds in this machine's own memory at the same time, whatever else it does: a lower bound.
 
-    On a CPU masters, their gradients and the optimizer's state; for a GPU the masters, which are read here first.
+    On a CPU masters, their gradients and the optimizer's state; for a GPU the masters, which are read here first, or
+    once they are there the state that is offloaded.
     """
     masters = master_bytes(architecture.parameters)
     if device == "cuda":
-        return masters
+        return max(masters, _offloaded(config, architecture))
     return saved_bytes(config, architecture) + gradient_bytes(architecture.parameters)
+
+
+def _offloaded(config: Config, architecture: Architecture) -> int:
+    """What the host keeps of the optimizer of a GPU."""
+    return saved_bytes(config, architecture) - master_bytes(architecture.parameters) if config.optim.offload else 0
 
 
 def too_large(config: Config, architecture: Architecture, device: Device) -> str | None:
@@ -255,11 +268,12 @@ def too_large(config: Config, architecture: Architecture, device: Device) -> str
     certain, there = certain_bytes(config, architecture, device), machine_bytes()
     if certain <= there:
         return None
-    what = (
-        "masters alone, which are read before they go to the GPU,"
-        if device == "cuda"
-        else ("masters, gradients and optimizer state alone")
-    )
+    if device == "cpu":
+        what = "masters, gradients and optimizer state alone"
+    elif config.optim.offload:
+        what = "the moments that optim.offload keeps here alone"
+    else:
+        what = "masters alone, which are read before they go to the GPU,"
     return (
         f"model.path: '{config.model.path}': {what} take {certain / 2**30:,.1f} GiB, and this machine gives "
         f"{there / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"

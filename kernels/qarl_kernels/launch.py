@@ -18,6 +18,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qarl_kernels.direct import KEPT_DESCRIPTORS, Direct
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -33,21 +35,32 @@ class Launch:
 
 _collected: list[Launch] | None = None
 _capability: tuple[int, int] | None = None
+_direct: dict[int, Direct] = {}  # by the kernel's id: its hash is that of its source
 
 
 def launch(kernel: Any, grid: Sequence[int], *, num_warps: int = 4, num_stages: int = 3, **arguments: Any) -> None:
     """Run `kernel` over `grid`; every argument goes by name. Does nothing when the grid is empty."""
     if 0 in grid:
         return
-    # Contracting a * b + c would make results differ from the reference; Triton's default changes with its version.
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     if _collected is not None:
-        _collected.append(Launch(kernel, tuple(grid), arguments, options))
+        _collected.append(Launch(kernel, tuple(grid), arguments, _options(num_warps, num_stages)))
     elif INTERPRETED:
         kernel[tuple(grid)](**arguments)
     else:
-        with torch.cuda.device(_device_of(arguments)):
-            kernel[tuple(grid)](**arguments, **options)
+        direct = _direct.get(id(kernel))
+        if direct is None:
+            direct = _direct[id(kernel)] = Direct(kernel)
+
+        def ordinary() -> Any:
+            with torch.cuda.device(_device_of(arguments)):
+                return kernel[tuple(grid)](**arguments, **_options(num_warps, num_stages))
+
+        direct.launch(tuple(grid), num_warps, num_stages, arguments, ordinary)
+
+
+def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
+    # Contracting a * b + c would make results differ from the reference; Triton's default changes with its version.
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
 def _device_of(arguments: dict[str, Any]) -> torch.device:
@@ -81,7 +94,7 @@ def _multiprocessors(index: int) -> int:
 
 def multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's GPU; 132 (Hopper's) where there is none."""
-    return _multiprocessors(tensor.device.index or 0) if tensor.device.type == "cuda" else 132
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 132
 
 
 @cache
@@ -92,7 +105,7 @@ def _device_name(index: int) -> str:
 
 def device_name(tensor: Tensor) -> str:
     """Short name of the tensor's GPU, as in `tables/`: h100, h200, a100, l4; h100 where there is none."""
-    return _device_name(tensor.device.index or 0) if tensor.device.type == "cuda" else "h100"
+    return _device_name(tensor.get_device()) if tensor.is_cuda else "h100"
 
 
 @cache
@@ -104,21 +117,37 @@ def capability_of(tensor: Tensor) -> tuple[int, int]:
     """Compute capability that kernels on this tensor run on; the interpreter counts as (9, 0)."""
     if _capability is not None:
         return _capability
-    if INTERPRETED or tensor.device.type != "cuda":
+    if INTERPRETED or not tensor.is_cuda:
         return 9, 0
-    return _device_capability(tensor.device.index or 0)
+    return _device_capability(tensor.get_device())
 
 
 def supports_tma(tensor: Tensor) -> bool:
     """Whether the tensor memory accelerator can read this matrix: Hopper or later, 16-byte aligned rows."""
+    strides = tensor.stride()
     return (
-        capability_of(tensor) >= (9, 0)
-        and tensor.stride(-1) == 1
-        and tensor.stride(0) * tensor.element_size() % 16 == 0
+        strides[-1] == 1
+        and strides[0] * tensor.element_size() % 16 == 0
         and tensor.data_ptr() % 16 == 0
+        and capability_of(tensor) >= (9, 0)
         and tensor.numel() > 0
     )
 
 
+_descriptors: dict[tuple[Any, ...], dict[str, Any]] = {}  # what is in one, without its tensor, which must not be held
+
+
 def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+    """What the tensor memory accelerator reads the tensor by, in blocks; Triton's checks run once for a layout."""
+    shape, strides = tensor.shape, tensor.stride()
+    key = (shape, strides, tensor.dtype, tensor.data_ptr() & 15, tuple(block))
+    fields = _descriptors.get(key)
+    if fields is None:
+        made = TensorDescriptor(tensor, list(shape), list(strides), list(block))
+        if len(_descriptors) == KEPT_DESCRIPTORS:
+            _descriptors.clear()
+        _descriptors[key] = {**vars(made), "base": None}
+        return made
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(fields, base=tensor)
+    return made

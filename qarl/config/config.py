@@ -129,6 +129,9 @@ class Config(Section):
                 f"an aligned learner computes as the sampler does, in model.dtype = {self.model.dtype}; leave null, or "
                 "use quant.learner: full_precision or fake_quant",
             )
+        if self.optim.offload and self.model.device == "cpu":
+            text = "model.device is cpu: there is no device to offload from; must be false"
+            yield Fault(("optim", "offload"), True, text)
         if self.rollout.n == 1 and self.objective.advantage in GROUP_ADVANTAGES:
             yield Fault(
                 ("rollout", "n"),

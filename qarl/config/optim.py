@@ -39,6 +39,11 @@ class OptimConfig(Section):
         description="Masters are rounded to it at the start and after every optimizer step, an ablation: training with "
         "16-bit weights. They stay stored in float32, and so does the optimizer's state.",
     )
+    offload: bool = Field(
+        False,
+        description="AdamW's two moments stay in pinned memory of the host and pass through the GPU in every step, "
+        "which takes the time of the bus: 8 bytes a parameter less on the GPU, the same bits. There is none on a CPU.",
+    )
     loss_scale: float | None = Field(
         None,
         ge=SMALLEST,
@@ -53,6 +58,8 @@ class OptimConfig(Section):
                 value = getattr(self, key)
                 if value is not None:
                     yield Fault((key,), value, "is read by muon, not by adamw; leave null, or set optim.name: muon")
+        elif self.offload:
+            yield Fault(("offload",), True, "is of adamw's moments; use optim.name: adamw, or false")
         if self.schedule == "constant" and self.min_lr_ratio > 0:
             yield Fault(
                 ("min_lr_ratio",), self.min_lr_ratio, "has no effect with schedule constant; use linear or cosine, or 0"

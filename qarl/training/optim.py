@@ -1,12 +1,14 @@
 """Optimizers over FP32 masters: AdamW, or Muon for the hidden matrices with AdamW for the rest.
 
 AdamW runs fused: one elementwise pass over each parameter and its state on CPU and CUDA, without the temporaries of
-foreach, and bitwise repeatable, since no element depends on the order of any sum.
+foreach, and bitwise repeatable, since no element depends on the order of any sum. On a GPU a launch takes dozens of
+tensors or some 20 million elements. With `optim.offload` its moments stay on the host (`qarl.training.offload`).
 
-Muon is `torch.optim.Muon` (Jordan et al. 2024), present in every supported torch. Its Newton-Schulz iteration runs in
-bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`, 0.2 sqrt(max(N, K)) (Liu et al.
-2025, "Muon is scalable for LLM training"), so that one learning rate suits matrices of every shape and the AdamW part
-alike; torch's other choice, `original`, gives updates whose size shrinks with the width of the layer.
+Muon is `torch.optim.Muon` (Jordan et al. 2024), on a GPU batched over equal shapes (`qarl.training.muon`). Its
+Newton-Schulz iteration runs in bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`,
+0.2 sqrt(max(N, K)) (Liu et al. 2025, "Muon is scalable for LLM training"), so that one learning rate suits matrices of
+every shape and the AdamW part alike; torch's other choice, `original`, gives updates whose size shrinks with the width
+of the layer.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from qarl.config import OptimConfig
+from qarl.errors import UserError
 from qarl.policy.device import DTYPES
+from qarl.training.muon import BatchedMuon
+from qarl.training.offload import OffloadedAdamW
 
 # What torch keeps of a parameter, by the name of the part.
 _STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
@@ -64,9 +69,13 @@ class Optimizer:
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state as named tensors, `model.layers.0.mlp.up_proj.weight/exp_avg`, and JSON-able meta.
 
-        The tensors are the live ones, not copies. A parameter that never had a gradient has no state and no tensors.
+        The tensors are the live ones, not copies, on the host where they are offloaded. A parameter that never had a
+        gradient has no state and no tensors.
         Hyperparameters are not in it: they come from the configuration, the learning rate from the schedule.
         """
+        for part, _ in self._parts.values():
+            if isinstance(part, OffloadedAdamW):
+                part.settle()
         tensors = {
             f"{name}/{key}": value
             for part, names in self._parts.values()
@@ -76,7 +85,8 @@ class Optimizer:
         return tensors, {"optimizer": self.kind, "tensors": sorted(tensors)}
 
     def load_state_tensors(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-        """Restores what `state_tensors` gave, copied to the parameters' device; the next step is bit-equal.
+        """Restores what `state_tensors` gave, copied to where it is kept; the next step is bit-equal. Whether the state
+        was offloaded does not matter.
 
         Raises ValueError, before anything is changed, where the state is of another optimizer, is incomplete, or does
         not fit the parameters.
@@ -103,13 +113,17 @@ class Optimizer:
                 raise ValueError(f"optimizer state {full_name} has shape {list(value.shape)}, not {list(shape)}")
             if value.dtype != torch.float32:
                 raise ValueError(f"optimizer state {full_name} is {value.dtype}, not torch.float32")
-            by_name.setdefault(name, {})[key] = value.clone()
+            by_name.setdefault(name, {})[key] = value
         for name, found in by_name.items():
             if odd := sorted(found.keys() ^ keys[name]):
                 raise ValueError(f"optimizer state of {name}: {odd[0]} is missing, or not {self.kind}'s")
 
         for part, names in self._parts.values():
-            state = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
+            state = {
+                i: {key: _own(value, parameter, part) for key, value in by_name[name].items()}
+                for i, (name, parameter) in enumerate(zip(names, _parameters(part), strict=True))
+                if name in by_name
+            }
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
@@ -117,10 +131,13 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg
     """The optimizer of the `optim` section over these parameters; those that need no gradient are left out.
 
     AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
-    is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None.
+    is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None. Raises UserError where
+    the state shall be offloaded and the parameters are on no device.
     """
     rounded = DTYPES[optim_cfg.master_dtype]
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    if optim_cfg.offload and any(parameter.device.type == "cpu" for _, parameter in trained):
+        raise UserError("optim.offload: the model is on the CPU, there is no device to offload from; set false")
     if optim_cfg.name == "adamw":
         return Optimizer("adamw", {"adamw": _adamw(trained, optim_cfg.lr, optim_cfg)}, rounded)
     assert optim_cfg.name == "muon", f"unknown optimizer {optim_cfg.name!r}"
@@ -164,14 +181,15 @@ def _adamw(
         for members, decay in ((decayed, optim_cfg.weight_decay), (plain, 0.0))
         if members
     ]
-    part = torch.optim.AdamW(groups, lr=lr, betas=optim_cfg.betas, eps=optim_cfg.eps, fused=True)
+    kind = OffloadedAdamW if optim_cfg.offload else torch.optim.AdamW
+    part = kind(groups, lr=lr, betas=optim_cfg.betas, eps=optim_cfg.eps, fused=True)
     return part, [name for name, _ in decayed + plain]
 
 
 def _muon(named: list[tuple[str, Parameter]], optim_cfg: OptimConfig) -> tuple[torch.optim.Optimizer, list[str]]:
     assert optim_cfg.momentum is not None, "a checked configuration of muon says its momentum"
     group = {"params": [parameter for _, parameter in named], "initial_lr": optim_cfg.lr}
-    part = torch.optim.Muon(
+    part = BatchedMuon(
         [group],
         lr=optim_cfg.lr,
         weight_decay=optim_cfg.weight_decay,
@@ -179,6 +197,11 @@ def _muon(named: list[tuple[str, Parameter]], optim_cfg: OptimConfig) -> tuple[t
         adjust_lr_fn="match_rms_adamw",
     )
     return part, [name for name, _ in named]
+
+
+def _own(value: Tensor, parameter: Parameter, part: torch.optim.Optimizer) -> Tensor:
+    """What `part` may be given as state of the parameter: torch keeps what is on its device already."""
+    return value if isinstance(part, OffloadedAdamW) else value.to(parameter.device, copy=True)
 
 
 def _parameters(part: torch.optim.Optimizer) -> list[Parameter]:
@@ -211,15 +234,14 @@ def lr_at(step: int, total_steps: int, optim_cfg: OptimConfig) -> float:
 def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float) -> float:
     """Scales the gradients so that their joint L2 norm is at most `max_norm`; returns the norm before, in fp32.
 
-    max_norm 0 only measures. A non-finite norm is returned as it is and the gradients are left alone: the caller
-    skips the step.
+    Waits for a GPU once, for the norm, and takes a handful of launches for any number of tensors. max_norm 0 only
+    measures. A non-finite norm is returned as it is and the gradients are left alone: the caller skips the step.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return 0.0
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms)).item()
     if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
-        for grad in grads:
-            grad.mul_(max_norm / norm)
+        torch._foreach_mul_(grads, max_norm / norm)
     return norm

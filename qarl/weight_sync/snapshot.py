@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
-from qarl_formats.scheme import Scheme
+from qarl_formats.scheme import Scheme, check_shape
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -71,6 +71,52 @@ def quantize_parameter(
             "go back to an earlier checkpoint or lower the learning rate"
         )
     return value
+
+
+@torch.no_grad()
+def quantize_parameters(
+    masters: Mapping[str, Tensor],
+    scheme_of: Callable[[str], Scheme | None],
+    dtype: torch.dtype,
+    version: int,
+    kernels: bool = False,
+    shared: Mapping[str, Tensor] | None = None,
+) -> Snapshot:
+    """The snapshot of all masters, given by name in layer order: `quantize_parameter` of each, bit for bit.
+
+    A GPU is waited for once, after the last, where `quantize_parameter` waits for each to know whether it is finite.
+    scheme_of: of a parameter's name. shared: by name, see `qarl.fused.shared_scales`. Raises UserError as
+    `quantize_parameter` does, of tensors that are not finite for the first one.
+    """
+    shared = shared or {}
+    forms: dict[str, QuantizedWeight | Tensor] = {}
+    faulty: list[Tensor] = []  # of each form a scalar on its device
+    for name, master in masters.items():
+        scheme = scheme_of(name)
+        try:
+            forms[name], bad = _unchecked(name, master.detach(), scheme, dtype, kernels, shared.get(name))
+        except ValueError as error:
+            raise UserError(f"quantize version {version}: {error}") from error
+        faulty.append(bad)
+    if faulty:
+        for name, bad in zip(forms, torch.stack(faulty).tolist(), strict=True):
+            if bad:
+                quantize_parameter(name, masters[name], scheme_of(name), dtype, version, kernels, shared.get(name))
+                raise AssertionError(f"{name} was not finite, and now it is")
+    return build_snapshot(version, forms.items())
+
+
+def _unchecked(
+    name: str, master: Tensor, scheme: Scheme | None, dtype: torch.dtype, kernels: bool, shared: Tensor | None
+) -> tuple[QuantizedWeight | Tensor, Tensor]:
+    """What is published of a master, and a scalar on its device: True where it has a value that is not finite."""
+    if scheme is None:
+        value = master.to(dtype, copy=True)
+        return value, value.isfinite().all().logical_not_()
+    n, k = master.shape
+    check_shape(scheme, name, n, k)
+    tensors, bad = scheme.quantize(master.contiguous(), kernels, shared)
+    return QuantizedWeight(scheme, tensors, (n, k)), (bad != 0).reshape(())
 
 
 def named_tensors(name: str, form: QuantizedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:

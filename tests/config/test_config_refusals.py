@@ -239,6 +239,8 @@ REFUSALS = [
     # optim
     (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
     (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),
+    (["optim={name: muon, offload: true}"], "optim.offload = true", "use optim.name: adamw"),
+    (["optim.offload=true", "model.device=cpu"], "optim.offload = true", "no device to offload from"),
     (["optim.min_lr_ratio=0.1"], "optim.min_lr_ratio = 0.1", "use linear or cosine, or 0"),
     # rollout, and vLLM in it
     (["rollout.linear_kernels=qarl"], 'rollout.linear_kernels = "qarl"', "use engine vllm"),

@@ -61,6 +61,19 @@ def test_a_checkpoint_holds_masters_and_optimizer_state(name, bytes_a_matrix_par
     assert memory.saved_bytes(config(optim={"name": name}), TINY) == expected
 
 
+def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_the_host(monkeypatch):
+    monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
+    offloaded = config(optim={"offload": True})
+    items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "optimizer" in item.name}
+    assert [(item.bytes, item.phase) for item in items.values()] == [(1000, "update")]
+    assert sizes("cuda")["optimizer state"] == 8 * PARAMETERS
+    assert memory.certain_bytes(offloaded, TINY, "cuda") == 8 * PARAMETERS
+    assert memory.certain_bytes(config(), TINY, "cuda") == 4 * PARAMETERS
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
+    assert "the moments that optim.offload keeps here alone take" in memory.too_large(offloaded, TINY, "cuda")
+    assert memory.too_large(config(), TINY, "cuda") is None
+
+
 def test_checkpointing_keeps_layer_inputs_and_one_layer():
     shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
     one_layer = memory.activation_bytes(**{**shape, "layers": 1}, checkpointing=False)

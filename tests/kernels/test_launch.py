@@ -41,6 +41,33 @@ def test_descriptors_are_launched_like_tensors(device: torch.device) -> None:
     assert torch.equal(out, x)
 
 
+def test_launches_of_every_kind_follow_one_another(device: torch.device) -> None:
+    """Addresses and counts that Triton compiles apart, again and again: none runs what was compiled for another."""
+    for _ in range(3):
+        for dtype in (torch.float32, torch.int32, torch.float16):
+            for offset in (0, 1, 4, 8):
+                for count in (1, 2, 16, 37, 64):
+                    for block in (16, 32):
+                        x = torch.arange(offset + 64, device=device).to(dtype)[offset:]
+                        out = torch.full_like(x, 7)
+                        launch(_increment, (-(-count // block),), num_warps=1, x=x, out=out, N=count, BLOCK=block)
+                        assert torch.equal(out[:count], x[:count] + 1) and (out[count:] == 7).all()
+
+
+def test_a_launch_on_another_stream_runs_there(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a GPU, which has streams")
+    x, out = torch.zeros(1 << 22, device=device), torch.zeros(1 << 22, device=device)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        launch(_increment, (x.numel() // 1024,), x=x, out=out, N=x.numel(), BLOCK=1024)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            launch(_increment, (x.numel() // 1024,), x=out, out=x, N=x.numel(), BLOCK=1024)
+        torch.cuda.current_stream().wait_stream(stream)
+    assert (x == 6).all() and (out == 5).all()
+
+
 @pytest.mark.parametrize("grid", [(0,), (0, 3), (3, 0, 2)])
 def test_an_empty_grid_launches_nothing(grid: tuple[int, ...], device: torch.device) -> None:
     out = torch.zeros(4, device=device)

@@ -284,3 +284,17 @@ def test_a_non_finite_norm_is_returned_and_the_gradients_are_left(bad):
 
 def test_clip_ignores_parameters_without_gradient():
     assert clip_grad_norm([Parameter(torch.ones(2))], 1.0) == 0.0
+
+
+@pytest.mark.parametrize("shape", [(3,), (70, 33), (5000,), (0,)])
+def test_clip_sums_every_tensor_by_itself_and_then_the_norms(shape):
+    generator = torch.Generator().manual_seed(1)
+    named = [Parameter(torch.zeros(size)) for size in [shape, (7, 9), (1,)]]
+    for parameter in named:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    before = [parameter.grad.clone() for parameter in named]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in before]
+    expected = torch.linalg.vector_norm(torch.stack(norms)).item()
+    assert clip_grad_norm(named, 0.5) == expected
+    for parameter, gradient in zip(named, before, strict=True):
+        assert torch.equal(parameter.grad, gradient * (0.5 / expected))

@@ -1,0 +1,268 @@
+"""`qarl_kernels.direct`: a launch past Triton's binder runs the compiled kernel that the binder would choose.
+
+Triton's own binder is asked, over a driver and a compiler that only record: no GPU is needed, and none is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.compiler
+import triton.language as tl
+from qarl_kernels import direct
+from qarl_kernels import launch as launching
+from qarl_kernels.direct import Direct
+from qarl_kernels.launch import descriptor, launch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+
+
+class Driver:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Compiled:
+    """Stands for a kernel that was compiled for these arguments; `runs` has what it was launched with."""
+
+    def __init__(self, runs: list[tuple[Compiled, tuple[Any, ...]]]) -> None:
+        self.function, self.packed_metadata = len(runs), (4, 1, 0)
+        self.run = Launcher(self, runs)
+
+    def launch_metadata(self, grid: Any, stream: int, *arguments: Any) -> None:
+        return None
+
+
+class Launcher:
+    global_scratch_size, profile_scratch_size, launch_cooperative_grid, launch_pdl = 1, 0, False, False
+
+    def __init__(self, compiled: Compiled, runs: list[tuple[Compiled, tuple[Any, ...]]]) -> None:
+        self.compiled, self.runs = compiled, runs
+
+    def __call__(self, *arguments: Any) -> None:
+        self.runs.append((self.compiled, arguments))
+
+
+def _function(x, y, count, scale, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)) * scale)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Compiled, tuple[Any, ...]]]:
+    """Launches so far, as (what ran, what it was given). Every tensor counts as one of device 0."""
+    runs: list[tuple[Compiled, tuple[Any, ...]]] = []
+    before = driver._active
+    driver.set_active(Driver())
+    monkeypatch.setattr(triton.compiler, "compile", lambda *given, **options: Compiled(runs))
+    monkeypatch.setattr(direct, "device_index", lambda tensor: 0)
+    monkeypatch.setattr(direct, "current_device", lambda: 0)
+    monkeypatch.setattr(direct, "current_stream", lambda device: 7)
+    yield runs
+    driver._active = before
+
+
+@pytest.fixture
+def kernel() -> JITFunction:
+    return JITFunction(_function)
+
+
+def arguments(**other: Any) -> dict[str, Any]:
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    return {"x": x, "y": x, "count": 48, "scale": 0.5, "BLOCK": 32, "KIND": True} | other
+
+
+X = torch.zeros(64, dtype=torch.bfloat16)
+MATRIX = torch.zeros(64, 64, dtype=torch.bfloat16)
+KINDS = {
+    "x": [
+        *(X, X[1:], X[8:], X.float(), X.view(torch.int16), torch.nn.Parameter(X), None, X[:0]),
+        *(descriptor(MATRIX, (32, 16)), descriptor(MATRIX, (16, 16)), descriptor(MATRIX.half(), (16, 16))),
+    ],
+    "count": [0, 1, 2, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, -(2**31), -(2**31) - 1, True, False, None],
+    "scale": [0.0, -0.0, 1.0, 1, None],
+    "BLOCK": [32, 64],
+    "KIND": [True, False, 1, 0, 1.0, 0.0, -0.0, "w", None, tl.float32, tl.int32],
+}
+
+
+def test_the_compiled_kernel_is_the_one_that_triton_s_binder_chooses(runs, kernel) -> None:
+    known = Direct(kernel)
+    made = []
+    changes = [{name: value} for name, values in KINDS.items() for value in values]
+    changes += [
+        {"count": count, "scale": scale, "x": x}
+        for count, scale, x in itertools.product([1, 16, True], [1, 1.0], [X, X[1:]])
+    ]
+    for turn in range(3):
+        for change in changes:
+            for warps in (4, 8):
+                given, options = arguments(**change), OPTIONS | {"num_warps": warps}
+                kernel[(2,)](**given, **options)
+                expected, _ = runs[-1]
+                known.launch((2,), warps, 3, given, lambda g=given, o=options: made.append(1) or kernel[(2,)](**g, **o))
+                chosen, passed = runs[-1]
+                assert chosen is expected, change
+                assert passed[:6] == (2, 1, 1, 7, expected.function, expected.packed_metadata)
+                for value, name in zip(passed[9:], given, strict=True):
+                    same = value is given[name] or value == given[name]
+                    assert same if not isinstance(given[name], torch.Tensor) else _address(value, given[name])
+        if turn == 0:
+            made.clear()
+    assert not made  # after the first turn, all went past the binder
+
+
+def _address(value: Any, tensor: torch.Tensor) -> bool:
+    return value is tensor or value == tensor.data_ptr()
+
+
+def test_arguments_go_by_name_in_any_order(runs, kernel) -> None:
+    known = Direct(kernel)
+    given = arguments()
+    backwards = dict(reversed(given.items()))
+    for turn in (given, backwards):
+        known.launch((1, 2, 3), 4, 3, turn, lambda: kernel[(1, 2, 3)](**given, **OPTIONS))
+    assert runs[1][0] is runs[0][0] and runs[1][1][:3] == (1, 2, 3)
+    assert runs[1][1][9:] == (given["x"].data_ptr(), given["y"].data_ptr(), 48, 0.5, 32, True)
+
+
+def launches_of(known: Direct, given: dict[str, Any]) -> list[str]:
+    """Whether each of two launches was an ordinary one."""
+    seen = []
+    for _ in range(2):
+        seen.append("direct")
+
+        def ordinary() -> Any:
+            seen[-1] = "ordinary"
+            return known.kernel[(1,)](**given, **OPTIONS)
+
+        known.launch((1,), 4, 3, given, ordinary)
+    return seen
+
+
+def test_the_second_launch_goes_past_the_binder(runs, kernel) -> None:
+    assert launches_of(Direct(kernel), arguments()) == ["ordinary", "direct"]
+
+
+@pytest.mark.parametrize("change", [{"count": 2**63}, {"KIND": (1, 2)}], ids=str)
+def test_arguments_of_other_kinds_go_the_ordinary_way(runs, kernel, change) -> None:
+    assert launches_of(Direct(kernel), arguments(**change)) == ["ordinary", "ordinary"]
+
+
+def test_a_tensor_of_the_host_goes_the_ordinary_way_which_refuses_it(runs, kernel, monkeypatch) -> None:
+    known = Direct(kernel)
+    launches_of(known, arguments())
+    monkeypatch.setattr(direct, "device_index", torch.Tensor.get_device)
+    assert launches_of(known, arguments()) == ["ordinary", "ordinary"]
+
+
+def test_hooks_see_every_launch(runs, kernel) -> None:
+    known = Direct(kernel)
+    launches_of(known, arguments())
+    seen = []
+    kernel.add_pre_run_hook(lambda *given, **options: seen.append(1))
+    assert launches_of(known, arguments()) == ["ordinary", "ordinary"] and len(seen) == 2
+    kernel.pre_run_hooks.clear()
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(seen.append)
+    try:
+        assert launches_of(known, arguments()) == ["ordinary", "ordinary"]
+    finally:
+        hooks.remove(seen.append)
+    assert launches_of(known, arguments()) == ["direct", "direct"]
+
+
+@pytest.mark.parametrize("missing", ["run", "function", "packed_metadata"])
+def test_another_triton_s_kernels_are_launched_the_ordinary_way(runs, kernel, monkeypatch, missing) -> None:
+    def compiled(*given: Any, **options: Any) -> Any:
+        whole = Compiled(runs)
+        parts = {name: value for name, value in vars(whole).items() if name != missing}
+        return SimpleNamespace(**parts)
+
+    given = arguments()
+    known = Direct(kernel)
+    count = []
+    for _ in range(3):
+        known.launch((1,), 4, 3, given, lambda: count.append(1) or compiled())
+    assert len(count) == 3
+
+
+def test_the_device_is_switched_where_it_is_another_one(runs, kernel, monkeypatch) -> None:
+    known, switched = Direct(kernel), []
+
+    class Switch:
+        def __init__(self, device: int) -> None:
+            switched.append(device)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device", Switch)
+    launches_of(known, arguments())
+    assert switched == []
+    monkeypatch.setattr(direct, "device_index", lambda tensor: 1)
+    launches_of(known, arguments())
+    assert switched == [1]  # the second launch; the ordinary way's switch is its caller's
+    assert runs[-1][0] is not None
+
+
+def test_launch_reaches_a_kernel_past_the_binder(runs, kernel, monkeypatch) -> None:
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_direct", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: __import__("contextlib").nullcontext())
+    for _ in range(3):
+        launch(kernel, [5], num_warps=2, **arguments())
+    assert len({run[0] for run in runs}) == 1 and [run[1][0] for run in runs] == [5, 5, 5]
+    assert isinstance(runs[0][1][9], torch.Tensor) and isinstance(runs[2][1][9], int)
+
+
+def test_triton_3_6_s_own_launcher_gets_what_triton_would_pass_and_encodes_a_descriptor_once(monkeypatch) -> None:
+    got, encoded = [], []
+
+    def expand(value: Any, meta: str) -> list[Any]:
+        encoded.append((value.base.data_ptr(), meta))
+        return [f"map {meta}", *value.shape, *value.strides]
+
+    def wrapped() -> Any:
+        launcher, tensordesc_indices, tensordesc_meta = lambda *given: got.append(given), {0, 2}, ["first", "second"]
+
+        def inner(*given: Any) -> None:
+            raise AssertionError((launcher, tensordesc_indices, tensordesc_meta))
+
+        return inner
+
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(direct.nvidia, "make_tensordesc_arg", expand)
+    monkeypatch.setattr(direct, "current_stream", lambda device: 7)
+    run = SimpleNamespace(
+        global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True, launch=wrapped()
+    )
+    form = direct._Form(SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0)))
+    left, right = descriptor(MATRIX, (32, 16)), descriptor(MATRIX[32:], (16, 16))
+    for _ in range(2):
+        form.start((3,), 0, [left, 5, right, 6])
+    base = (3, 1, 1, 7, 11, False, True, None, None, (4, 1, 0), None, None, None)
+    assert got == [(*base, "map first", 64, 64, 64, 1, 5, "map second", 32, 64, 64, 1, 6)] * 2
+    assert sorted(encoded) == sorted([(MATRIX.data_ptr(), "first"), (MATRIX[32:].data_ptr(), "second")])
+
+
+def test_descriptors_hold_no_tensor_but_their_own(monkeypatch) -> None:
+    for block in ((32, 16), (32, 16), (16, 16)):
+        for tensor in (MATRIX, MATRIX[8:], MATRIX[:, :32], MATRIX.float()):
+            made = descriptor(tensor, block)
+            assert made == type(made)(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+            assert made.base is tensor
+    assert all(fields["base"] is None for fields in launching._descriptors.values())

@@ -1,0 +1,123 @@
+"""All masters at once: the snapshot of one after the other, and the same errors, with one look at the device."""
+
+import pytest
+import torch
+from qarl_formats.scheme import Scheme, make_scheme, scheme_names
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.weight_sync.snapshot import build_snapshot, quantize_parameter, quantize_parameters
+
+SHAPES = {
+    "model.embed_tokens.weight": (13, 64),
+    "model.layers.0.mlp.up_proj.weight": (24, 64),
+    "model.layers.0.mlp.up_proj.bias": (24,),
+    "model.layers.0.mlp.down_proj.weight": (16, 128),
+    "model.norm.weight": (64,),
+}
+KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"))]
+
+
+def masters() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def scheme_of(scheme: str):
+    made = make_scheme(scheme, 32 if scheme.startswith("w4") else None)
+    return lambda name: made if made.quantized and name.endswith("_proj.weight") else None
+
+
+def one_by_one(values: dict[str, Tensor], of, kernels: bool):
+    forms = (
+        (name, quantize_parameter(name, value, of(name), torch.bfloat16, 3, kernels)) for name, value in values.items()
+    )
+    return build_snapshot(3, forms)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("scheme", scheme_names())
+def test_the_snapshot_is_that_of_one_after_the_other(scheme: str, kernels: bool) -> None:
+    values, of = masters(), scheme_of(scheme)
+    found, expected = quantize_parameters(values, of, torch.bfloat16, 3, kernels), one_by_one(values, of, kernels)
+    assert found.version == 3 and list(found.tensors) == list(expected.tensors)
+    assert found.manifest() == expected.manifest()
+    assert {name: (w.scheme, w.shape) for name, w in found.weights.items()} == {
+        name: (w.scheme, w.shape) for name, w in expected.weights.items()
+    }
+    for name, value in masters().items():
+        assert torch.equal(values[name], value)
+        assert found.tensors.get(name) is None or found.tensors[name].data_ptr() != values[name].data_ptr()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38])
+@pytest.mark.parametrize("first", list(SHAPES))
+def test_the_first_that_is_not_finite_is_named_as_ever(first: str, value: float, kernels: bool) -> None:
+    values, of = masters(), scheme_of("w4a16")
+    for name in list(SHAPES)[list(SHAPES).index(first) :]:
+        values[name].view(-1)[1] = value
+
+    def message(make) -> str:
+        with pytest.raises(UserError, match="quantize version 3") as caught:
+            make()
+        return str(caught.value)
+
+    if value == 3.4e38 and of(first) is not None:  # finite, if its scale is
+        values = masters() | {first: values[first]}
+        assert (
+            quantize_parameters(values, of, torch.bfloat16, 3, kernels).manifest()
+            == one_by_one(values, of, kernels).manifest()
+        )
+        return
+    assert message(lambda: quantize_parameters(values, of, torch.bfloat16, 3, kernels)) == message(
+        lambda: one_by_one(values, of, kernels)
+    )
+
+
+def test_a_shape_that_does_not_fit_is_refused_by_name() -> None:
+    values = {"a_proj.weight": torch.zeros(4, 40)}
+    with pytest.raises(UserError, match=r"quantize version 3: a_proj\.weight"):
+        quantize_parameters(values, scheme_of("w4a16"), torch.bfloat16, 3)
+
+
+def test_shared_scales_reach_their_weights() -> None:
+    seen: dict[str, Tensor | None] = {}
+
+    class Recording:
+        quantized = True
+
+        def __init__(self, scheme: Scheme, name: str) -> None:
+            self.scheme, self.name = scheme, name
+
+        def __getattr__(self, name: str):
+            return getattr(self.scheme, name)
+
+        def quantize(self, weight: Tensor, kernels: bool, shared: Tensor | None):
+            seen[self.name] = shared
+            return self.scheme.quantize(weight, kernels, None)
+
+    made, scale = make_scheme("fp8"), torch.ones(())
+    values = {name: value for name, value in masters().items() if name.endswith("_proj.weight")}
+    up, down = values
+    quantize_parameters(values, lambda name: Recording(made, name), torch.bfloat16, 3, False, {up: scale})
+    assert seen[up] is scale and seen[down] is None
+
+
+def test_no_masters_make_an_empty_snapshot() -> None:
+    assert quantize_parameters({}, scheme_of("fp8"), torch.bfloat16, 0).tensors == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")
+def test_a_gpu_is_waited_for_once() -> None:
+    values = {name: value.cuda() for name, value in masters().items()}
+    of = scheme_of("w4a16")
+    quantize_parameters(values, of, torch.bfloat16, 3, True)  # compiles
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning) as waits:
+            quantize_parameters(values, of, torch.bfloat16, 3, True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
