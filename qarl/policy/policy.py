@@ -20,12 +20,13 @@ from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import check_family, replace_modules
+from qarl.policy.projection import InPlace
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
 from qarl.policy.views import ViewMaker, restacked
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
 
 
 class Policy:
@@ -143,16 +144,7 @@ class Policy:
         """
         masters = dict(self.named_parameters())
         shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
-        forms = (
-            (
-                name,
-                quantize_parameter(
-                    name, master, self._scheme_of(name), self.dtype, version, self.kernels, shared.get(name)
-                ),
-            )
-            for name, master in masters.items()
-        )
-        self._take(build_snapshot(version, forms))
+        self._take(quantize_parameters(masters, self._scheme_of, self.dtype, version, self.kernels, shared))
         return self.current
 
     def _take(self, snapshot: Snapshot) -> None:
@@ -211,8 +203,10 @@ class Policy:
         """
         hidden = self._predicting(prompts, responses)
         targets = self._upload([t for r in responses for t in r])
+        view = self.role.view
+        sums = InPlace() if view.fused else None
         return token_logprobs(
-            hidden, self.head_master, self.role.view.head, targets, truncation, chunk, self.kernels, retained
+            hidden, self.head_master, view.head, targets, truncation, chunk, self.kernels, retained, sums
         )
 
     @torch.no_grad()

@@ -92,6 +92,14 @@ class Projection:
         return self.operands[0].rounded_input(x)
 
 
+class InPlace:
+    """Where gradients go whose backward adds them itself: the masters' `.grad` (see `qarl_kernels.logprob.Sums`)."""
+
+    def sum_of(self, master: Tensor) -> Tensor:
+        assert isinstance(master, nn.Parameter), "a master is a parameter"
+        return gradient_of([master])
+
+
 def _beside(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 

@@ -102,7 +102,7 @@ class ViewMaker:
 
     def _head(self, values: Mapping[str, Tensor]) -> Tensor:
         source = values[self.head]
-        return source.float() if source.device.type == "cpu" and not self.kernels else source
+        return source.float() if source.device.type == "cpu" else source
 
 
 def _form(snapshot: Snapshot, module: str) -> Form:

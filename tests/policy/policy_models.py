@@ -23,13 +23,18 @@ CPU = torch.device("cpu")
 
 
 def make_policy(
-    model: Path | PreTrainedModel, scheme: str = "bf16", dtype=torch.float32, group_size: int | None = None, **quant
+    model: Path | PreTrainedModel,
+    scheme: str = "bf16",
+    dtype=torch.float32,
+    group_size: int | None = None,
+    device: torch.device = CPU,
+    **quant,
 ) -> Policy:
     """A policy of the model in a directory, or of a copy of `model`."""
     loaded = load_model(ModelConfig(path=str(model))) if isinstance(model, Path) else copy.deepcopy(model)
     config = QuantConfig(scheme=scheme, group_size=group_size, **quant)
     made = make_scheme(scheme, config.group_size, config.symmetric, config.grid, config.scale_dtype)
-    return Policy(loaded, made, config, dtype, CPU)
+    return Policy(loaded, made, config, dtype, device)
 
 
 def standalone(linear: nn.Linear, dequantize_input: bool = False) -> QuantLinear:
