@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats
 
 PARTS = ("learner", "hf", "canary", "optimizer", "step", "trl")
 SCHEMED = ("learner", "canary", "optimizer", "step")  # parts that there are of each scheme
-MODES = ("none", "cheap", "mlp", "layer")
+MODES = ("elementwise", "mlp", "products", "layer")
 LOG_LINES = 30  # shown of a case that failed
 
 Record = dict[str, Any]

@@ -138,11 +138,11 @@ def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
     from step_bench.learner_part import make_policy
     from step_bench.settings import learner_config
 
-    given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "none")
+    given = options("--set", "quant.group_size=64", "train.logprob_chunk=64", "--recompute", "elementwise")
     config = learner_config(given, tiny(), CPU, 16)
     policy = make_policy(given, tiny(), CPU, config, 17)
     assert (policy.scheme.group_size, config.train.logprob_chunk) == (64, 64)
-    assert not policy.model.is_gradient_checkpointing
+    assert policy.decoder.recompute == "elementwise"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -16,10 +16,10 @@ from step_bench.shapes import Shape, random_model
 def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """The learner's tokens as a batch without padding, float32 masters, SDPA, log-probs of all tokens, and a backward.
 
-    Checkpoints its layers unless `recompute` is none.
+    Checkpoints its layers unless `recompute` is elementwise.
     """
     model = random_model(shape, device, options.seed, attn_implementation="sdpa").train()
-    if options.recompute != "none":
+    if options.recompute != "elementwise":
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def calls(sequences: list[list[int]], weights: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:

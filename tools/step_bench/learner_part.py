@@ -18,7 +18,7 @@ from qarl.training.learner import Learner
 from qarl.training.optim import build_optimizer, clip_grad_norm
 from qarl.training.setup import build_policy, set_determinism
 from step_bench.measure import Record, timed, top_kernels
-from step_bench.settings import learner_config, recompute
+from step_bench.settings import learner_config
 from step_bench.shapes import Shape, random_model
 
 CANARY = (2, 64)  # sequences, tokens of each that are run
@@ -88,7 +88,7 @@ def make_policy(
 ) -> Policy:
     set_determinism(config)
     policy = build_policy(config, random_model(shape, device, options.seed), device, max_length)
-    recompute(policy, options.recompute)
+    policy.set_recompute(options.recompute)
     return policy
 
 

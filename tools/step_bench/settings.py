@@ -12,7 +12,6 @@ from qarl_formats.scheme import grouped_names
 from qarl.config import Config
 from qarl.config.load import make_config
 from qarl.machine import gpu_bytes
-from qarl.policy.policy import Policy
 from qarl.sizes import decide_sizes
 from step_bench.shapes import Shape
 
@@ -66,18 +65,10 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "steps": options.steps,
             "prompts_per_step": options.prompts,
             "micro_batch_tokens": options.tokens,
-            "gradient_checkpointing": options.recompute != "none",
+            "recompute": options.recompute,
             "seed": options.seed,
             "run_dir": str(place / "run"),
         },
         "checkpoint": {"every": options.steps + 1, "save_final": False},
         "logging": {"console": "plain", "tensorboard": False, "rollouts_every": options.steps + 1},
     }
-
-
-def recompute(policy: Policy, mode: str) -> None:
-    """What the backward computes again; a policy that knows no modes has layers, or nothing."""
-    if hasattr(policy, "set_recompute"):
-        policy.set_recompute(mode)
-    else:
-        policy.set_gradient_checkpointing(mode != "none")

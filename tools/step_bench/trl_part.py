@@ -39,7 +39,7 @@ def grpo_arguments(options: argparse.Namespace, place: Path) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
         "bf16": True,
-        "gradient_checkpointing": options.recompute != "none",
+        "gradient_checkpointing": options.recompute != "elementwise",
         "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "float32"},
         "use_vllm": True,
         "vllm_mode": "colocate",
