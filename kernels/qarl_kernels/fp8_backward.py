@@ -35,7 +35,7 @@ LINE = 128  # bytes; rows of codes are multiples of it apart
 EXTENTS = {"STRIP": 128, "BLOCK_R": 16, "BLOCK_C": 256}  # and 4 warps
 CODES = {"BLOCK_R": 128, "BLOCK_C": 64}  # and 8 warps; LINE is a multiple of BLOCK_R
 
-# Of dW; the first that gives every multiprocessor a tile. All are wgmma's, whose chains agree whatever the tile.
+# Of dW: the first that gives every multiprocessor a tile. All are wgmma's, whose chains agree whatever the tile.
 WEIGHT_TILES = (
     Tile("x_first", 128, 256, 128, warps=8, stages=4),
     Tile("x_first", 128, 128, 128, warps=8, stages=4),
@@ -46,7 +46,7 @@ BEFORE_HOPPER = Tile("x_first", 64, 128, 64, warps=4, stages=3)
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix as e4m3 codes (R, C), rows contiguous, and a scale a row, float32 (R, 1)."""
+    """A matrix as e4m3 codes (R, C), rows as `_lines` lays them out, and a scale a row, float32 (R, 1)."""
 
     codes: Tensor
     scale: Tensor
@@ -124,7 +124,7 @@ def _transposed(weight: Tensor | Transposed, scale: Tensor | None) -> Transposed
 
 
 def _lines(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Room for codes (rows, columns), rows a multiple of LINE apart."""
+    """Room for codes (rows, columns), rows a multiple of LINE apart; transposing kernels put zeros between."""
     return torch.empty(rows, triton.cdiv(columns, LINE) * LINE, dtype=E4M3, device=device)[:, :columns]
 
 
@@ -203,7 +203,7 @@ def _add_product(a: Codes, b: Codes, into: Tensor, tile: Tile | None = None) -> 
         s_b=b.scale,
         M=m,
         N=n,
-        K=k,
+        K=a.codes.stride(0),  # to the end of the lines, where zeros are: one kernel for all counts of tokens
         stride_a=a.codes.stride(0),
         stride_b=b.codes.stride(0),
         stride_into=into.stride(0),
@@ -217,7 +217,8 @@ def _add_product(a: Codes, b: Codes, into: Tensor, tile: Tile | None = None) -> 
 def _weight_tile(m: int, n: int, into: Tensor) -> Tile:
     if capability_of(into) < (9, 0):
         return BEFORE_HOPPER
-    for tile in WEIGHT_TILES:
-        if triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) >= multiprocessors(into):
+    for tile in WEIGHT_TILES[:-1]:
+        vectors = tile.block_n < 256 or into.stride(0) % 16 == 0  # addresses of single values take many registers
+        if vectors and triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) >= multiprocessors(into):
             return tile
     return WEIGHT_TILES[-1]

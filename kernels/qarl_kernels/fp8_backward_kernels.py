@@ -124,7 +124,30 @@ def transpose_kernel(
     tl.store(out + c.to(tl.int64)[:, None] * pitch + r[None, :], tl.trans(code), mask=(c < columns)[:, None])
 
 
-@triton.jit(do_not_specialize=["K"])
+@triton.jit
+def _halves(y):
+    """The left and the right half of the columns."""
+    return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _add_halves(y, into, s_a, s_b, rm, n, M, N, stride):
+    left, right = _halves(y)
+    _add(left, into, s_a, s_b, rm, n, M, N, stride)
+    _add(right, into, s_a, s_b, rm, n + left.shape[1], M, N, stride)
+
+
+@triton.jit
+def _add(y, into, s_a, s_b, rm, n, M, N, stride):
+    rn = n + tl.arange(0, y.shape[1])
+    y = y * tl.load(s_b + rn, mask=rn < N, other=0.0)[None, :]
+    y *= tl.load(s_a + rm, mask=rm < M, other=0.0)[:, None]
+    at = into + rm.to(tl.int64)[:, None] * stride + rn[None, :]
+    inside = (rm < M)[:, None] & (rn < N)[None, :]
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + y, mask=inside)
+
+
+@triton.jit
 def add_product_kernel(
     a,  # (M, K) e4m3, or its descriptor
     b,  # (N, K) e4m3, or its descriptor
@@ -142,7 +165,10 @@ def add_product_kernel(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """into += (a @ b^T) * s_a * s_b, with one chain of tensor-core products over K."""
+    """into += (a @ b^T) * s_a * s_b, with one chain of tensor-core products over K.
+
+    What is there is read a few columns at a time: registers hold no second tile of float32.
+    """
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
     m = pid_m * BLOCK_M
     n = pid_n * BLOCK_N
@@ -152,9 +178,9 @@ def add_product_kernel(
         right = operand(b, n, N, step * BLOCK_K, K, stride_b, BLOCK_N, BLOCK_K, TMA)
         acc = dot(left, right.T, acc)
     rm = m + tl.arange(0, BLOCK_M)
-    rn = n + tl.arange(0, BLOCK_N)
-    y = acc * tl.load(s_b + rn, mask=rn < N, other=0.0)[None, :]
-    y *= tl.load(s_a + rm, mask=rm < M, other=0.0)[:, None]
-    at = into + rm.to(tl.int64)[:, None] * stride_into + rn[None, :]
-    inside = (rm < M)[:, None] & (rn < N)[None, :]
-    tl.store(at, tl.load(at, mask=inside, other=0.0) + y, mask=inside)
+    if BLOCK_N == 256:
+        left, right = _halves(acc)
+        _add_halves(left, into, s_a, s_b, rm, n, M, N, stride_into)
+        _add_halves(right, into, s_a, s_b, rm, n + 128, M, N, stride_into)
+    else:
+        _add_halves(acc, into, s_a, s_b, rm, n, M, N, stride_into)

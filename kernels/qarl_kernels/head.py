@@ -27,9 +27,9 @@ from qarl_kernels.logprob import Truncation, weight_sum
 from qarl_kernels.tuning import Tile
 
 PARTIAL = 1 << 27  # bytes of what tiles are reduced to
-GRADIENT = 1 << 28  # bytes of the logits' gradient
+GRADIENT = 1 << 27  # bytes of the logits' gradient
 WIDTH = 8192  # tokens of the vocabulary whose gradient is held at once
-PITCH = 128  # rows of `partial` come in multiples of it
+PITCH = 128  # rows of `partial` come in multiples of it, and it in multiples of a tile's
 MERGED = 32, 64  # rows and tiles that a program of the merge reads at once
 
 # What `tools` may try. The statistics' tile sets the order of a row's sums: it is one and the same whatever the rows.

@@ -102,6 +102,17 @@ def test_products_are_those_of_the_codes(device, m, n, k) -> None:
     assert relative_error(into, value(by_output) @ value(_rows_twin(x.t())).t()) < (1e-5 if INTERPRETED else 3e-3)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="Hopper has no use for this path, and other GPUs take no other")
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_without_the_tensor_memory_accelerator_it_is_the_same(device, monkeypatch, m, n, k) -> None:
+    dy, x, _ = _case(m, n, k, device)
+    into, expected = torch.zeros(2, n, k, device=device)
+    weight_grad_fp8(dy, x, expected)
+    monkeypatch.setattr(fp8_backward, "supports_tma", lambda tensor: False)
+    weight_grad_fp8(dy, x, into)
+    assert torch.equal(into, expected)
+
+
 @pytest.mark.parametrize("outliers", ["tokens", "features", "values"])
 def test_heavy_tails_keep_the_direction(device, outliers) -> None:
     """Log-normal magnitudes of tokens and features, and outliers a thousand times larger."""
