@@ -27,29 +27,28 @@ from qarl_kernels.logprob import Truncation, weight_sum
 from qarl_kernels.tuning import Tile
 
 PARTIAL = 1 << 27  # bytes of what tiles are reduced to
-GRADIENT = 1 << 28  # bytes of the logits' gradient
+GRADIENT = 1 << 27  # bytes of the logits' gradient
 WIDTH = 8192  # tokens of the vocabulary whose gradient is held at once
-PITCH = 128  # rows of `partial` come in multiples of it
+PITCH = 128  # rows of `partial` come in multiples of it, and it in multiples of a tile's
 MERGED = 32, 64  # rows and tiles that a program of the merge reads at once
 
 # What `tools` may try. The statistics' tile sets the order of a row's sums: it is one and the same whatever the rows.
 STATISTICS_TILES = (
+    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
     Tile("x_first", 128, 256, 64, warps=8, stages=4),
     Tile("x_first", 128, 256, 64, warps=8, stages=3),
     Tile("x_first", 128, 128, 64, warps=4, stages=3),
     Tile("x_first", 128, 128, 64, warps=8, stages=3),
     Tile("x_first", 128, 128, 128, warps=8, stages=3),
-    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
     Tile("x_first", 128, 128, 64, warps=8, stages=5, persistent=True),
 )
 GRADIENT_TILES = (
-    Tile("x_first", 128, 256, 64, warps=8, stages=4),
-    Tile("x_first", 128, 256, 64, warps=8, stages=3),
-    Tile("x_first", 128, 128, 64, warps=4, stages=3),
-    Tile("x_first", 128, 128, 64, warps=8, stages=3),
+    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True, halves=True),
     Tile("x_first", 128, 256, 64, warps=8, stages=3, persistent=True, halves=True),
     Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=3, halves=True),
 )
+GRADIENT_CUT = Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True)  # a larger tile spills
 BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
 POINTERS = Tile("x_first", 64, 64, 32)  # on Hopper, for rows that the tensor memory accelerator cannot read
 
@@ -68,12 +67,12 @@ class Logits:
         return cls((one / divisor).item(), math.log(min_p) if min_p > 0.0 else None)
 
 
-def _tile(tiles: tuple[Tile, ...], hidden: Tensor, weight: Tensor) -> tuple[Tile, bool]:
+def _tile(hopper: Tile, hidden: Tensor, weight: Tensor) -> tuple[Tile, bool]:
     """The tile, and whether operands come through the tensor memory accelerator; no matter how many rows there are."""
     if capability_of(hidden) < (9, 0):
         return BEFORE_HOPPER, False
     tma = supports_tma(hidden) and supports_tma(weight)
-    return (tiles[0] if tma else POINTERS), tma
+    return (hopper if tma else POINTERS), tma
 
 
 @dataclass
@@ -113,7 +112,7 @@ def _pass(
 ) -> Statistics:
     rows, features = hidden.shape
     vocabulary = weight.shape[0]
-    chosen, tma = _tile(STATISTICS_TILES, hidden, weight)
+    chosen, tma = _tile(STATISTICS_TILES[0], hidden, weight)
     tile = tile or chosen
     tiles = triton.cdiv(vocabulary, tile.block_n)
     found = Statistics.empty(rows, hidden.device)
@@ -125,7 +124,8 @@ def _pass(
         x, out = hidden[part], found.part(part)
         count = x.shape[0]
         programs = triton.cdiv(count, tile.block_m) * tiles
-        started = min(programs, multiprocessors(x)) if tile.persistent and tma else programs
+        persistent = tile.persistent and tma  # whatever the rows: what is compiled orders their sums
+        started = min(programs, multiprocessors(x)) if persistent else programs
         shared = {
             "M": count,
             "padded": padded,
@@ -154,7 +154,7 @@ def _pass(
             BLOCK_K=tile.block_k,
             RAGGED=vocabulary % tile.block_n != 0,
             TMA=tma,
-            PERSISTENT=started < programs,
+            PERSISTENT=persistent,
             **shared,
         )
         launch(
@@ -230,11 +230,12 @@ def _logit_gradient(
     tile: Tile | None,
 ) -> None:
     """Fill out (M, N) with the gradient of the logits x @ w^T, w being rows [first, first + N) of the weight."""
-    chosen, tma = _tile(GRADIENT_TILES, x, w)
+    cut = logits.log_min_p is not None
+    chosen, tma = _tile(GRADIENT_CUT if cut else GRADIENT_TILES[0], x, w)
     tile = tile or chosen
     m, n = out.shape
     tma_out = tma and out.element_size() == 2 and supports_tma(out)
-    halves, cut = tma_out and tile.halves, logits.log_min_p is not None
+    halves = tma_out and tile.halves
     programs = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
     started = min(programs, multiprocessors(x)) if tile.persistent and tma_out else programs
     launch(

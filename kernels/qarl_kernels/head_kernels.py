@@ -19,6 +19,7 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.logprob import CUT_LOGIT_GAP
 
 _GAP = tl.constexpr(CUT_LOGIT_GAP)
+_FAR_BELOW = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -75,14 +76,11 @@ def statistics_kernel(
         if CUT:
             highest = tl.load(top + rm, mask=rm < M, other=0.0)
             y = tl.where(_cut(y, highest, log_min_p), (highest - _GAP)[:, None], y)
-        if RAGGED:
-            maximum = tl.max(tl.where((n + column < V)[None, :], y, float("-inf")), axis=1)
-        else:
-            maximum = tl.max(y, axis=1)
+        if RAGGED:  # finite, so that its product with exp(it) = 0 is 0
+            y = tl.where((n + column < V)[None, :], y, _FAR_BELOW)
+        maximum = tl.max(y, axis=1)
         below = y - maximum[:, None]
         e = tl.exp(below)
-        if RAGGED:
-            e = tl.where((n + column < V)[None, :], e, 0.0)
         # Rows that do not exist have room too: a mask would change nothing but the code.
         at = partial + pid_n * padded + rm
         plane = num_n * padded
@@ -196,20 +194,21 @@ def gradient_kernel(
         p = tl.exp(log_p)
         if SCORE:
             target = (tl.load(targets + rm, mask=inside, other=-1) - first - n).to(tl.int32)
+            hit = column[None, :] == target[:, None]
             arriving = tl.load(grad + rm, mask=inside, other=0.0)
             if CUT:  # a target that was cut gives nothing, whatever arrives
                 drawn = tl.load(logp + rm, mask=inside, other=0.0) != float("-inf")
                 arriving = tl.where(drawn, arriving, 0.0)
-            one = tl.where(column[None, :] == target[:, None], 1.0, 0.0)
-            result = (one - p) * arriving[:, None]
-            if ENTROPY:
-                shift = tl.load(entropy + rm, mask=inside, other=0.0)
-                weight = tl.load(grad_entropy + rm, mask=inside, other=0.0)
-                result -= p * (log_p + shift[:, None]) * weight[:, None]
-        else:
-            shift = tl.load(entropy + rm, mask=inside, other=0.0)
+        if ENTROPY:
             weight = tl.load(grad_entropy + rm, mask=inside, other=0.0)
-            result = -(p * (log_p + shift[:, None])) * weight[:, None]
+            shift = weight * tl.load(entropy + rm, mask=inside, other=0.0)
+            if SCORE:
+                shift += arriving
+            result = -p * (log_p * weight[:, None] + shift[:, None])
+            if SCORE:
+                result += tl.where(hit, arriving[:, None], 0.0)
+        else:
+            result = (tl.where(hit, 1.0, 0.0) - p) * arriving[:, None]
         if CUT:
             highest = tl.load(top + rm, mask=inside, other=0.0)
             result = tl.where(_cut(y, highest, log_min_p), 0.0, result)

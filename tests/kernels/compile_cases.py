@@ -13,6 +13,7 @@ from qarl_kernels import (
     dequantize,
     digest,
     embedding,
+    fp8_backward,
     fp8_block,
     fused_norm,
     gemm,
@@ -314,7 +315,7 @@ def head_statistics() -> Iterator[str]:
     for tile_ in head.STATISTICS_TILES if hopper else (head.BEFORE_HOPPER,):
         for vocabulary in (151_936, 128_000):
             head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
-            yield f"head {vocabulary} {tile_}" + " wgmma" * hopper
+            yield f"head {vocabulary} {tile_}"
     fp16 = {"dtype": torch.float16}
     head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
     yield "head float16, pointers"
@@ -326,9 +327,11 @@ def head_gradients() -> Iterator[str]:
     rows = 4096
     targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     found = head.Statistics(row, row, row, row)
-    arriving = ((row, None, None), (None, row, None), (row, row, -3.0))
+    arriving = ((row, None, None), (None, row, None), (row, row, None), (row, row, -3.0))
     for tile_ in head.GRADIENT_TILES if hopper else (head.BEFORE_HOPPER,):
         for grad, grad_entropy, log_min_p in arriving:
+            if log_min_p is not None:
+                tile_ = None
             logits = head.Logits(0.7, log_min_p)
             parts = targets, grad, grad_entropy, logits, found, tile_
             head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
@@ -336,3 +339,30 @@ def head_gradients() -> Iterator[str]:
     x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
     head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, targets, row, row, head.Logits(1.0, -3.0), found, None)
     yield "gradient float16, pointers"
+
+
+def fp8_backward_codes() -> Iterator[str]:
+    """Quantizing gradients by row and by column, and transposing codes."""
+    for n, k in ((12_288, 2048), (1000, 1000)):
+        for dtype in (BF16, torch.float16):
+            for rows, columns in ((True, True), (True, False), (False, True)):
+                fp8_backward.quantize(empty(4000, n, dtype=dtype), None, rows=rows, columns=columns)
+        fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
+        fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
+        yield f"backward codes {n}x{k}"
+
+
+def fp8_backward_products() -> Iterator[str]:
+    """The weight's gradient, with every candidate tile."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    for tile_ in fp8_backward.WEIGHT_TILES if hopper else (fp8_backward.BEFORE_HOPPER,):
+        for m, n in ((12_288, 2048), (1000, 1000))[: 2 if tile_.block_n < 256 else 1]:
+            a, b = (
+                fp8_backward.Codes(
+                    torch.empty(rows, 4096, dtype=torch.float8_e4m3fn, device="meta")[:, :4000],
+                    empty(rows, 1, dtype=FP32),
+                )
+                for rows in (m, n)
+            )
+            fp8_backward._add_product(a, b, empty(m, n, dtype=FP32), tile_)
+            yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper

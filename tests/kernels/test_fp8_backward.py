@@ -1,0 +1,250 @@
+"""Backward products from FP8 operands: their codes against plain torch bit for bit, products against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from products import random, relative_error
+from qarl_kernels import fp8_backward
+from qarl_kernels.fp8_backward import Codes, input_grad_fp8, quantize, transpose, weight_grad_fp8
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+
+CAPABLE = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
+pytestmark = [
+    pytest.mark.skipif(not CAPABLE, reason="needs TRITON_INTERPRET=1 or a GPU with FP8"),
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every NaN
+]
+
+# (tokens, output features, input features): whole tiles, ragged everywhere, one token, fewer features than a tile
+SHAPES = [(128, 128, 64), (133, 72, 40), (1, 40, 24), (37, 17, 100)]
+E4M3 = torch.float8_e4m3fn
+# e4m3 halves a step of 2^-3 of each value's binade: 2.6 % root mean square for one operand, 3.7 % for two
+ONE_OPERAND, BOTH = 0.028, 0.040
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_its_size(monkeypatch) -> None:
+    """The interpreter has tiles of which the small cases here make several."""
+    if INTERPRETED:
+        monkeypatch.setattr(fp8_backward, "WEIGHT_TILES", (fp8_backward.Tile("x_first", 64, 64, 64),))
+        monkeypatch.setattr(fp8_backward, "EXTENTS", {"STRIP": 64, "BLOCK_R": 32, "BLOCK_C": 64})
+        monkeypatch.setattr(fp8_backward, "CODES", {"BLOCK_R": 64, "BLOCK_C": 32})
+
+
+def _case(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    return (
+        random(m, n, seed=1, device=device).mul_(1e-4).to(dtype),
+        random(m, k, seed=2, device=device, dtype=dtype),
+        random(n, k, seed=3, device=device).mul_(0.05).to(dtype),
+    )
+
+
+def _cosine(result: Tensor, expected: Tensor) -> float:
+    result, expected = result.double(), expected.double()
+    return ((result * expected).sum() / result.norm() / expected.norm()).item()
+
+
+def _rows_twin(x: Tensor) -> Codes:
+    absmax = x.float().abs().amax(-1, keepdim=True)
+    scale = (absmax / torch.full_like(absmax, 448.0)).clamp_(min=2.0**-120)
+    return Codes((x.float() * (torch.ones_like(scale) / scale)).clamp_(-448, 448).to(E4M3), scale)
+
+
+def _assert_same(found: Codes, expected: Codes) -> None:
+    assert found.codes.shape == expected.codes.shape and torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.codes.contiguous().view(torch.uint8), expected.codes.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n, k) -> None:
+    x = random(m, n, seed=1, device=device).to(dtype)
+    x[0] = 0.0
+    factor = random(n, seed=2, device=device).abs() * 0.01
+    for by, rows, columns in ((None, True, True), (factor, True, True), (factor, True, False), (None, False, True)):
+        found_rows, found_columns = quantize(x, by, rows=rows, columns=columns)
+        assert (found_rows is None, found_columns is None) == (not rows, not columns)
+        if rows:
+            _assert_same(found_rows, _rows_twin(x if by is None else x.float() * by))
+        if columns:
+            _assert_same(found_columns, _rows_twin(x.t()))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_err_by_the_rounding_of_their_operands(device, dtype, m, n, k) -> None:
+    dy, x, weight = _case(m, n, k, device, dtype)
+    dx = input_grad_fp8(dy, weight)
+    assert dx.dtype == dtype and dx.shape == (m, k)
+    # fp16 holds results near 1e-4 with fewer bits
+    assert relative_error(dx, dy.double() @ weight.double()) < BOTH * (1.0 if dtype == torch.bfloat16 else 1.1)
+    into = random(n, k, seed=4, device=device) * 1e-3
+    before = into.clone()
+    assert weight_grad_fp8(dy, x, into) is None
+    # of m products one is no average: the largest errors of a single product are twice the mean
+    assert relative_error(into - before, dy.double().t() @ x.double()) < BOTH * (2.0 if m == 1 else 1.0)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_products_are_those_of_the_codes(device, m, n, k) -> None:
+    dy, x, weight = _case(m, n, k, device)
+
+    def value(codes: Codes) -> Tensor:
+        return codes.codes.double() * codes.scale.double()
+
+    by_token, by_output, by_input = _rows_twin(dy), _rows_twin(dy.t()), _rows_twin(weight.t())
+    # a rounding to bf16, and on Hopper sums of 14 bits
+    assert relative_error(input_grad_fp8(dy, weight), value(by_token) @ value(by_input).t()) < 5e-3
+    into = torch.zeros(n, k, device=device)
+    weight_grad_fp8(dy, x, into)
+    assert relative_error(into, value(by_output) @ value(_rows_twin(x.t())).t()) < (1e-5 if INTERPRETED else 3e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Hopper has no use for this path, and other GPUs take no other")
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_without_the_tensor_memory_accelerator_it_is_the_same(device, monkeypatch, m, n, k) -> None:
+    dy, x, _ = _case(m, n, k, device)
+    into, expected = torch.zeros(2, n, k, device=device)
+    weight_grad_fp8(dy, x, expected)
+    monkeypatch.setattr(fp8_backward, "supports_tma", lambda tensor: False)
+    weight_grad_fp8(dy, x, into)
+    assert torch.equal(into, expected)
+
+
+@pytest.mark.parametrize("outliers", ["tokens", "features", "values"])
+def test_heavy_tails_keep_the_direction(device, outliers) -> None:
+    """Log-normal magnitudes of tokens and features, and outliers a thousand times larger."""
+    dy, x, weight = (value.float() for value in _case(256, 192, 160, device))
+    for seed, value in enumerate((dy, x, weight)):
+        value.mul_(random(len(value), 1, seed=10 + seed, device=device).exp() ** 2)
+        value.mul_(random(1, value.shape[1], seed=20 + seed, device=device).exp())
+    for value in (dy, x):
+        if outliers == "tokens":
+            value[5] *= 1e3
+        elif outliers == "features":
+            value[:, 7] *= 1e3
+        else:
+            value[3, 11] += 1e3 * value.abs().max()
+    dy, x, weight = dy.bfloat16(), x.bfloat16(), weight.bfloat16()
+    into = torch.zeros(192, 160, device=device)
+    weight_grad_fp8(dy, x, into)
+    # a sum of a few large products errs by the rounding of these few, by 6 % each at most
+    assert _cosine(into, dy.double().t() @ x.double()) > 0.998
+    dx = input_grad_fp8(dy, weight)
+    each = torch.nn.functional.cosine_similarity(dx.double(), dy.double() @ weight.double(), dim=-1)
+    assert each.min() > 0.996 and each.mean() > 0.999
+
+
+def test_normal_operands_keep_the_direction_to_a_thousandth(device) -> None:
+    dy, x, weight = _case(256, 256, 128, device)
+    into = torch.zeros(256, 128, device=device)
+    weight_grad_fp8(dy, x, into)
+    assert _cosine(into, dy.double().t() @ x.double()) > 0.999
+    assert _cosine(input_grad_fp8(dy, weight), dy.double() @ weight.double()) > 0.999
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_a_weight_of_codes_is_not_rounded_again(device, m, n, k) -> None:
+    dy, _, weight = _case(m, n, k, device)
+    stored = _rows_twin(weight)
+    prepared = transpose(stored.codes, stored.scale.bfloat16())
+    assert torch.equal(prepared.codes.codes.float(), stored.codes.float().t()) and (prepared.codes.scale == 1).all()
+    exact = dy.double() @ (stored.codes.double() * stored.scale.bfloat16().double())
+    dx = input_grad_fp8(dy, stored.codes, stored.scale.bfloat16())
+    assert relative_error(dx, exact) < ONE_OPERAND * (1.5 if m == 1 else 1.0)
+    assert torch.equal(dx, input_grad_fp8(dy, prepared))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_both_products_at_once_are_those_alone(device, stored) -> None:
+    dy, x, weight = _case(133, 72, 40, device)
+    weight, scale = (_rows_twin(weight).codes, _rows_twin(weight).scale) if stored else (weight, None)
+    together, alone = torch.zeros(2, 72, 40, device=device)
+    dx = fp8_backward.backward(dy, x, weight, together, scale)
+    weight_grad_fp8(dy, x, alone)
+    assert torch.equal(together, alone) and torch.equal(dx, input_grad_fp8(dy, weight, scale))
+    again = torch.zeros(72, 40, device=device)
+    assert torch.equal(dx, fp8_backward.backward(dy, x, transpose(weight, scale), again))
+    assert torch.equal(again, alone), "twice the same"
+
+
+def test_a_row_of_dx_is_its_own(device) -> None:
+    dy, _, weight = _case(133, 72, 40, device)
+    whole = input_grad_fp8(dy, weight)
+    for start, rows in ((0, 64), (60, 64), (1, 128)):
+        if INTERPRETED and rows > 64:
+            continue  # numpy's sums depend on the tile, which is another from 65 rows on
+        found = input_grad_fp8(dy[start : start + rows], weight)
+        if INTERPRETED:
+            torch.testing.assert_close(found, whole[start : start + rows], rtol=2**-7, atol=1e-7)
+        else:
+            assert torch.equal(found, whole[start : start + rows])
+
+
+def test_rows_may_be_strided_spread_or_transposed(device) -> None:
+    dy, x, weight = _case(37, 64, 48, device)
+    wide = torch.full((37, 100), torch.nan, device=device, dtype=torch.bfloat16)
+    wide[:, 3:67] = dy
+    for given in (wide[:, 3:67], dy.t().contiguous().t()):
+        assert torch.equal(input_grad_fp8(given, weight), input_grad_fp8(dy, weight))
+        into, expected = torch.zeros(2, 64, 48, device=device)
+        weight_grad_fp8(given, x, into)
+        weight_grad_fp8(dy, x, expected)
+        assert torch.equal(into, expected)
+    spread = torch.ones((), dtype=torch.bfloat16, device=device).expand(37, 64)
+    assert torch.equal(input_grad_fp8(spread, weight), input_grad_fp8(spread.contiguous(), weight))
+
+
+def test_no_tokens_change_nothing(device) -> None:
+    dy, x, weight = _case(0, 40, 24, device)
+    into = random(40, 24, seed=4, device=device)
+    before = into.clone()
+    assert fp8_backward.backward(dy, x, weight, into).shape == (0, 24) and torch.equal(into, before)
+
+
+def test_zero_gradients_give_zeros_and_tiny_ones_stay_finite(device) -> None:
+    dy, x, weight = _case(37, 64, 48, device)
+    for scale in (0.0, 1e-36):
+        into = torch.zeros(64, 48, device=device)
+        dx = fp8_backward.backward(dy * scale, x, weight, into)
+        assert dx.isfinite().all() and into.isfinite().all()
+        assert scale or (not dx.any() and not into.any())
+
+
+def test_what_is_not_finite_spoils_its_row_and_column(device) -> None:
+    dy, x, weight = _case(37, 64, 48, device)
+    for bad in (torch.nan, torch.inf):
+        dy[4, 9] = bad
+        into = torch.zeros(64, 48, device=device)
+        dx = fp8_backward.backward(dy, x, weight, into)
+        finite, features = torch.arange(37, device=device) != 4, torch.arange(64, device=device) != 9
+        assert dx[finite].isfinite().all() and not dx[4].isfinite().any()
+        assert into[features].isfinite().all() and not into[9].isfinite().any()
+
+
+def test_errors_name_what_is_wrong(device) -> None:
+    dy, x, weight = _case(37, 64, 48, device)
+    with pytest.raises(ValueError, match="quantizes bf16 and fp16 matrices"):
+        input_grad_fp8(dy.float(), weight)
+    with pytest.raises(ValueError, match="e4m3 alone has one"):
+        input_grad_fp8(dy, weight, torch.ones(64, 1, device=device))
+    with pytest.raises(ValueError, match="it takes a float32 matrix of that shape"):
+        weight_grad_fp8(dy, x, torch.zeros(48, 64, device=device))
+    with pytest.raises(ValueError, match="takes one a row"):
+        input_grad_fp8(dy, weight.to(E4M3), torch.ones(1, 1, device=device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only compiled tiles can differ")
+def test_on_a_gpu_tiles_of_the_weights_gradient_give_the_same_bits(device) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("Hopper's tiles")
+    dy, x, _ = _case(4000, 1024, 768, device)
+    a, b = quantize(dy, rows=False)[1], quantize(x, rows=False)[1]
+    results = []
+    for tile in fp8_backward.WEIGHT_TILES:
+        results.append(torch.zeros(1024, 768, device=device))
+        fp8_backward._add_product(a, b, results[-1], tile)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert relative_error(results[0], dy.double().t() @ x.double()) < BOTH
