@@ -130,14 +130,11 @@ class Direct:
                 found.start(grid, device, passed)
 
     def _watched(self) -> bool:
-        """Whether somebody wants to see launches."""
+        """Whether somebody wants to see launches. A hook is a chain, with nothing in it as a rule, or None."""
         runtime = self._runtime
-        return bool(
-            self._before
-            or runtime.launch_enter_hook.calls
-            or runtime.launch_exit_hook.calls
-            or runtime.add_stages_inspection_hook
-        )
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        hooks = getattr(enter, "calls", enter), getattr(leave, "calls", leave)
+        return bool(self._before or hooks[0] or hooks[1] or runtime.add_stages_inspection_hook)
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
         try:

@@ -168,7 +168,7 @@ def test_a_tensor_of_the_host_goes_the_ordinary_way_which_refuses_it(runs, kerne
     assert launches_of(known, arguments()) == ["ordinary", "ordinary"]
 
 
-def test_hooks_see_every_launch(runs, kernel) -> None:
+def test_hooks_see_every_launch(runs, kernel, monkeypatch) -> None:
     known = Direct(kernel)
     launches_of(known, arguments())
     seen = []
@@ -182,6 +182,10 @@ def test_hooks_see_every_launch(runs, kernel) -> None:
     finally:
         hooks.remove(seen.append)
     assert launches_of(known, arguments()) == ["direct", "direct"]
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", None)
+    assert launches_of(known, arguments()) == ["direct", "direct"]
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", seen.append)
+    assert launches_of(known, arguments()) == ["ordinary", "ordinary"]
 
 
 @pytest.mark.parametrize("missing", ["run", "function", "packed_metadata"])
