@@ -62,6 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=3, help="calls that are not timed")
     add("--iterations", type=int, default=5, help="calls that are timed")
     add("--kernels", type=int, default=0, help="learner and hf: name so many kernels that take the most time")
+    add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
     add("--timeout", type=float, default=1800.0, help="seconds of one case")
     add("--length", type=int, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="learner, optimizer and step: qarl's")
@@ -133,20 +134,23 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     if options.part in ("step", "trl"):
         labels |= {"prompts": options.prompts, "responses": options.responses}
     with file.open("a") as lines:
-        # the host's name says nothing to a reader
-        environment = {k: v for k, v in describe_environment(options.seed).items() if k not in ("command", "host")}
-        lines.write(json.dumps({"environment": environment | versions()}) + "\n")
-        for record in part_of(options.part)(options, shape, device):
-            lines.write(json.dumps(labels | record) + "\n")
-            lines.flush()
+        try:
+            for record in part_of(options.part)(options, shape, device):
+                lines.write(json.dumps(labels | record) + "\n")
+                lines.flush()
+        finally:  # and not before: asking for the GPU's name starts CUDA, ahead of what a run forks
+            # the host's name says nothing to a reader
+            environment = {k: v for k, v in describe_environment(options.seed).items() if k not in ("command", "host")}
+            environment["packages"] |= version("trl")
+            lines.write(json.dumps({"environment": environment}) + "\n")
 
 
-def versions() -> Record:
-    """Of what only this tool compares with."""
+def version(package: str) -> Record:
+    """Of what only this tool compares with; empty where it is not installed."""
     from importlib import metadata
 
     try:
-        return {"trl": metadata.version("trl")}
+        return {package: metadata.version(package)}
     except metadata.PackageNotFoundError:
         return {}
 

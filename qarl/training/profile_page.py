@@ -69,7 +69,7 @@ def page(
     """
     found = on_device(events)
     flops = {**flops, "learner": sum(flops.get(name, 0.0) for name in PARTS)}
-    parts = {name: duration for name in PARTS if (duration := _duration(events, PREFIX + name))}
+    parts = {name: duration for name in PARTS if (duration := _duration(events, name))}
     lines = [
         f"# Profile of step {step}",
         "",
@@ -95,8 +95,7 @@ def on_device(events: Sequence[Event]) -> Device:
         for event in events
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
-    names = [PREFIX + name for name in (*PARTS, *PHASES)]
-    ranges = {name: _Ranges([event for event in events if _is_range(event, name)]) for name in names}
+    ranges = {name: _Ranges([event for event in events if is_range(event, name)]) for name in (*PARTS, *PHASES)}
     found = Device()
     for event in events:
         if event.get("cat") not in ON_DEVICE:
@@ -105,9 +104,9 @@ def on_device(events: Sequence[Event]) -> Device:
         took, moved = 1e-6 * event["dur"], float(arguments.get("bytes", 0))
         found.kernels[event["name"]].add(took, moved)
         start = launched.get(arguments.get("correlation"), float(event["ts"]))
-        for name in names:  # a part's time is its phase's too
-            if start in ranges[name]:
-                found.phases[name.removeprefix(PREFIX)].add(took, moved)
+        for name, intervals in ranges.items():  # a part's time is its phase's too
+            if start in intervals:
+                found.phases[name].add(took, moved)
     return found
 
 
@@ -142,13 +141,14 @@ class _Ranges:
         return index >= 0 and moment <= self._ranges[index][1]
 
 
-def _is_range(event: Event, name: str) -> bool:
-    return event.get("cat") == "user_annotation" and event.get("name") == name
+def is_range(event: Event, name: str) -> bool:
+    """Whether an event is the time that the host spent in a phase or part of that name."""
+    return event.get("cat") == "user_annotation" and event.get("name") == PREFIX + name
 
 
 def _duration(events: Sequence[Event], name: str) -> float:
-    """Seconds of all ranges of a name."""
-    return 1e-6 * sum(event["dur"] for event in events if _is_range(event, name))
+    """Seconds of all ranges of a phase or part."""
+    return 1e-6 * sum(event["dur"] for event in events if is_range(event, name))
 
 
 def _phase_line(

@@ -23,7 +23,7 @@ from qarl.storage.disk import write_together
 from qarl.storage.names import step_name
 from qarl.training.batch import Batch, Part
 from qarl.training.observer import Observer, Phase
-from qarl.training.profile_page import PREFIX, page
+from qarl.training.profile_page import PREFIX, is_range, page
 from qarl.training.setup import Run
 from qarl.types import Prompt, Rollout
 
@@ -157,7 +157,7 @@ class StepProfiler(Observer):
 
     def _before(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rollout and reward as ranges of the trace, whose clock is known from where the learner begins in it."""
-        learner = next(event for event in events if event.get("name") == f"{PREFIX}learner")
+        learner = next(event for event in events if is_range(event, "learner"))  # and not its like on the GPU
         same = {key: learner[key] for key in ("ph", "cat", "pid", "tid")}
         return [
             same

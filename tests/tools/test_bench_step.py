@@ -124,6 +124,14 @@ def test_learner_and_peer_give_the_same_log_probs():
     torch.testing.assert_close(logp.view(3, 16), selected_logprobs(logits, ids[:, 1:]), rtol=0, atol=0.03)
 
 
+def test_the_peer_may_have_trls_output_layer():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from step_bench.hf_part import hf_records
+
+    rows = list(hf_records(options("--length", "16", "--hf-head", "trl"), tiny(), CPU))
+    assert [(row["what"], row["head"]) for row in rows] == [("forward", "trl"), ("forward_backward", "trl")]
+
+
 def test_selected_log_probs_are_those_of_a_softmax():
     from step_bench.hf_part import selected_logprobs
 

@@ -40,6 +40,7 @@ EVENTS = [
     span("forward", 10, 10),
     span("backward", 20, 20),
     span("publish", 100, 50),
+    span("forward", 21, 5) | {"cat": "gpu_user_annotation"},
     launch(12, 1),
     kernel("gemm", 21, 5, 1),
     launch(30, 2, "cuda_driver", tid=2),
@@ -121,7 +122,8 @@ def test_a_profiled_run_has_the_same_bits_and_leaves_trace_and_page(qarl, tiny_m
     assert {path.name for path in (profiled / "profile").iterdir()} == {"step_000002.json.gz", "step_000002.md"}
 
     trace = json.loads(gzip.decompress((profiled / "profile/step_000002.json.gz").read_bytes()))
-    ours = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("qarl/")]
+    host = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    ours = [event for event in host if event["name"].startswith("qarl/")]
     spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("qarl/")) for event in ours)
     phases = [entry for entry in spans if entry[2] not in PARTS]
     assert [name for *_, name in phases] == ["rollout", "reward", "learner", "publish"]

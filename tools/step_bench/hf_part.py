@@ -17,23 +17,37 @@ def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) 
     """The learner's tokens as a batch without padding, float32 masters, SDPA, log-probs of all tokens, and a backward.
 
     Checkpoints its layers unless `recompute` is elementwise.
+
+
+    Checkpoints its layers unless `recompute` is none. With `hf_head` trl the output layer is TRL's, which multiplies it
+    in chunks and keeps no logits, as its GRPOTrainer does from 1.16 on.
     """
     model = random_model(shape, device, options.seed, attn_implementation="sdpa").train()
     if options.recompute != "elementwise":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    in_chunks = options.hf_head == "trl"
+    if in_chunks:
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model)
 
     def calls(sequences: list[list[int]], weights: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
         ids = torch.tensor(sequences, device=device)
 
         def forward() -> Tensor:
             with torch.autocast(device.type, torch.bfloat16):
+                if in_chunks:
+                    scored = model(input_ids=ids[:, :-1], shift_labels=ids[:, 1:], fused_lm_head=True)
+                    return scored.log_probs.flatten()
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             # accelerate's mixed precision gives float32 as well
             return selected_logprobs(logits.float(), ids[:, 1:]).flatten()
 
         return torch.no_grad()(forward), lambda: (forward() * weights).sum().backward()
 
-    yield from throughput(options, shape, device, calls)
+    for record in throughput(options, shape, device, calls):
+        yield {"head": options.hf_head} | record
 
 
 def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

@@ -23,12 +23,19 @@ def head(report: Record) -> str:
     environment = report["environment"] or {}
     packages = environment.get("packages", {})
     device = ", ".join(environment.get("gpus", [])) or environment.get("cpu", "unknown device")
-    names = [f"{name} {packages[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in packages]
+    names = [
+        f"{name} {packages[name]}" for name in ("torch", "triton", "transformers", "vllm", "trl") if name in packages
+    ]
     return ", ".join([device, *names, f"revision {environment.get('git_revision')}"])
 
 
 def name_of(row: Record) -> str:
     return f"{row['shape']}, {row['layers']} layers, vocabulary {row['vocabulary']:,}"
+
+
+def overrides(row: Record) -> str:
+    """What is not as it is by default."""
+    return " ".join([*row.get("set", []), *(["TRL's output layer"] if row.get("head") == "trl" else [])])
 
 
 def cases(rows: Iterable[Record], *keys: str) -> list[tuple[Any, ...]]:
@@ -54,10 +61,10 @@ def learner(rows: Rows) -> list[str]:
             for row in (row for row in mine if row["what"] == what):
                 who = "hf" if row["part"] == "hf" else row["scheme"]
                 ratio = f"{row['tokens_per_s'] / peer:8.2f}" if peer and row["part"] != "hf" else ""
-                what_short = "forward" if what == "forward" else "+ backward"
+                name = f"{who:9} {row['recompute']:5} {'forward' if what == 'forward' else '+ backward':10}"
                 lines.append(
-                    f"  {who:9} {row['recompute']:5} {what_short:10} {row['tokens_per_s']:9.0f} {row['tflops']:8.1f} "
-                    f"{1e3 * row['seconds']:8.1f} {1e3 * row['host_seconds']:8.1f} {row['peak_gib']:6.1f} {ratio}"
+                    f"  {name} {row['tokens_per_s']:9.0f} {row['tflops']:8.1f} {1e3 * row['seconds']:8.1f} "
+                    f"{1e3 * row['host_seconds']:8.1f} {row['peak_gib']:6.1f} {ratio} {overrides(row)}"
                 )
     return lines + kernels(found)
 
@@ -106,7 +113,7 @@ def step(rows: Rows) -> list[str]:
             who = "trl" if row["part"] == "trl" else f"{row['scheme']} {row['engine']}"
             seconds = "".join(f"{row[key]:10.2f}" if key in row else f"{'':10}" for key in STEP)
             ratio = f"{peer / row['seconds']:8.2f}" if peer and row["part"] != "trl" else ""
-            lines.append(f"  {who:14}{seconds} {ratio}")
+            lines.append(f"  {who:14}{seconds} {ratio} {overrides(row)}")
     if any(row["part"] == "trl" for row in found):
         lines.append("trl's rollout holds generation, publishing and the log-probs at the snapshot")
     return lines
