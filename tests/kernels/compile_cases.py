@@ -233,6 +233,21 @@ def dense() -> Iterator[str]:
     yield from products("dense")
 
 
+WIDE = [
+    tuning.Tile("wide", m, n, warps=warps, stages=stages, tma=True, split=split)
+    for m, n, warps, stages in ((32, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 3), (128, 128, 4, 2), (256, 128, 8, 3))
+    for split in (False, True)
+]
+
+
+def wide() -> Iterator[str]:
+    """w4a16 and nvfp4a16 with x through the tensor memory accelerator, whole and in halves."""
+    for tile_ in WIDE:
+        for family in ("w4a16", "nvfp4a16"):
+            _product(family, 4096, 4096, tile_)
+            yield f"{family} {tile_} wgmma"
+
+
 def int4() -> Iterator[str]:
     yield from products("w4a16")
 

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 NARROW, WIDE = Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64)
-TILES = [NARROW, WIDE, Tile("wide", 64, 128, warps=8)]
+TILES = [NARROW, WIDE, Tile("wide", 64, 128, warps=8, tma=True), Tile("wide", 16, 64, tma=True, split=True)]
 # (M, N, K): whole, ragged N, K of one and a half tiles, K of less than one, a word of scales with two of them
 CASES = [(16, 64, 256), (5, 37, 192), (18, 70, 160), (3, 41, 16), (1, 72, 336)]
 ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

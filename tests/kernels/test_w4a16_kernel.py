@@ -14,17 +14,28 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
 ]
 
-TILES = [Tile("narrow", 16, 32, warps=2), Tile("wide", 16, 64), Tile("wide", 64, 128, warps=8)]
+TILES = [
+    Tile("narrow", 16, 32, warps=2),
+    Tile("wide", 16, 64),
+    Tile("wide", 64, 128, warps=8, tma=True),
+    Tile("wide", 16, 64, tma=True, split=True),
+]
 # (M, N, K, group): whole, ragged N, K of one and a half tiles, K that only its channel divides
 CASES = [(16, 64, 256, 128), (5, 37, 192, 64), (18, 70, 160, 32), (3, 40, 100, None), (1, 72, 320, 64)]
 ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def name(tile: Tile) -> str:
+    return f"{tile.way}_{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
 
 
 def _fused(weight: Int4, x, tile, bias=None, out=torch.float32):
     return w4a16.fused(x, weight.tiled(), weight.meta(x.dtype), weight.shape[0], bias, out, tile)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
+@pytest.mark.parametrize(
+    "tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
+)
 @pytest.mark.parametrize(("m", "n", "k", "group"), CASES)
 @pytest.mark.parametrize(
     ("dtype", "asymmetric"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
@@ -72,3 +83,34 @@ def test_a_weight_of_another_width_is_refused(device) -> None:
     x = random(3, 64, seed=5, device=device, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="x has 64 features and the weight 128"):
         w4a16.w4a16(x, weight.packed(), weight.scale, None, None, None)
+
+
+@pytest.mark.parametrize(
+    "tile", TILES[1:], ids=lambda tile: f"{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
+)
+def test_how_x_comes_and_whether_a_block_is_split_changes_no_bit_where_sums_are_exact(device, tile) -> None:
+    """Small integers for x and powers of two for scales: float32 holds every partial sum, whatever the order."""
+    weight = Int4.random(72, 384, 64, asymmetric=True, device=device)
+    weight.scale = torch.full_like(weight.scale, 0.25)
+    x = torch.randint(-4, 5, (21, 384), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
+    assert torch.equal(_fused(weight, x, tile, out=torch.bfloat16), _fused(weight, x, TILES[0], out=torch.bfloat16))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter sums a tile's features in another order")
+@pytest.mark.parametrize(
+    "tile", TILES[1:], ids=lambda tile: f"{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
+)
+def test_how_x_comes_and_whether_a_block_is_split_changes_no_bit(device, tile) -> None:
+    """Many times over, because a product that reads a register too late goes wrong only now and then."""
+    weight = Int4.random(640, 2048, 128, asymmetric=True, device=device)
+    x = random(300, 2048, seed=5, device=device, dtype=torch.bfloat16)
+    expected = _fused(weight, x, TILES[0], out=torch.bfloat16)
+    for _ in range(20):
+        assert torch.equal(_fused(weight, x, tile, out=torch.bfloat16), expected)
+
+
+def test_rows_that_the_accelerator_cannot_read_come_by_pointers(device) -> None:
+    weight = Int4.random(40, 128, 32, device=device)
+    x = random(9, 131, seed=5, device=device, dtype=torch.bfloat16)[:, 1:129]
+    for tile in TILES[2:]:
+        assert torch.equal(_fused(weight, x, tile), _fused(weight, x.contiguous(), tile))

@@ -27,7 +27,8 @@ def fused_candidates(m: int) -> list[Tile]:
         most = min(256, 1 << (m - 1).bit_length())
         for block_m in (size for size in WIDE if min(m // 4, 64) <= size <= most):
             for n, warps, stages in WIDE[block_m]:
-                tiles += [Tile("wide", block_m, n, warps=warps, stages=stages, **how) for how in X_OF_WIDE]
+                ways = X_OF_WIDE[:2] if stages == 2 else X_OF_WIDE  # by pointers two programs do not fit anyway
+                tiles += [Tile("wide", block_m, n, warps=warps, stages=stages, **how) for how in ways]
     if m >= 256:
         tiles.append(Tile("dequantized"))
     return tiles
