@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 
 from qarl import cli
 from qarl.config import Config

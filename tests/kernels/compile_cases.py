@@ -360,8 +360,8 @@ def fp8_backward_codes() -> Iterator[str]:
     """Quantizing gradients by row and by column, and transposing codes."""
     for n, k in ((12_288, 2048), (1000, 1000)):
         for dtype in (BF16, torch.float16):
-            for rows, columns in ((True, True), (True, False), (False, True)):
-                fp8_backward.quantize(empty(4000, n, dtype=dtype), None, rows=rows, columns=columns)
+            for of_rows, of_columns in ((True, True), (True, False), (False, True)):
+                fp8_backward.quantize(empty(4000, n, dtype=dtype), None, rows=of_rows, columns=of_columns)
         fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
         fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
         yield f"backward codes {n}x{k}"

@@ -40,9 +40,7 @@ TILES = {
     256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
 }
 # What a tuning script may try; the block is the contract's and stays.
-CANDIDATES = [
-    Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)
-]
+CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 
 
 @triton.jit
@@ -151,7 +149,7 @@ def attention_kernel(
         else:
             if first + BLOCK - 1 > position:
                 scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
-        if CHUNKS:
+        if CHUNKS:  # noqa: SIM102 (the outer one is the compiler's)
             if first % CHUNK == 0:  # the factor 0 of the next step empties the chunk's sums
                 all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, row_total(total), acc)
                 top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -263,7 +261,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, hea
     heads, dim = q.shape[1:]
     kv_heads = k.shape[head_axis]
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"attention needs q, k and v of bf16 or fp16, all the same, not {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(f"attention needs q, k and v all of bf16 or all of fp16, not {q.dtype}, {k.dtype}, {v.dtype}")
     if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if dim > 256 or dim % 8:

@@ -137,7 +137,7 @@ def decode_kernel(
     lowest = 0
     if WINDOW:
         lowest = tl.maximum(length - window, 0)
-    if chunks > 1:
+    if chunks > 1:  # noqa: SIM102 (Triton has no `and` of a value and a tensor)
         if (first >= length) | (end <= lowest):
             return
     line = number
