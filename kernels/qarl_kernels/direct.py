@@ -122,7 +122,9 @@ class Direct:
         key, device, passed = described
         found = self._compiled.get(key)
         if found is None:
-            self._keep(key, ordinary())
+            compiled = ordinary()  # constants of other kinds may compare in their own way: never kept, never found
+            if _CONSTANTS.issuperset(map(type, key[1])):
+                self._keep(key, compiled)
         elif device == current_device():
             found.start(grid, device, passed)
         else:
@@ -147,7 +149,8 @@ class Direct:
     ) -> tuple[tuple[Any, ...], int, list[Any]] | None:
         """What the compiled form depends on, the device, and the values by place with addresses for tensors.
 
-        None where that is not known: an argument of another kind, or left to its default, or in the host's memory.
+        The key's second part is the constants. None where the rest is not known: an argument of another kind, or left
+        to its default, or in the host's memory.
         """
         if len(arguments) != self._count:
             return None
@@ -188,8 +191,7 @@ class Direct:
                 return None
         if device < 0:
             return None
-        key = (kinds, num_warps, num_stages, constants, *parts)
-        return (key, device, passed) if _CONSTANTS.issuperset(map(type, constants)) else None
+        return (kinds, constants, num_warps, num_stages, *parts), device, passed
 
 
 def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
