@@ -49,18 +49,12 @@ class _Form:
         self._described: list[tuple[int, Any, dict[Any, list[Any]]]] = []
         if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
             return
-        self._raw = launcher.launch
-        self._options = (
-            launcher.launch_cooperative_grid,
-            launcher.launch_pdl,
-            None,
-            None,
-            self._packed,
-            None,
-            None,
-            None,
-        )
         held = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+        if None in (held.get("tensordesc_meta") or ()):
+            return  # descriptors that the kernel takes apart, with the tensor itself among their parts
+        modes, no_scratch, no_hooks = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None,) * 2, (None,) * 3
+        self._options = *modes, *no_scratch, self._packed, *no_hooks
+        self._raw = launcher.launch
         if "tensordesc_indices" in held:
             self._raw = held["launcher"]
             places = sorted(held["tensordesc_indices"], reverse=True)  # from the last: what is put in moves the others
@@ -141,7 +135,7 @@ class Direct:
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
         try:
             self._compiled[key] = _Form(compiled)
-        except (AttributeError, KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             self._usable = False
 
     def _describe(
