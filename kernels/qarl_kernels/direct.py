@@ -49,18 +49,12 @@ class _Form:
         self._described: list[tuple[int, Any, dict[Any, list[Any]]]] = []
         if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
             return
-        self._raw = launcher.launch
-        self._options = (
-            launcher.launch_cooperative_grid,
-            launcher.launch_pdl,
-            None,
-            None,
-            self._packed,
-            None,
-            None,
-            None,
-        )
         held = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+        if None in (held.get("tensordesc_meta") or ()):
+            return  # descriptors that the kernel takes apart, with the tensor itself among their parts
+        modes, no_scratch, no_hooks = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None,) * 2, (None,) * 3
+        self._options = *modes, *no_scratch, self._packed, *no_hooks
+        self._raw = launcher.launch
         if "tensordesc_indices" in held:
             self._raw = held["launcher"]
             places = sorted(held["tensordesc_indices"], reverse=True)  # from the last: what is put in moves the others
@@ -122,7 +116,9 @@ class Direct:
         key, device, passed = described
         found = self._compiled.get(key)
         if found is None:
-            self._keep(key, ordinary())
+            compiled = ordinary()  # constants of other kinds may compare in their own way: never kept, never found
+            if _CONSTANTS.issuperset(map(type, key[1])):
+                self._keep(key, compiled)
         elif device == current_device():
             found.start(grid, device, passed)
         else:
@@ -139,7 +135,7 @@ class Direct:
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
         try:
             self._compiled[key] = _Form(compiled)
-        except (AttributeError, KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             self._usable = False
 
     def _describe(
@@ -147,7 +143,8 @@ class Direct:
     ) -> tuple[tuple[Any, ...], int, list[Any]] | None:
         """What the compiled form depends on, the device, and the values by place with addresses for tensors.
 
-        None where that is not known: an argument of another kind, or left to its default, or in the host's memory.
+        The key's second part is the constants. None where the rest is not known: an argument of another kind, or left
+        to its default, or in the host's memory.
         """
         if len(arguments) != self._count:
             return None
@@ -188,8 +185,7 @@ class Direct:
                 return None
         if device < 0:
             return None
-        key = (kinds, num_warps, num_stages, constants, *parts)
-        return (key, device, passed) if _CONSTANTS.issuperset(map(type, constants)) else None
+        return (kinds, constants, num_warps, num_stages, *parts), device, passed
 
 
 def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,33 +91,41 @@ def quantize_parameters(
     """
     shared = shared or {}
     forms: dict[str, QuantizedWeight | Tensor] = {}
-    faulty: list[Tensor] = []  # of each form a scalar on its device
+    counts: dict[str, Tensor] = {}  # of quantized weights: how many of its values are not finite
+    largest: dict[str, Tensor] = {}  # of others: the largest magnitude, which is NaN or infinite if any value is
     for name, master in masters.items():
         scheme = scheme_of(name)
-        try:
-            forms[name], bad = _unchecked(name, master.detach(), scheme, dtype, kernels, shared.get(name))
-        except ValueError as error:
-            raise UserError(f"quantize version {version}: {error}") from error
-        faulty.append(bad)
-    if faulty:
-        for name, bad in zip(forms, torch.stack(faulty).tolist(), strict=True):
-            if bad:
-                quantize_parameter(name, masters[name], scheme_of(name), dtype, version, kernels, shared.get(name))
-                raise AssertionError(f"{name} was not finite, and now it is")
+        if scheme is not None:
+            try:
+                forms[name], counts[name] = _quantized(name, master.detach(), scheme, kernels, shared.get(name))
+            except ValueError as error:
+                raise UserError(f"quantize version {version}: {error}") from error
+            continue
+        value = forms[name] = master.detach().to(dtype, copy=True)
+        if value.numel():
+            largest[name] = torch.linalg.vector_norm(value, torch.inf)
+    faulty = _faulty(counts, largest)
+    for name in filter(faulty.__contains__, masters):
+        quantize_parameter(name, masters[name], scheme_of(name), dtype, version, kernels, shared.get(name))
+    assert not faulty, f"{sorted(faulty)} were not finite, and now they are"
     return build_snapshot(version, forms.items())
 
 
-def _unchecked(
-    name: str, master: Tensor, scheme: Scheme | None, dtype: torch.dtype, kernels: bool, shared: Tensor | None
-) -> tuple[QuantizedWeight | Tensor, Tensor]:
-    """What is published of a master, and a scalar on its device: True where it has a value that is not finite."""
-    if scheme is None:
-        value = master.to(dtype, copy=True)
-        return value, value.isfinite().all().logical_not_()
+def _quantized(
+    name: str, master: Tensor, scheme: Scheme, kernels: bool, shared: Tensor | None
+) -> tuple[QuantizedWeight, Tensor]:
+    """`quantize_weight` without its look at the second part: a scalar on the device, 0 where all values are finite."""
     n, k = master.shape
     check_shape(scheme, name, n, k)
     tensors, bad = scheme.quantize(master.contiguous(), kernels, shared)
-    return QuantizedWeight(scheme, tensors, (n, k)), (bad != 0).reshape(())
+    return QuantizedWeight(scheme, tensors, (n, k)), bad.reshape(())
+
+
+def _faulty(counts: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> set[str]:
+    """Names whose count is not 0 or whose largest magnitude is not finite; one transfer from the device."""
+    stacked = [torch.stack(list(some.values())).double() for some in (counts, largest) if some]
+    seen = iter(torch.cat(stacked).tolist() if stacked else [])
+    return {name for name in counts if next(seen)} | {name for name in largest if not math.isfinite(next(seen))}
 
 
 def named_tensors(name: str, form: QuantizedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:

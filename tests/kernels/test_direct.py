@@ -240,8 +240,8 @@ def test_triton_3_6_s_own_launcher_gets_what_triton_would_pass_and_encodes_a_des
         encoded.append((value.base.data_ptr(), meta))
         return [f"map {meta}", *value.shape, *value.strides]
 
-    def wrapped() -> Any:
-        launcher, tensordesc_indices, tensordesc_meta = lambda *given: got.append(given), {0, 2}, ["first", "second"]
+    def wrapped(metas: list[str | None]) -> Any:
+        launcher, tensordesc_indices, tensordesc_meta = lambda *given: got.append(given), {0, 2}, metas
 
         def inner(*given: Any) -> None:
             raise AssertionError((launcher, tensordesc_indices, tensordesc_meta))
@@ -251,10 +251,12 @@ def test_triton_3_6_s_own_launcher_gets_what_triton_would_pass_and_encodes_a_des
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(direct.nvidia, "make_tensordesc_arg", expand)
     monkeypatch.setattr(direct, "current_stream", lambda device: 7)
-    run = SimpleNamespace(
-        global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True, launch=wrapped()
-    )
-    form = direct._Form(SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0)))
+    run = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True)
+    compiled = SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0))
+    run.launch = wrapped([None, "second"])
+    assert direct._Form(compiled)._raw is None  # what such a descriptor becomes has the tensor in it
+    run.launch = wrapped(["first", "second"])
+    form = direct._Form(compiled)
     left, right = descriptor(MATRIX, (32, 16)), descriptor(MATRIX[32:], (16, 16))
     for _ in range(2):
         form.start((3,), 0, [left, 5, right, 6])

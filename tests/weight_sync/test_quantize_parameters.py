@@ -15,13 +15,19 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.bias": (24,),
     "model.layers.0.mlp.down_proj.weight": (16, 128),
     "model.norm.weight": (64,),
+    "model.nothing.weight": (0, 4),
 }
-KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"))]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE.type == "cpu",
+    reason="needs a GPU or TRITON_INTERPRET=1",
+)
+KERNELS = [False, pytest.param(True, marks=runs_kernels)]
 
 
 def masters() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in SHAPES.items()}
 
 
 def scheme_of(scheme: str):
@@ -48,15 +54,16 @@ def test_the_snapshot_is_that_of_one_after_the_other(scheme: str, kernels: bool)
     }
     for name, value in masters().items():
         assert torch.equal(values[name], value)
-        assert found.tensors.get(name) is None or found.tensors[name].data_ptr() != values[name].data_ptr()
+        if name in found.tensors and value.numel():
+            assert found.tensors[name].data_ptr() != values[name].data_ptr()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38])
-@pytest.mark.parametrize("first", list(SHAPES))
+@pytest.mark.parametrize("first", list(SHAPES)[:-1])
 def test_the_first_that_is_not_finite_is_named_as_ever(first: str, value: float, kernels: bool) -> None:
     values, of = masters(), scheme_of("w4a16")
-    for name in list(SHAPES)[list(SHAPES).index(first) :]:
+    for name in list(SHAPES)[list(SHAPES).index(first) : -1]:
         values[name].view(-1)[1] = value
 
     def message(make) -> str:
@@ -109,9 +116,9 @@ def test_no_masters_make_an_empty_snapshot() -> None:
     assert quantize_parameters({}, scheme_of("fp8"), torch.bfloat16, 0).tensors == {}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU to wait for")
 def test_a_gpu_is_waited_for_once() -> None:
-    values = {name: value.cuda() for name, value in masters().items()}
+    values = masters()
     of = scheme_of("w4a16")
     quantize_parameters(values, of, torch.bfloat16, 3, True)  # compiles
     torch.cuda.set_sync_debug_mode("warn")
