@@ -36,6 +36,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats
 
 PARTS = ("learner", "hf", "canary", "optimizer", "step", "trl")
 SCHEMED = ("learner", "canary", "optimizer", "step")  # parts that there are of each scheme
+CONFIGURED = ("learner", "optimizer", "step")  # parts that read a configuration of qarl
 MODES = ("elementwise", "mlp", "products", "layer")
 LOG_LINES = 30  # shown of a case that failed
 
@@ -129,7 +130,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
         keep_freed_memory()
     shape = shape_of(options.shape, options.layers, options.vocabulary, options.tokenizer)
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
-    if options.set:
+    if options.set and options.part in CONFIGURED:
         labels["set"] = options.set
     if options.part in ("step", "trl"):
         labels |= {"prompts": options.prompts, "responses": options.responses}

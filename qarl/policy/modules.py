@@ -132,7 +132,7 @@ def replace_modules(
 
 def _prove_norm(name: str, original: nn.Module) -> None:
     weight = original.weight.detach()
-    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device)
     norm = RMSNorm(original, name, Role(View({}, {f"{name}.weight": weight}, weight)))
     with torch.no_grad():
         if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6):
