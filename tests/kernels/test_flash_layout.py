@@ -44,8 +44,16 @@ def test_items_cover_every_pair_of_a_key_tile_and_a_query_once() -> None:
         for i, row in enumerate(rows):
             last[row] = max(last.get(row, 0), rows[-1]) if i < before or len(rows) > before else row
     pieces: dict[int, list[tuple[int, int, int]]] = {}
-    for row, count, position, start, end, slot in layout.items.tolist():
-        assert position == layout.positions[row] and end - start <= ITEM_ROWS and count <= TILE
+    own_end = {}
+    for rows, before in sequences(GROUPS):
+        own_end |= dict.fromkeys(rows[before:], rows[-1] + 1 if rows else 0)
+    for row, count, position, start, end, slot, segment_end in layout.items.tolist():
+        assert (
+            segment_end == own_end[row]
+            and position == layout.positions[row]
+            and end - start <= ITEM_ROWS
+            and count <= TILE
+        )
         pieces.setdefault(row, []).append((start, end, slot))
     cuts = {row: (first, slots) for row, _, first, slots in layout.cuts.tolist()}
     for row, found in pieces.items():

@@ -8,10 +8,11 @@ from attention_batches import Batch, Groups, sequences
 from products import random, relative_error
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward import attention_backward
-from qarl_kernels.flash.forward import attention_forward
+from qarl_kernels.flash.forward import CANDIDATES, attention_forward, run
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 pytestmark = [
     pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
@@ -59,7 +60,7 @@ def test_shared_prompts(device) -> None:
 
 @pytest.mark.parametrize("window", [3, 64, 100])
 def test_windows(device, window) -> None:
-    _check(Batch.random([(70, [65, 0, 1]), (1, [130])], 1, 1, 64, device), window)
+    _check(Batch.random([(150, [65, 0]), (1, [260])], 1, 1, 64, device), window)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 96), (3, 1, 80), (8, 1, 64), (2, 2, 128), (1, 1, 256)])
@@ -121,6 +122,22 @@ def test_a_row_that_is_not_finite_spoils_only_rows_that_see_it(device) -> None:
     layout = packed_layout(batch.groups, device)
     out, _ = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale)
     assert out[5:7].isnan().all() and out[:5].isfinite().all() and out[7:].isfinite().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no tensor cores, whose order counts")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
+def test_every_tile_gives_the_same_bits(device, tile, dim) -> None:
+    batch = Batch.random([(300, [400, 0, 1]), (64, [30])], 4, 2, dim, device)
+    layout = packed_layout(batch.groups, device)
+    out, lse = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale)
+    other, other_lse = torch.empty_like(out), torch.empty(*lse.shape, device=device)
+    operands = batch.q, batch.k, batch.v, other, other_lse, layout.queries, batch.scale, None, True
+    try:
+        run(*operands, tile=tile)
+    except OutOfResources:
+        pytest.skip("does not fit this GPU")
+    assert torch.equal(other, out) and torch.equal(other_lse, lse)
 
 
 def test_no_tokens(device) -> None:

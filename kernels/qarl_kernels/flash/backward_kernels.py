@@ -144,7 +144,7 @@ def key_grad_kernel(
     partial,  # (partials, 2, H_kv, TILE, D) fp32
     stats,  # (4, 2, H, T_PAD) fp32, see stats_kernel
     positions,  # (T,) int64
-    items,  # (m, 6) int32, see PackedLayout.items
+    items,  # (m, 7) int32, see PackedLayout.items
     scale,
     scale2,  # scale * log2(e)
     T_PAD,
@@ -166,7 +166,7 @@ def key_grad_kernel(
 ):
     """Scores stand transposed, (keys, queries), so that both products with them take them from registers."""
     kv_head = tl.program_id(0)
-    entry = items + tl.program_id(1) // (TILE // BLOCK_N) * 6
+    entry = items + tl.program_id(1) // (TILE // BLOCK_N) * 7
     skip = tl.program_id(1) % (TILE // BLOCK_N) * BLOCK_N
     count = tl.load(entry + 1) - skip
     if count <= 0:
@@ -177,6 +177,10 @@ def key_grad_kernel(
     end = tl.load(entry + 4)
     slot = tl.load(entry + 5)
     count = tl.minimum(count, BLOCK_N)
+    if WINDOW:
+        limit = row + BLOCK_N - 1 + window
+        if limit <= tl.load(entry + 6):  # the window ends before the continuations begin, whose positions go on there
+            end = tl.minimum(end, limit)
 
     d = tl.arange(0, D_PAD)
     m = tl.arange(0, BLOCK_M)
