@@ -291,19 +291,25 @@ def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Te
     return q, k, v
 
 
+def _attention_heads() -> list[tuple[int, torch.dtype]]:
+    """Head sizes and dtypes; 256, which spills before Hopper, on Hopper alone."""
+    hopper = capability_of(empty(1)) >= (9, 0)
+    return [(64, BF16), (96, BF16), (128, torch.float16), (128, BF16)] + [(256, BF16)] * hopper
+
+
 def attention_forward() -> Iterator[str]:
     """Packed forward, with every head size; short and long sequences, and a window."""
     short, long = (flash_layout.packed_layout([(p, [500] * 8)], torch.device("cpu")) for p in (96, 600))
-    for dim, dtype in ((64, BF16), (80, BF16), (96, BF16), (128, BF16), (128, torch.float16), (256, BF16)):
+    for dim, dtype in _attention_heads():
         for layout, window in ((short, None), (long, None), (long, 300)):
             q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
             flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
-            yield f"attention forward {dim} {dtype} window {window} wgmma"
+            yield f"attention forward {dim} {dtype} window {window}" + " wgmma" * (capability_of(q) >= (9, 0))
 
 
 def attention_backward() -> Iterator[str]:
     layout = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu"))
-    for dim, dtype in ((64, BF16), (96, BF16), (128, BF16), (128, torch.float16), (256, BF16)):
+    for dim, dtype in _attention_heads():
         q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
         out, lse = empty(*q.shape, dtype=dtype), empty(16, layout.tokens, dtype=FP32)
         for window in (None, 300):
@@ -315,7 +321,7 @@ def attention_paged() -> Iterator[str]:
     """Prefill of two spans and decode of one, pages of either order of axes."""
     spans = [0, 5, 6], [5, 1, 2000], [0, 2000, 0], [[0], list(range(1, 127)), list(range(127, 260))]
     layout = flash_paged.paged_layout(*spans, torch.device("cpu"))
-    for dim in (64, 128, 256):
+    for dim in dict(_attention_heads()):
         for axis, shape in ((2, (8, 16)), (1, (32, 8))):
             cache = empty(300, *shape, dim)
             for window in (None, 300):

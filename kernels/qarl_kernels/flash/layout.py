@@ -30,8 +30,9 @@ class PackedLayout:
     queries: (n, 6) int32, per tile of query rows: first row, rows, position of the first row, first row of the
         prompt, positions below which keys are the prompt's, first row of the keys from there on. Longest first.
     long_tiles: how many of the tiles, the first ones, see more than one CHUNK of keys.
-    items: (m, 6) int32, work of the key gradient: first key row, key rows, position of the first key, first query
-        row, end of the query rows, number of the partial sum or -1 where the tile has one item only. Longest first.
+    items: (m, 7) int32, work of the key gradient: first key row, key rows, position of the first key, first query
+        row, end of the query rows, number of the partial sum or -1 where the tile has one item only, end of the rows
+        of the keys' own prompt or continuation. Longest first.
     partials: partial sums that items write.
     cuts: (c, 4) int32, tiles of several items: first key row, key rows, first partial sum, partial sums.
     """
@@ -86,13 +87,14 @@ def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> 
     several = count > 1
     counted = np.where(several, count, 0)
     first_partial = np.cumsum(counted) - counted
-    items = np.empty((tile.size, 6), np.int32)
+    items = np.empty((tile.size, 7), np.int32)
     items[:, 0] = key_row[tile]
     items[:, 1] = np.minimum(lengths[segment] - start, TILE)[tile]
     items[:, 2] = (shared[segment] + start)[tile]
     items[:, 3] = key_row[tile] + offset
     items[:, 4] = np.minimum(items[:, 3] + ITEM_ROWS, seen_until[segment][tile])
     items[:, 5] = np.where(several[tile], first_partial[tile] + offset // ITEM_ROWS, -1)
+    items[:, 6] = ends[segment][tile]
     cuts = np.empty((int(several.sum()), 4), np.int32)
     whole = np.flatnonzero(several)
     cuts[:, 0] = key_row[whole]

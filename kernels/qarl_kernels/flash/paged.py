@@ -11,21 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot
-from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
-from qarl_kernels.flash.forward import check, columns, padded, page_of, run
+from qarl_kernels.flash.decode import decode
+from qarl_kernels.flash.forward import check, run
 from qarl_kernels.flash.layout import upload
-from qarl_kernels.flash.steps import LOG2E, accumulate, merge, normalised, probabilities, row_total
-from qarl_kernels.launch import launch
-
-# By head size padded to a power of two: threads and loads ahead of a decode program.
-DECODE = {64: (4, 3), 128: (4, 3), 256: (8, 2)}
-DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (2, 3, 4, 5)]
 
 
 @dataclass(frozen=True)
@@ -224,6 +215,8 @@ def merge_kernel(
     tl.store(at, narrow(normalised(acc, total), out.dtype.element_ty), mask=(d < D)[None, :])
 
 
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -254,7 +247,7 @@ def paged_attention(
         run(q, k_cache, v_cache, out, None, queries, scale, window, chunks, layout.pages, token_axis)
     row, sequence, lengths = layout.decodes.unbind(1)
     spans = (layout.pages, row, sequence, lengths)
-    _decode(q, k_cache, v_cache, out, *spans, scale, window, layout.longest, token_axis)
+    decode(q, k_cache, v_cache, out, *spans, scale, window, layout.longest, token_axis)
     return out
 
 
@@ -281,87 +274,8 @@ def decode_attention(
     """
     _check_cache(q, k_cache, v_cache, scale, window, token_axis)
     out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-    _decode(q, k_cache, v_cache, out, page_table, None, None, lengths, scale, window, max_length, token_axis)
+    decode(q, k_cache, v_cache, out, page_table, None, None, lengths, scale, window, max_length, token_axis)
     return out
-
-
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    pages: Tensor,
-    rows: Tensor | None,
-    sequences: Tensor | None,
-    lengths: Tensor,
-    scale: float,
-    window: int | None,
-    max_length: int,
-    token_axis: int,
-) -> None:
-    heads, dim = q.shape[1:]
-    head_axis = 3 - token_axis
-    rep = heads // k.shape[head_axis]
-    together = min(64, max(16, triton.next_power_of_2(rep)))
-    sequences_count, chunks = lengths.shape[0], max(1, triton.cdiv(max_length, tables.CHUNK))
-    partial = state = None
-    if chunks > 1:
-        partial = torch.empty(sequences_count, heads, chunks, dim, dtype=torch.float32, device=q.device)
-        state = torch.empty(sequences_count, heads, chunks, 2, dtype=torch.float32, device=q.device)
-    warps, stages = DECODE[padded(dim)]
-    launch(
-        decode_kernel,
-        (chunks, k.shape[head_axis] * triton.cdiv(rep, together), sequences_count),
-        num_warps=warps,
-        num_stages=stages,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        partial=partial,
-        state=state,
-        pages=pages,
-        rows=rows,
-        sequences=sequences,
-        lengths=lengths,
-        scale=scale * LOG2E,
-        rep=rep,
-        window=window or 0,
-        stride_lengths=lengths.stride(0),
-        stride_q=q.stride(0),
-        stride_k=k.stride(token_axis),
-        stride_v=v.stride(token_axis),
-        stride_k_head=k.stride(head_axis),
-        stride_v_head=v.stride(head_axis),
-        stride_k_page=k.stride(0),
-        stride_v_page=v.stride(0),
-        stride_pages=pages.stride(0),
-        D=dim,
-        D_PAD=padded(dim),
-        BLOCK=tables.BLOCK,
-        HEADS=together,
-        PAGE=k.shape[token_axis],
-        CHUNK=tables.CHUNK,
-        WINDOW=window is not None,
-    )
-    if chunks > 1:
-        launch(
-            merge_kernel,
-            (heads, sequences_count),
-            num_warps=1,
-            partial=partial,
-            state=state,
-            out=out,
-            rows=rows,
-            lengths=lengths,
-            chunks=chunks,
-            window=window or 0,
-            stride_lengths=lengths.stride(0),
-            D=dim,
-            D_PAD=padded(dim),
-            CHUNK=tables.CHUNK,
-            WINDOW=window is not None,
-        )
 
 
 def _check_cache(

@@ -61,3 +61,18 @@ def row_total(total):
 def normalised(acc, total):
     """acc / total; a row that saw no key gives zeros."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def columns(rows, d, D: tl.constexpr):
+    """Mask of a tile (rows, padded D) from that of its rows; what pads the head size is out."""
+    mask = rows[:, None]
+    if d.shape[0] != D:
+        mask = mask & (d < D)[None, :]
+    return mask
+
+
+@triton.jit
+def page_of(pages, at, end, PAGE: tl.constexpr):
+    """Page of each position, 0 past the end, int64. pages: a sequence's line of the table."""
+    return tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)

@@ -1,0 +1,237 @@
+"""Attention of one query token a sequence over a paged KV cache: kernels and their launches, see `paged.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.blocks import dot
+from qarl_kernels.casts import narrow
+from qarl_kernels.flash import layout as tables
+from qarl_kernels.flash.forward import padded
+from qarl_kernels.flash.steps import (
+    LOG2E,
+    accumulate,
+    columns,
+    merge,
+    normalised,
+    page_of,
+    probabilities,
+    row_total,
+)
+from qarl_kernels.launch import launch
+
+# By head size padded to a power of two: threads and loads ahead of a decode program.
+DECODE = {64: (4, 3), 128: (4, 3), 256: (8, 2)}
+DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (2, 3, 4, 5)]
+
+
+@triton.jit(do_not_specialize=["rows", "sequences", "lengths", "window", "stride_lengths", "stride_pages"])
+def decode_kernel(
+    q,  # (T, H, D) 16-bit
+    k,  # cache
+    v,
+    out,  # (T, H, D) contiguous
+    partial,  # (S, H, C, D) fp32, or None where one chunk is all
+    state,  # (S, H, C, 2) fp32: top and total
+    pages,  # (S, P) int32
+    rows,  # (S,) int32 row of q, None: the sequence's number
+    sequences,  # (S,) int32 line of pages, None: the sequence's number
+    lengths,  # (S,) int32 keys of each sequence
+    scale,
+    rep,
+    window,
+    stride_lengths,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_k_head,
+    stride_v_head,
+    stride_k_page,
+    stride_v_page,
+    stride_pages,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
+    groups = tl.cdiv(rep, HEADS)
+    kv_head = tl.program_id(1) // groups
+    number = tl.program_id(2)
+    heads = tl.num_programs(1) // groups * rep
+    length = tl.load(lengths + number * stride_lengths)
+    first = chunk * CHUNK
+    end = tl.minimum(length, first + CHUNK)
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(length - window, 0)
+    if (chunks > 1) & ((first >= length) | (end <= lowest)):
+        return
+    line = number
+    row = number
+    if rows is not None:
+        row = tl.load(rows + number * stride_lengths)
+        line = tl.load(sequences + number * stride_lengths)
+
+    d = tl.arange(0, D_PAD)
+    m = tl.arange(0, HEADS)
+    n = tl.arange(0, BLOCK)
+    in_group = tl.program_id(1) % groups * HEADS + m
+    head = kv_head * rep + in_group
+    k += kv_head.to(tl.int64) * stride_k_head
+    v += kv_head.to(tl.int64) * stride_v_head
+    pages += line.to(tl.int64) * stride_pages
+    here = columns(in_group < rep, d, D)
+    query = tl.load(q + row.to(tl.int64) * stride_q + head[:, None] * D + d[None, :], mask=here, other=0.0)
+
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS, 16), tl.float32)
+    acc = tl.zeros((HEADS, D_PAD), tl.float32)
+    for start in tl.range(tl.maximum(first, lowest // BLOCK * BLOCK), end, BLOCK):
+        at = start + n
+        page = page_of(pages, at, end, PAGE)
+        seen = columns(at < end, d, D)
+        k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
+        v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
+        keys = tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0)
+        values = tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0)
+        scores = dot(query, keys.T, tl.zeros((HEADS, BLOCK), tl.float32))
+        scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
+        p, factor, top = probabilities(scores, top, scale)
+        total, acc = accumulate(p, values, factor, total, acc)
+
+    sums = row_total(total)
+    if partial is None:
+        at_out = out + row.to(tl.int64) * heads * D + head[:, None] * D + d[None, :]
+        tl.store(at_out, narrow(normalised(acc, sums), out.dtype.element_ty), mask=here)
+    else:
+        slot = (number.to(tl.int64) * heads + head) * chunks + chunk
+        tl.store(partial + slot[:, None] * D + d[None, :], acc, mask=here)
+        tl.store(state + slot * 2, top, mask=in_group < rep)
+        tl.store(state + slot * 2 + 1, sums, mask=in_group < rep)
+
+
+@triton.jit(do_not_specialize=["rows", "lengths", "chunks", "window", "stride_lengths"])
+def merge_kernel(
+    partial,  # (S, H, C, D) fp32
+    state,  # (S, H, C, 2) fp32
+    out,  # (T, H, D) 16-bit
+    rows,  # (S,) int32 row of out, None: the sequence's number
+    lengths,  # (S,) int32
+    chunks,
+    window,
+    stride_lengths,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    head = tl.program_id(0)
+    number = tl.program_id(1)
+    heads = tl.num_programs(0)
+    length = tl.load(lengths + number * stride_lengths)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // CHUNK
+    row = number
+    if rows is not None:
+        row = tl.load(rows + number * stride_lengths)
+    d = tl.arange(0, D_PAD)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, D_PAD), tl.float32)
+    base = (number.to(tl.int64) * heads + head) * chunks
+    one = tl.arange(0, 1)
+    for chunk in tl.range(first, tl.cdiv(length, CHUNK)):
+        slot = base + chunk + one
+        chunk_acc = tl.load(partial + slot[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+        chunk_top, chunk_total = tl.load(state + slot * 2), tl.load(state + slot * 2 + 1)
+        top, total, acc = merge(top, total, acc, chunk_top, chunk_total, chunk_acc)
+    at = out + (row.to(tl.int64) * heads + head) * D + one[:, None] + d[None, :]
+    tl.store(at, narrow(normalised(acc, total), out.dtype.element_ty), mask=(d < D)[None, :])
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    pages: Tensor,
+    rows: Tensor | None,
+    sequences: Tensor | None,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    max_length: int,
+    token_axis: int,
+) -> None:
+    heads, dim = q.shape[1:]
+    head_axis = 3 - token_axis
+    rep = heads // k.shape[head_axis]
+    together = min(64, max(16, triton.next_power_of_2(rep)))
+    sequences_count, chunks = lengths.shape[0], max(1, triton.cdiv(max_length, tables.CHUNK))
+    partial = state = None
+    if chunks > 1:
+        partial = torch.empty(sequences_count, heads, chunks, dim, dtype=torch.float32, device=q.device)
+        state = torch.empty(sequences_count, heads, chunks, 2, dtype=torch.float32, device=q.device)
+    warps, stages = DECODE[padded(dim)]
+    launch(
+        decode_kernel,
+        (chunks, k.shape[head_axis] * triton.cdiv(rep, together), sequences_count),
+        num_warps=warps,
+        num_stages=stages,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        partial=partial,
+        state=state,
+        pages=pages,
+        rows=rows,
+        sequences=sequences,
+        lengths=lengths,
+        scale=scale * LOG2E,
+        rep=rep,
+        window=window or 0,
+        stride_lengths=lengths.stride(0),
+        stride_q=q.stride(0),
+        stride_k=k.stride(token_axis),
+        stride_v=v.stride(token_axis),
+        stride_k_head=k.stride(head_axis),
+        stride_v_head=v.stride(head_axis),
+        stride_k_page=k.stride(0),
+        stride_v_page=v.stride(0),
+        stride_pages=pages.stride(0),
+        D=dim,
+        D_PAD=padded(dim),
+        BLOCK=tables.BLOCK,
+        HEADS=together,
+        PAGE=k.shape[token_axis],
+        CHUNK=tables.CHUNK,
+        WINDOW=window is not None,
+    )
+    if chunks > 1:
+        launch(
+            merge_kernel,
+            (heads, sequences_count),
+            num_warps=1,
+            partial=partial,
+            state=state,
+            out=out,
+            rows=rows,
+            lengths=lengths,
+            chunks=chunks,
+            window=window or 0,
+            stride_lengths=lengths.stride(0),
+            D=dim,
+            D_PAD=padded(dim),
+            CHUNK=tables.CHUNK,
+            WINDOW=window is not None,
+        )

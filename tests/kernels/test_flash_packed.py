@@ -1,0 +1,162 @@
+"""`flash.forward` and `flash.backward` on packed batches with shared prompts, against float64 with a dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_batches import Batch, Groups, sequences
+from products import random, relative_error
+from qarl_kernels.flash import layout as tables
+from qarl_kernels.flash.backward import attention_backward
+from qarl_kernels.flash.forward import CANDIDATES, attention_forward, run
+from qarl_kernels.flash.layout import packed_layout
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned", "small"),
+]
+
+# Empty continuations, prompts and continuations of one token, none at all, and ends around a block and a chunk.
+GROUPS: Groups = [(70, [65, 0, 1]), (1, [3, 128]), (0, [2]), (64, []), (127, [2])]
+SMALL: Groups = [(5, [9, 0, 1]), (1, [70])]
+# Probabilities are rounded once, as is the result: two roundings of 2^-9 (2^-12), of one product each.
+FORWARD = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+# Also the gradients of scores are rounded, and the output that they come from.
+BACKWARD = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two blocks and work items of two tiles: merges and partial sums with few tokens."""
+    monkeypatch.setattr(tables, "CHUNK", 128)
+    monkeypatch.setattr(tables, "ITEM_ROWS", 256)
+
+
+def _both(batch: Batch, window: int | None, grad: Tensor) -> tuple[Tensor, ...]:
+    layout = packed_layout(batch.groups, batch.q.device)
+    out, lse = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale, window)
+    return out, lse, *attention_backward(grad, batch.q, batch.k, batch.v, out, lse, layout, batch.scale, window)
+
+
+def _check(batch: Batch, window: int | None) -> None:
+    dtype = batch.q.dtype
+    grad = random(*batch.q.shape, seed=3, device=batch.q.device, dtype=dtype)
+    out, lse, *grads = _both(batch, window, grad)
+    inputs = batch.doubles()
+    expected, expected_lse = batch.exact(window, *inputs)
+    assert relative_error(out, expected) < FORWARD[dtype]
+    # the sum is one of rounded probabilities
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=FORWARD[dtype])
+    for given, wanted in zip(grads, torch.autograd.grad(expected, inputs, grad.double()), strict=True):
+        assert given.dtype == dtype and relative_error(given, wanted) < BACKWARD[dtype]
+
+
+def test_shared_prompts(device) -> None:
+    _check(Batch.random(GROUPS, 2, 1, 64, device), None)
+
+
+@pytest.mark.parametrize("window", [3, 64, 100])
+def test_windows(device, window) -> None:
+    _check(Batch.random([(150, [65, 0]), (1, [260])], 1, 1, 64, device), window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 96), (3, 1, 80), (8, 1, 64), (2, 2, 128), (1, 1, 256)])
+def test_heads(device, heads, kv_heads, dim) -> None:
+    _check(Batch.random([(5, [70, 1])], heads, kv_heads, dim, device), None)
+
+
+def test_float16(device) -> None:
+    _check(Batch.random(SMALL, 2, 1, 64, device, torch.float16), None)
+
+
+def test_partial_sums_of_a_prompt_that_many_see(device) -> None:
+    groups = [(130, [100] * 5)]
+    layout = packed_layout(groups, device)
+    assert layout.partials == 5 and layout.cuts.shape == (2, 4)  # 630 and 502 rows see its tiles
+    _check(Batch.random(groups, 1, 1, 64, device), None)
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(device) -> None:
+    batch = Batch.random(GROUPS, 2, 1, 64, device)
+    grad = random(*batch.q.shape, seed=3, device=device, dtype=batch.q.dtype)
+    out, lse, dq, _, _ = _both(batch, None, grad)
+    for rows, before in sequences(GROUPS):
+        if len(rows) == 0:
+            continue
+        alone = Batch([(len(rows), [])], *(t[rows] for t in (batch.q, batch.k, batch.v)), batch.scale)
+        own_out, own_lse, own_dq, _, _ = _both(alone, None, grad[rows])
+        own = rows[before:]
+        assert torch.equal(own_out[before:], out[own]) and torch.equal(own_lse[:, before:], lse[:, own])
+        assert torch.equal(own_dq[before:], dq[own])
+
+
+def test_a_group_has_the_same_gradients_alone_and_in_a_batch(device) -> None:
+    batch = Batch.random([(3, [1]), *SMALL], 2, 1, 64, device)
+    grad = random(*batch.q.shape, seed=3, device=device, dtype=batch.q.dtype)
+    together = _both(batch, None, grad)[2:]
+    alone = _both(Batch(SMALL, batch.q[4:], batch.k[4:], batch.v[4:], batch.scale), None, grad[4:])[2:]
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other[4:])
+
+
+def test_twice_the_same_bits_into_given_rows(device) -> None:
+    batch = Batch.random(SMALL, 2, 1, 64, device)
+    grad = random(*batch.q.shape, seed=3, device=device, dtype=batch.q.dtype)
+    out, lse, *grads = _both(batch, None, grad)
+    layout = packed_layout(SMALL, device)
+    wide = torch.full((layout.tokens, 4, 64), torch.nan, dtype=batch.q.dtype, device=device)
+    dq, dk, dv = wide[:, :2], wide[:, 2:3], wide[:, 3:]
+    strided = torch.zeros(layout.tokens, 3, 64, dtype=grad.dtype, device=device)[:, 1:]
+    strided.copy_(grad)
+    attention_backward(strided, batch.q, batch.k, batch.v, out, lse, layout, batch.scale, None, dq, dk, dv)
+    for one, other in zip(grads, (dq, dk, dv), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_that_is_not_finite_spoils_only_rows_that_see_it(device) -> None:
+    batch = Batch.random([(3, [4, 4])], 1, 1, 64, device)
+    batch.k[5] = torch.nan
+    layout = packed_layout(batch.groups, device)
+    out, _ = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale)
+    assert out[5:7].isnan().all() and out[:5].isfinite().all() and out[7:].isfinite().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no tensor cores, whose order counts")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tile", CANDIDATES, ids=str)
+def test_every_tile_gives_the_same_bits(device, tile, dim) -> None:
+    batch = Batch.random([(300, [400, 0, 1]), (64, [30])], 4, 2, dim, device)
+    layout = packed_layout(batch.groups, device)
+    out, lse = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale)
+    other, other_lse = torch.empty_like(out), torch.empty(*lse.shape, device=device)
+    operands = batch.q, batch.k, batch.v, other, other_lse, layout.queries, batch.scale, None, True
+    try:
+        run(*operands, tile=tile)
+    except OutOfResources:
+        pytest.skip("does not fit this GPU")
+    assert torch.equal(other, out) and torch.equal(other_lse, lse)
+
+
+def test_no_tokens(device) -> None:
+    layout = packed_layout([], device)
+    q = torch.zeros(0, 2, 64, dtype=torch.bfloat16, device=device)
+    out, lse = attention_forward(q, q[:, :1], q[:, :1], layout, 1.0)
+    assert out.shape == (0, 2, 64) and lse.shape == (2, 0)
+    dq, dk, _ = attention_backward(out, q, q[:, :1], q[:, :1], out, lse, layout, 1.0)
+    assert dq.shape == (0, 2, 64) and dk.shape == (0, 1, 64)
+
+
+def test_errors_name_what_is_wrong(device) -> None:
+    batch = Batch.random([(3, [])], 3, 1, 64, device)
+    layout = packed_layout([(4, [])], device)
+    with pytest.raises(ValueError, match="q has 3 rows, k 3 and the layout 4"):
+        attention_forward(batch.q, batch.k, batch.v, layout, 1.0)
+    with pytest.raises(ValueError, match="do not fit together"):
+        attention_forward(batch.q, batch.k.repeat(1, 2, 1), batch.v.repeat(1, 2, 1), layout, 1.0)
+    with pytest.raises(ValueError, match="bf16 or fp16"):
+        attention_forward(batch.q.float(), batch.k, batch.v, layout, 1.0)
+    with pytest.raises(ValueError, match="must be positive"):
+        attention_forward(batch.q, batch.k, batch.v, layout, -1.0)

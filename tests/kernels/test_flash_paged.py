@@ -1,0 +1,129 @@
+"""`flash.paged`: the packed forward's bits from a paged cache, in prefill, chunked prefill and decode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_batches import Batch
+from products import random, relative_error
+from qarl_kernels.flash import layout as tables
+from qarl_kernels.flash.forward import attention_forward
+from qarl_kernels.flash.layout import packed_layout
+from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned", "small"),
+]
+
+LENGTHS = [200, 1, 65]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two blocks: merges with few tokens."""
+    monkeypatch.setattr(tables, "CHUNK", 128)
+
+
+class Paged:
+    """Sequences without prompts, packed, and their keys and values in pages in a shuffled order among NaN."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, page: int, device: torch.device, axis: int = 2, dtype=torch.bfloat16
+    ) -> None:
+        self.batch = Batch.random([(n, []) for n in LENGTHS], heads, kv_heads, dim, device, dtype)
+        counts = [-(-n // page) for n in LENGTHS]
+        order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(4)).tolist()
+        self.pages = [[order.pop() for _ in range(count)] for count in counts]
+        self.first = [0, 200, 201]
+        self.axis = axis
+        self.cache = []
+        for rows in (self.batch.k, self.batch.v):
+            cache = torch.full((sum(counts) + 1, page, kv_heads, dim), torch.nan, dtype=dtype, device=device)
+            for s, length in enumerate(LENGTHS):
+                for position in range(length):
+                    cache[self.pages[s][position // page], position % page] = rows[self.first[s] + position]
+            self.cache.append(cache if axis == 1 else cache.transpose(1, 2).contiguous())
+
+    def packed(self, window: int | None = None) -> Tensor:
+        batch = self.batch
+        layout = packed_layout(batch.groups, batch.q.device)
+        return attention_forward(batch.q, batch.k, batch.v, layout, batch.scale, window)[0]
+
+    def attend(self, spans: list[tuple[int, int, int]], window: int | None = None) -> tuple[Tensor, list[int]]:
+        """Outputs of spans (sequence, first position, tokens), and the packed rows that they are."""
+        rows = [self.first[s] + position + i for s, position, count in spans for i in range(count)]
+        starts = [sum(count for _, _, count in spans[:i]) for i in range(len(spans))]
+        q = self.batch.q[rows]
+        layout = paged_layout(
+            starts,
+            [count for _, _, count in spans],
+            [position for _, position, _ in spans],
+            [self.pages[s] for s, _, _ in spans],
+            q.device,
+        )
+        return paged_attention(q, *self.cache, layout, self.batch.scale, window, self.axis), rows
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("page", "axis"), [(16, 2), (64, 1)])
+def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window) -> None:
+    paged = Paged(2, 1, 64, page, device, axis)
+    packed = paged.packed(window)
+    assert relative_error(packed, paged.batch.exact(window, *paged.batch.doubles())[0]) < 2**-8
+    # whole sequences; pieces that end around a block and a chunk; single tokens beside them
+    for spans in (
+        [(s, 0, length) for s, length in enumerate(LENGTHS)],
+        [(0, 0, 63), (2, 60, 5), (0, 63, 66), (0, 129, 71)],
+        [(0, 199, 1), (1, 0, 1), (2, 64, 1), (0, 127, 1), (0, 128, 1), (0, 63, 1)],
+        [(2, 63, 1), (0, 190, 10), (0, 64, 1)],
+    ):
+        out, rows = paged.attend(spans, window)
+        assert torch.equal(out, packed[rows]), spans
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (8, 1, 96), (20, 1, 64), (2, 2, 128)])
+def test_decode_of_grouped_heads(device, heads, kv_heads, dim) -> None:
+    paged = Paged(heads, kv_heads, dim, 32, device)
+    out, rows = paged.attend([(0, 199, 1), (1, 0, 1), (2, 64, 1)])
+    exact = paged.batch.exact(None, *paged.batch.doubles())[0][rows]
+    assert relative_error(out, exact) < 2**-8
+    alone, rows = paged.attend([(2, 64, 1)])
+    assert torch.equal(alone, out[2:])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_decode_from_tables_on_the_device(device, window) -> None:
+    paged = Paged(2, 1, 64, 16, device)
+    table = torch.full((4, 13), 1_000_000, dtype=torch.int32)
+    for line, pages in zip(table, paged.pages, strict=False):
+        line[: len(pages)] = torch.tensor(pages)
+    lengths = torch.tensor([*LENGTHS, 0], dtype=torch.int32)
+    q = torch.cat([paged.batch.q[[199, 200, 265]], random(1, 2, 64, seed=9, device=device, dtype=torch.bfloat16)])
+    for longest in (200, 500):
+        where = table.to(device), lengths.to(device)
+        out = decode_attention(q, *paged.cache, *where, paged.batch.scale, window, longest)
+        assert torch.equal(out[:3], paged.packed(window)[[199, 200, 265]])
+        assert out[3].eq(0).all()
+
+
+def test_pages_may_be_a_table_on_the_device(device) -> None:
+    paged = Paged(2, 1, 64, 64, device)
+    table = torch.tensor([paged.pages[0], [*paged.pages[2], 0, 0]], dtype=torch.int32, device=device)
+    layout = paged_layout([0, 1], [1, 2], [130, 7], table, device)
+    out = paged_attention(paged.batch.q[[130, 208, 209]], *paged.cache, layout, paged.batch.scale)
+    assert torch.equal(out, paged.packed()[[130, 208, 209]])
+
+
+def test_errors_name_what_is_wrong(device) -> None:
+    paged = Paged(2, 1, 64, 16, device)
+    layout = paged_layout([0], [1], [0], [[0]], device)
+    with pytest.raises(ValueError, match="q has 2 rows and the layout 1"):
+        paged_attention(paged.batch.q[:2], *paged.cache, layout, 1.0)
+    with pytest.raises(ValueError, match="token_axis 0"):
+        paged_attention(paged.batch.q[:1], *paged.cache, layout, 1.0, None, 0)
+    short = torch.zeros(3, 1, 8, 64, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="pages of 8 tokens"):
+        paged_attention(paged.batch.q[:1], short, short, layout, 1.0)
