@@ -105,7 +105,7 @@ def transpose(weight: Tensor, scale: Tensor | None = None) -> Transposed:
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     launch(
         transpose_kernel,
-        (triton.cdiv(k, CODES["BLOCK_C"]), triton.cdiv(n, CODES["BLOCK_R"])),
+        _grid(n, k),
         num_warps=8,
         x=weight,
         out=codes,
@@ -126,6 +126,11 @@ def _transposed(weight: Tensor | Transposed, scale: Tensor | None) -> Transposed
 def _lines(rows: int, columns: int, device: torch.device) -> Tensor:
     """Room for codes (rows, columns), rows a multiple of LINE apart; transposing kernels put zeros between."""
     return torch.empty(rows, triton.cdiv(columns, LINE) * LINE, dtype=E4M3, device=device)[:, :columns]
+
+
+def _grid(rows: int, columns: int) -> tuple[int, int]:
+    """Programs of a kernel that transposes (rows, columns): to the end of the lines."""
+    return triton.cdiv(columns, CODES["BLOCK_C"]), triton.cdiv(rows, LINE) * (LINE // CODES["BLOCK_R"])
 
 
 def quantize(
@@ -159,7 +164,7 @@ def quantize(
     launch(extents_kernel, grid, num_warps=4, **shared, **EXTENTS)
     launch(
         codes_kernel,
-        (triton.cdiv(n, CODES["BLOCK_C"]), triton.cdiv(m, CODES["BLOCK_R"])),
+        _grid(m, n),
         num_warps=8,
         row_codes=row_codes,
         row_scale=scales[n:],

@@ -114,6 +114,7 @@ def _pass(
     vocabulary = weight.shape[0]
     chosen, tma = _tile(STATISTICS_TILES[0], hidden, weight)
     tile = tile or chosen
+    assert PITCH % tile.block_m == 0, tile
     tiles = triton.cdiv(vocabulary, tile.block_n)
     found = Statistics.empty(rows, hidden.device)
     target_logit = torch.empty(rows, dtype=torch.float32, device=hidden.device)

@@ -273,3 +273,17 @@ def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(device) -> None:
     for tile in head.GRADIENT_TILES:
         found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None, tile)
         assert relative_error(found, whole) < 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
+@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), Truncation(min_p=0.05)], ids=str)
+def test_on_a_gpu_nothing_waits_for_it(device, truncation) -> None:
+    hidden, weight, targets = _case(300, 20_000, 256, torch.bfloat16, device)
+    master, ours = weight.float().requires_grad_(), hidden.clone().requires_grad_()
+    for mode in ("default", "error"):  # kernels are compiled first
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            logp, entropy = token_logprobs(ours, master, weight, targets, truncation, 64)
+            torch.autograd.backward([logp, entropy], [torch.ones_like(logp), torch.ones_like(entropy)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
