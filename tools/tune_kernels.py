@@ -185,6 +185,12 @@ def launches_of(
             for tile in dict.fromkeys(tiles + [tile for m in rows for tile in candidates(family, m)]):
                 if tile.way not in ("library", "dequantized"):
                     problem.product(tile)
+            for n, k in shapes or ():
+                for m in rows:
+                    if Tile("dequantized") in candidates(family, m):
+                        problem = Problem(family, n, k, torch.device("meta"))
+                        problem.rows(m)
+                        problem.product(Tile("dequantized"))
     return launches
 
 

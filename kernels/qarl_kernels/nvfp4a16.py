@@ -7,7 +7,7 @@ nibble j of its words, holds 16 neighbouring features, which is a group with one
 - `wide`: wgmma with the weight as the register operand.
 - `dequantized`: codes * scale to a matrix once, then `gemm`'s kernel.
 
-The tiles have not been tuned: they are the defaults of w4a16, whose kernels have the same shape.
+Where no table has tiles for it, the defaults of w4a16 serve, whose kernels have the same shape.
 
 A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core; the
 sum in float32 is multiplied by fl(1 / global scale), bias is added, and the result rounded once. K is never split.
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import gemm, tuning
-from qarl_kernels.blocks import dot, int4_rows, tile_of
+from qarl_kernels.blocks import COMPILED, dot, int4_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
@@ -31,31 +31,52 @@ from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tuning import Tile
 
 
-@triton.jit
-def _scale(word, i: tl.constexpr):
-    """Byte i of word, an e4m3 scale that is not negative, times 2^14 as float32, exact; `_plane` has the 2^-14."""
-    half = (((word >> (8 * i)) & 0xFF) << 7).to(tl.int16).to(tl.float16, bitcast=True)  # the scale times 2^-8
-    return (half.to(tl.float32) * 4194304.0)[:, None]
+def _planes_asm(half: bool) -> str:
+    """PTX that turns two words of codes and the two words of their eight scales into eight pairs of 16-bit weights.
 
-
-@triton.jit
-def _pair(words, j: tl.constexpr):
-    """Nibbles j and j + 4 of each word as two fp16 bit patterns, the first in the low half: code * 2^-14, exact.
-
-    An e2m1 nibble's bits are sign, exponent and mantissa of an fp16, whose bias is 14 larger; subnormals agree too.
+    Operands: eight outputs (pairs), two words, and the words of the first and of the last four scales, each of them
+    twice because both elements of a pair have it. A nibble's sign, exponent and mantissa are moved to where a 16-bit
+    float has them, which makes code * 2^-126 (in fp16 2^-14); bits of e4m3 likewise, which makes scale * 2^-120 (2^-8);
+    subnormals agree. Multiplying by the powers of two is exact, and so is the product of code and scale.
     """
-    if j == 3:
-        magnitude = words >> 3
+    if half:
+        kind, mantissa, magnitude, byte, code, scale = "f16x2", 9, "0x0E000E00", 7, "0x74007400", "0x5C005C00"
     else:
-        magnitude = words << (9 - 4 * j)
-    return ((words << (12 - 4 * j)) & -0x7FFF8000) | (magnitude & 0x0E000E00)
+        kind, mantissa, magnitude, byte, code, scale = "bf16x2", 6, "0x01C001C0", 4, "0x7E807E80", "0x7B807B80"
+    lines = [
+        ".reg .b32 even, odd, sign, size, part, up, step, steps, none, zero;",
+        f"mov.b32 sign, 0x80008000; mov.b32 size, {magnitude}; mov.b32 none, 0; mov.b32 zero, 0x80008000;",
+        f"mov.b32 up, {code}; mov.b32 steps, {scale};",
+        "prmt.b32 even, $8, $9, 0x5410; prmt.b32 odd, $8, $9, 0x7632;",
+    ]
+    for j in range(8):
+        source, place = ("even", 4 * j) if j < 4 else ("odd", 4 * (j - 4))
+        shift = mantissa - place
+        lines += [
+            f"{'shl' if shift >= 0 else 'shr'}.b32 part, {source}, {abs(shift)}; and.b32 part, part, size;",
+            f"shl.b32 ${j}, {source}, {12 - place}; lop3.b32 ${j}, ${j}, sign, part, 0xEA;",  # (a & b) | c
+            f"prmt.b32 step, ${10 if j < 4 else 12}, none, 0x4{j % 4}4{j % 4}; shl.b32 step, step, {byte};",
+            f"fma.rn.{kind} step, step, steps, zero; fma.rn.{kind} ${j}, ${j}, up, zero;",
+            f"fma.rn.{kind} ${j}, ${j}, step, zero;",
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_BF16, _FP16 = tl.constexpr(_planes_asm(half=False)), tl.constexpr(_planes_asm(half=True))
+_ARGUMENTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
+_EIGHT_BF16, _EIGHT_FP16 = tl.constexpr((tl.bfloat16,) * 8), tl.constexpr((tl.float16,) * 8)
 
 
 @triton.jit
-def _plane(pair, HIGH: tl.constexpr, scale, DTYPE: tl.constexpr):
-    """code * scale of one half of each pair, exact in DTYPE. scale: (BLOCK_N, 1), of `_scale`."""
-    bits = pair >> 16 if HIGH else pair
-    return narrow(bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale, DTYPE)
+def _plane(words, j: tl.constexpr, scales, DTYPE: tl.constexpr):
+    """The meaning of the assembly, one plane: code * scale, exact in DTYPE. scales: words of four scales (BLOCK_N, 1).
+
+    The bits of code and scale make halves of them times 2^-14 and 2^-8.
+    """
+    nibble = words >> (4 * j)
+    code = (((nibble & 8) << 12) | ((nibble & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+    scale = (((scales >> (8 * (j % 4))) & 0xFF) << 7).to(tl.int16).to(tl.float16, bitcast=True)
+    return narrow(code.to(tl.float32) * (scale.to(tl.float32) * 4194304.0), DTYPE)
 
 
 @triton.jit
@@ -65,20 +86,26 @@ def _planes(words, scales, width, DTYPE: tl.constexpr):
     words: int32 (BLOCK_N, 16). scales: pointers (BLOCK_N,) to the words of the block's first four scales; the other
     four are `width` on.
     """
-    first = tl.load(scales)
-    last = tl.load(scales + width)
-    a = _pair(words, 0)
-    b = _pair(words, 1)
-    c = _pair(words, 2)
-    d = _pair(words, 3)
-    p0 = _plane(a, False, _scale(first, 0), DTYPE)
-    p1 = _plane(b, False, _scale(first, 1), DTYPE)
-    p2 = _plane(c, False, _scale(first, 2), DTYPE)
-    p3 = _plane(d, False, _scale(first, 3), DTYPE)
-    p4 = _plane(a, True, _scale(last, 0), DTYPE)
-    p5 = _plane(b, True, _scale(last, 1), DTYPE)
-    p6 = _plane(c, True, _scale(last, 2), DTYPE)
-    p7 = _plane(d, True, _scale(last, 3), DTYPE)
+    first = tl.load(scales)[:, None]
+    last = tl.load(scales + width)[:, None]
+    if COMPILED:
+        p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
+            _BF16 if DTYPE == tl.bfloat16 else _FP16,
+            _ARGUMENTS,
+            [words, tl.broadcast_to(first, words.shape), tl.broadcast_to(last, words.shape)],
+            dtype=_EIGHT_BF16 if DTYPE == tl.bfloat16 else _EIGHT_FP16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        p0 = _plane(words, 0, first, DTYPE)
+        p1 = _plane(words, 1, first, DTYPE)
+        p2 = _plane(words, 2, first, DTYPE)
+        p3 = _plane(words, 3, first, DTYPE)
+        p4 = _plane(words, 4, last, DTYPE)
+        p5 = _plane(words, 5, last, DTYPE)
+        p6 = _plane(words, 6, last, DTYPE)
+        p7 = _plane(words, 7, last, DTYPE)
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
@@ -133,7 +160,7 @@ def narrow_kernel(
         acc = dot(p6, x6, acc)
         acc = dot(p7, x7, acc)
     acc *= tl.div_rn(1.0, tl.load(global_scale))
-    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
+    store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -155,12 +182,12 @@ def wide_kernel(
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. See `qarl_kernels.planes` for TMA and SPLIT."""
+    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. `qarl_kernels.planes` explains TMA and SPLIT."""
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
     m = pid_m * BLOCK_M
-    rm = m + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     words, row = int4_rows(tiled, rn, K, width)
     DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
@@ -178,7 +205,7 @@ def wide_kernel(
             xt = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 128, EVEN, TMA)
             acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
     acc *= tl.div_rn(1.0, tl.load(global_scale))
-    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
+    store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@ A `wide` kernel computes y^T = W x^T, the weight as the register operand of warp
 tensor cores rest while a program turns words into weights, unless another program on it keeps them busy, so what counts
 is that two or three fit: few registers, few stages. Two choices of a tile serve that, and change no bit:
 
-- tma: x comes through the tensor memory accelerator. By pointers, the addresses and copies of x take a third of the
-  loop's instructions and 40 registers.
+- tma: x comes, and y goes, through the tensor memory accelerator. By pointers, the addresses and copies of x take a
+  third of the loop's instructions and 40 registers.
 - split: a block's product in two, of 64 features each; the second half's weight is made while the first one runs.
 """
 
@@ -81,12 +81,20 @@ def finished(acc):
 
 
 @triton.jit
-def store(acc, out, bias, rm, rn, M, N, stride_om, BIAS: tl.constexpr):
-    """y^T (BLOCK_N, BLOCK_M) fp32, plus bias, rounded once into out (M, N)."""
+def store(acc, out, bias, m, n, M, N, stride_om, BIAS: tl.constexpr, TMA_OUT: tl.constexpr):
+    """y^T (BLOCK_N, BLOCK_M) fp32, plus bias, rounded once into rows [m, m + BLOCK_M), columns [n, n + BLOCK_N) of out.
+
+    out: a tensor descriptor of blocks (BLOCK_M, BLOCK_N) (TMA_OUT), or a pointer whose rows are stride_om apart.
+    """
+    rn = n + tl.arange(0, acc.shape[0])
     if BIAS:
         acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
-    at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
-    tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+    if TMA_OUT:
+        out.store([m, n], narrow(acc.T, out.dtype))
+    else:
+        rm = m + tl.arange(0, acc.shape[1])
+        at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
+        tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
 
 
 def run_tiled(
@@ -99,11 +107,11 @@ def run_tiled(
     (m, k), n = x.shape, out.shape[1]
     if x.stride(1) != 1:
         x = x.contiguous()
+    tma = tma_out = False
     if wide:
         tma = tile.tma and supports_tma(x)
-        own |= {"TMA": tma, "SPLIT": tile.split}
-    else:
-        tma = False
+        tma_out = tile.tma and supports_tma(out) and out.element_size() == 2  # a float32 tile takes too much memory
+        own |= {"TMA": tma, "TMA_OUT": tma_out, "SPLIT": tile.split}
     launch(
         kernel,
         (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
@@ -112,7 +120,7 @@ def run_tiled(
         x=descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
         tiled=tiled,
         bias=bias,
-        out=out,
+        out=descriptor(out, (tile.block_m, tile.block_n)) if tma_out else out,
         M=m,
         N=n,
         K=k,

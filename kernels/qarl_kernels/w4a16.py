@@ -195,7 +195,7 @@ def narrow_kernel(
         acc = dot(p5, x5, acc)
         acc = dot(p6, x6, acc)
         acc = dot(p7, x7, acc)
-    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
+    store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -218,12 +218,12 @@ def wide_kernel(
     BIAS: tl.constexpr,
     ASM: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. See `qarl_kernels.planes` for TMA and SPLIT."""
+    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. `qarl_kernels.planes` explains TMA and SPLIT."""
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
     m = pid_m * BLOCK_M
-    rm = m + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     words, row = int4_rows(tiled, rn, K, meta_n)
     metas = meta + row
@@ -241,7 +241,7 @@ def wide_kernel(
         else:
             xt = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 128, EVEN, TMA)
             acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
-    store(acc, out, bias, rm, rn, M, N, stride_om, BIAS)
+    store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
 
 
 def w4a16(

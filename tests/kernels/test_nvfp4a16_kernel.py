@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ptx
 import pytest
 import torch
 from nvfp4_products import Nvfp4
@@ -156,3 +157,35 @@ def test_a_weight_of_another_width_or_type_is_refused(device) -> None:
         nvfp4a16.tile_nvfp4(weight.packed[:, ::2], weight.scale)
     with pytest.raises(ValueError, match=r"^weight_scale must be contiguous float8_e4m3fn"):
         nvfp4a16.tile_nvfp4(weight.packed, weight.scale.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_assembly_makes_code_times_scale_of_every_code_and_scale(dtype) -> None:
+    """All finite scales of a byte, eight at a time; each with sixteen codes: two words at a time hold a code twice."""
+    text = nvfp4a16._planes_asm(half=dtype == torch.float16)
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.cat([codes, -codes])
+    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    for first in range(0, 0x7F - 8, 7):
+        bytes_ = range(first, first + 8)
+        low, high = (sum(byte << 8 * i for i, byte in enumerate(four)) for four in (bytes_[:4], bytes_[4:]))
+        for code in range(16):
+            words = code * 0x11111111, (15 - code) * 0x11111111
+            done = ptx.run(text, dict(enumerate((*words, low, low, high, high), 8)))
+            pair = torch.stack([codes[code], codes[15 - code]])
+            for j, byte in enumerate(bytes_):
+                assert torch.equal(ptx.floats(done[f"${j}"], dtype).double(), pair * scales[byte]), (code, byte)
+    word = 0x76543210
+    done = ptx.run(text, dict(enumerate((word, word, *[0x38383838] * 4), 8)))  # 0x38 is 1.0: each nibble in its plane
+    assert [ptx.floats(done[f"${j}"], dtype)[0].item() for j in range(8)] == codes[:8].tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter sums a tile's features in another order")
+@pytest.mark.parametrize("tile", TILES[1:], ids=["pointers", "tma", "tma_split"])
+def test_how_x_comes_and_whether_a_block_is_split_changes_no_bit(device, tile) -> None:
+    """Many times over, because a product that reads a register too late goes wrong only now and then."""
+    weight = Nvfp4.random(640, 2048, device=device)
+    x = random(300, 2048, seed=5, device=device, dtype=torch.bfloat16)
+    expected = _fused(weight, x, NARROW, out=torch.bfloat16)
+    for _ in range(20):
+        assert torch.equal(_fused(weight, x, tile, out=torch.bfloat16), expected)

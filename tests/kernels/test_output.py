@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from nvfp4_products import Nvfp4
 from products import Int4, integers, random
 from qarl_kernels import fp8_block, gemm, nvfp4a16, w4a8, w4a16
 from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.tuning import Tile
 from torch import Tensor
 
 pytestmark = [
@@ -57,6 +59,18 @@ def test_columns_of_a_wider_matrix_are_filled_and_nothing_else(device, family, m
     result = call(out)
     assert result.data_ptr() == out.data_ptr() and result.shape == (m, N)
     assert torch.equal(out, call(None))
+    assert (wider[:, :first] == 7).all() and (wider[:, first + N :] == 7).all()
+
+
+@pytest.mark.parametrize("first", [8, 3])
+def test_the_accelerator_writes_within_the_matrix_too(device, first) -> None:
+    weight = Int4.random(N, K, 32, device=device)
+    x = random(21, K, seed=1, device=device, dtype=BF16)
+    wider = torch.full((21, N + 24), 7.0, dtype=BF16, device=device)
+    out = wider[:, first : first + N]
+    tiles = [Tile("wide", 16, 64, tma=tma) for tma in (True, False)]
+    call = partial(w4a16.fused, x, weight.tiled(), weight.meta(BF16), N, None, BF16)
+    assert torch.equal(call(tiles[0], out), call(tiles[1]))
     assert (wider[:, :first] == 7).all() and (wider[:, first + N :] == 7).all()
 
 

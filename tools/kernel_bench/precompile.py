@@ -116,10 +116,10 @@ def _compile(index: int) -> str:
 
 
 def precompile(launches: Sequence[Launch], capability: tuple[int, int], processes: int | None = None) -> list[str]:
-    """Compile the launches into Triton's cache; returns a line for each that failed."""
-    _pending[:] = launches
+    """Compile the launches into Triton's cache, each kind once; returns a line for each that failed."""
+    _pending[:] = {_key(launch): launch for launch in launches}.values()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes or os.cpu_count(), context, _start, (capability,)) as pool:
-        failed = [line for line in pool.map(_compile, range(len(launches))) if line]
+        failed = [line for line in pool.map(_compile, range(len(_pending))) if line]
     _pending.clear()
     return failed
