@@ -16,8 +16,8 @@ from step_bench.shapes import Shape, random_model
 def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """The learner's tokens as a batch without padding, float32 masters, SDPA, log-probs of all tokens, and a backward.
 
-    Checkpoints its layers unless `recompute` is elementwise. With `hf_head` trl the output layer is TRL's, which multiplies
-    it in chunks and keeps no logits, as its GRPOTrainer does from 1.16 on.
+    Checkpoints its layers unless `recompute` is elementwise. With `hf_head` trl the output layer is TRL's, which
+    multiplies it in chunks and keeps no logits, as its GRPOTrainer does from 1.16 on.
     """
     model = random_model(shape, device, options.seed, attn_implementation="sdpa").train()
     if options.recompute != "elementwise":

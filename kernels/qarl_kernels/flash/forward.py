@@ -58,23 +58,6 @@ BEFORE_HOPPER = {
 CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 
 
-@triton.jit
-def columns(rows, d, D: tl.constexpr):
-    """Mask of a tile (rows, padded D) from that of its rows; what pads the head size is out."""
-    mask = rows[:, None]
-    if d.shape[0] != D:
-        mask = mask & (d < D)[None, :]
-    return mask
-
-
-@triton.jit
-def page_of(pages, at, end, PAGE: tl.constexpr):
-    """Page of each position, 0 past the end, int64. pages: a sequence's line of the table."""
-    return tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
-
-
-
-
 @triton.jit(do_not_specialize=["tiles", "T", "window", "stride_pages"])
 def attention_kernel(
     q,  # (T, H, D) 16-bit
@@ -166,10 +149,6 @@ def attention_kernel(
         else:
             if first + BLOCK - 1 > position:
                 scores = tl.where((position + m)[:, None] >= at[None, :], scores, float("-inf"))
-        if CHUNKS:  # noqa: SIM102 (the outer one is the compiler's)
-            if first % CHUNK == 0:  # the factor 0 of the next step empties the chunk's sums
-
-
         if CHUNKS:
             next_chunk = first % CHUNK == 0
             if next_chunk:  # the factor 0 of the next step empties the chunk's sums
@@ -283,9 +262,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, hea
     heads, dim = q.shape[1:]
     kv_heads = k.shape[head_axis]
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"attention needs q, k and v all of bf16 or all of fp16, not {q.dtype}, {k.dtype}, {v.dtype}")
-
-
         raise ValueError(f"attention needs q, k and v of bf16 or fp16, all one, not {q.dtype}, {k.dtype}, {v.dtype}")
     if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
