@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from qarl_formats.prepared import PreparedWeight
@@ -15,6 +16,8 @@ from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
 from qarl.policy.operand import Operand
+
+Backward = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,60 @@ class Projection:
             return [(operand, self.bias) for operand in self.operands]
         return list(zip(self.operands, self.bias.split(self.stack.widths), strict=True))
 
-    def input_grad(self, dy: Tensor) -> Tensor:
-        """dx (T, K) = dy (T, N) @ W_deq, of dy's dtype."""
-        weights = [operand.dequantized(dy.dtype) for operand in self.operands]
-        return input_grad(dy, weights[0] if len(weights) == 1 else torch.cat(weights))
+    def arriving(self, dy: Tensor, backward: Backward) -> ArrivingGradient:
+        """The gradient (T, N) of the product's output, from which those of its input and its weights are made."""
+        return (ArrivingGradient if backward == "bf16" else ArrivingFP8)(self, dy)
 
-    def add_weight_grad(self, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T @ x to the gradients of the masters. dy: (T, N), x: (T, K), of one dtype."""
-        weight_grad(dy, x, into=gradient_of(self.stack.masters))
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """W_deq (N, K)."""
+        weights = [operand.dequantized(dtype) for operand in self.operands]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def fp8_codes(self) -> tuple[Tensor, Tensor] | None:
+        """e4m3 codes (N, K) and scales (N, 1), where that is what the weight is; see `Scheme.fp8_codes`."""
+        if len(self.operands) == 1 and isinstance(self.operands[0], PreparedWeight):
+            return self.operands[0].scheme.fp8_codes(self.operands[0].operands)
+        return None
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """x after the quantization of activations and back."""
         return self.operands[0].rounded_input(x)
+
+
+class ArrivingGradient:
+    """dx = dy @ W_deq and dW = dy^T @ x as products of 16-bit operands with float32 sums."""
+
+    def __init__(self, projection: Projection, dy: Tensor) -> None:
+        self.projection, self.dy = projection, dy
+
+    def of_input(self) -> Tensor:
+        """dx: (T, K) of dy's dtype."""
+        return input_grad(self.dy, self.projection.dequantized(self.dy.dtype))
+
+    def add_of_weight(self, x: Tensor) -> None:
+        """Add dW to the gradients of the masters. x: (T, K) of dy's dtype."""
+        weight_grad(self.dy, x, into=gradient_of(self.projection.stack.masters))
+
+
+class ArrivingFP8(ArrivingGradient):
+    """The same of FP8 operands, each quantized for its product (`qarl_kernels.fp8_backward`), dy once for both."""
+
+    def __init__(self, projection: Projection, dy: Tensor) -> None:
+        from qarl_kernels import fp8_backward
+
+        super().__init__(projection, dy)
+        self._weight = fp8_backward.transpose(*(projection.fp8_codes() or (projection.dequantized(dy.dtype),)))
+        self._rows, self._columns = fp8_backward.quantize(dy, self._weight.factor)
+
+    def of_input(self) -> Tensor:
+        from qarl_kernels import fp8_backward
+
+        return fp8_backward.input_grad_of(self._rows, self._weight, self.dy.dtype)
+
+    def add_of_weight(self, x: Tensor) -> None:
+        from qarl_kernels import fp8_backward
+
+        fp8_backward.add_weight_grad_of(self._columns, x, gradient_of(self.projection.stack.masters))
 
 
 class InPlace:
