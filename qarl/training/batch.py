@@ -201,9 +201,8 @@ class Part:
             longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
         order = sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i))
         cut = by_work if self.device.type == "cuda" else by_tokens
-        ends = cut(
-            [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in order], max_tokens
-        )
+        found = [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in order]
+        ends = cut(found, max_tokens)
         return [batch.part(order[start:end], self.device) for start, end in pairwise([0, *ends])]
 
 
