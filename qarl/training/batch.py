@@ -46,7 +46,7 @@ class Column:
 
     def read(self, part: Part) -> Tensor:
         """(T,) of the part's responses, one after the other, on the part's device."""
-        if any(self._filled(index).device.type != part.device.type for index in part.indices):
+        if {self._filled(index).device.type for index in part.indices} not in ({"cpu"}, {part.device.type}):
             self._fetch()
         return upload(torch.cat([self._filled(index) for index in part.indices]), part.device)
 
