@@ -77,7 +77,7 @@ class _Passes:
     ) -> None:
         self.policy, self.parts, self.tokens = policy, parts, tokens
         self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
-        self.sums = GradientAccumulator(policy.role, [master for _, master in policy.named_parameters()])
+        self.sums = GradientAccumulator([master for _, master in policy.named_parameters()])
         # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.
         shadow: list[Tensor] = []
         self.logp = {True: shadow, False: shadow if policy.aligned else []}

@@ -17,10 +17,9 @@ from qarl.policy.view import Role
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, master, bias_master, bias, operand, keep_dequantized_input, role):
+    def forward(ctx, x, master, bias_master, bias, operand, keep_dequantized_input):
         ctx.save_for_backward(x)
         ctx.operand, ctx.keep_dequantized_input = operand, keep_dequantized_input
-        ctx.master, ctx.role = master, role
         ctx.has_bias = bias_master is not None
         return operand(x, bias)
 
@@ -34,12 +33,10 @@ class _StraightThrough(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if ctx.keep_dequantized_input:
                 x = operand.rounded_input(x)
-            sums = ctx.role.gradients
-            if sums is None or not sums.add_product(ctx.master, grad, x):
-                grad_weight = weight_grad(grad, x)
+            grad_weight = weight_grad(grad, x)
         if ctx.has_bias:
             grad_bias = grad.float().sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class QuantLinear(nn.Module):
@@ -59,9 +56,7 @@ class QuantLinear(nn.Module):
         operand, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
-            y = _StraightThrough.apply(
-                rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input, self.role
-            )
+            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input)
         else:
             y = operand(rows, bias)
         return y.view(*x.shape[:-1], self.out_features)

@@ -40,7 +40,7 @@ def learner_records(options: argparse.Namespace, shape: Shape, device: torch.dev
     config = learner_config(options, shape, device, max(options.length))
     chunk = config.train.logprob_chunk
     policy = make_policy(options, shape, device, config, max(options.length) + 1)
-    gradients = GradientAccumulator(policy.role, [parameter for _, parameter in policy.named_parameters()])
+    gradients = GradientAccumulator([parameter for _, parameter in policy.named_parameters()])
 
     def calls(sequences: list[list[int]], weights: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
         prompts, responses = [ids[:1] for ids in sequences], [ids[1:] for ids in sequences]
