@@ -74,7 +74,7 @@ def worst_module(modules: Modules) -> str:
 
 
 def require_fp8_backward(config: Config, device: torch.device) -> None:
-    """Raise UserError where `diagnostics.backward_every` asks for a backward that the learner's device does not have."""
+    """Raise UserError where `diagnostics.backward_every` asks for what the learner's device does not have."""
     if not config.diagnostics.backward_every:
         return
     if device.type != "cuda":
