@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from qarl_formats.prepared import PreparedWeight
+from qarl_formats.scheme import InputCodes
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ class Projection:
     bias: Tensor | None
 
     @property
-    def input_codes(self) -> str | None:
+    def input_codes(self) -> InputCodes | None:
         """What the product reads of activations, see `Scheme.input_codes`."""
         kinds = {o.scheme.input_codes if isinstance(o, PreparedWeight) else None for o in self.operands}
         return kinds.pop() if len(kinds) == 1 else None
@@ -83,13 +84,18 @@ class Projection:
         weights = [operand.dequantized(dy.dtype) for operand in self.operands]
         return input_grad(dy, weights[0] if len(weights) == 1 else torch.cat(weights))
 
-    def add_weight_grad(self, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T @ x to the gradients of the masters. dy: (T, N), x: (T, K), of one dtype."""
-        weight_grad(dy, x, into=gradient_of(self.stack.masters))
+    def add_weight_grad(self, dy: Tensor, x: Tensor, rounded: bool) -> None:
+        """Add dy^T @ x to the gradients of the masters. dy: (T, N), x: (T, K), of one dtype.
 
-    def rounded_input(self, x: Tensor) -> Tensor:
-        """x after the quantization of activations and back."""
-        return self.operands[0].rounded_input(x)
+        rounded: x after the quantization of activations and back, which each operand has its own way to.
+        """
+        sums = gradient_of(self.stack.masters)
+        if not rounded:
+            weight_grad(dy, x, into=sums)
+            return
+        widths = [sum(widths) for _, widths, _ in self.multiplied()]
+        for operand, part, into in zip(self.operands, dy.split(widths, -1), sums.split(widths), strict=True):
+            weight_grad(part, operand.rounded_input(x), into=into)
 
 
 class InPlace:

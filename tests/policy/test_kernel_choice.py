@@ -153,14 +153,18 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         learner=learner,
         ignore=["lm_head", ignored],
     )
-    for name in policy.linears:
-        own, sampler = policy.learner_view.operands[name], policy.sampler.view.operands[name]
-        assert sampler.kernels and sampler.scheme.name == ("bf16" if name == ignored else "w4a16")
+    own, sampler = policy.learner_view.multiplied(), policy.sampler.view.multiplied()
+    multiplied: list[str] = []
+    for (names, widths, mine), (sampled, _, weight) in zip(own, sampler, strict=True):
+        multiplied += names
+        assert names == sampled and mine.shape[0] == weight.shape[0] == sum(widths)
+        assert weight.kernels and weight.scheme.name == ("bf16" if names == (ignored,) else "w4a16")
         if learner == "aligned":
-            assert own is sampler
+            assert mine is weight
         else:
-            plain = learner != "fake_quant" or name != ignored
-            assert isinstance(own, PlainWeight if plain else PreparedWeight)
+            plain = learner != "fake_quant" or names != (ignored,)
+            assert isinstance(mine, PlainWeight if plain else PreparedWeight)
+    assert sorted(multiplied) == sorted(policy.linears)
 
 
 # --- numbers, against the reference
