@@ -4,8 +4,7 @@
     dW = dy^T @ x      dy and x with a scale a column (feature), over tokens; added to a float32 gradient
 
 Tensor cores want the summed dimension contiguous on both sides, so dy and x are needed transposed. dy is read twice,
-once for the largest magnitudes of rows and columns and once for both forms of its codes; `backward` shares that between
-the two products.
+once for the largest magnitudes of rows and columns and once for both forms of its codes, which serve both products.
 
 Why e4m3 and one scale over all tokens: e4m3 errs by 2.6 % of each value over a range of 2^15, and underflow by at most
 2^-10 / 448 of a column's largest value, which for 16,384 tokens is 3e-4 of the column's norm whatever its tails. So the
@@ -63,14 +62,6 @@ class Transposed:
     factor: Tensor | None
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor | Transposed, into: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`input_grad_fp8` and `weight_grad_fp8` from one quantization of dy: returns dx, and adds dW to `into`."""
-    weight = _transposed(weight, scale)
-    rows, columns = quantize(dy, weight.factor)
-    _add_product(columns, quantize(x, rows=False)[1], into)
-    return gemm.fp8(rows.codes, rows.scale, weight.codes.codes, weight.codes.scale, None, dy.dtype)
-
-
 def input_grad_fp8(dy: Tensor, weight: Tensor | Transposed, scale: Tensor | None = None) -> Tensor:
     """dx = dy @ weight from FP8 operands, rounded once to dy's dtype.
 
@@ -79,7 +70,12 @@ def input_grad_fp8(dy: Tensor, weight: Tensor | Transposed, scale: Tensor | None
     """
     weight = _transposed(weight, scale)
     rows, _ = quantize(dy, weight.factor, columns=False)
-    return gemm.fp8(rows.codes, rows.scale, weight.codes.codes, weight.codes.scale, None, dy.dtype)
+    return input_grad_of(rows, weight, dy.dtype)
+
+
+def input_grad_of(rows: Codes, weight: Transposed, dtype: torch.dtype) -> Tensor:
+    """dx (M, K) of `dtype`. rows: codes of dy, (M, N), as `quantize(dy, weight.factor)` makes them."""
+    return gemm.fp8(rows.codes, rows.scale, weight.codes.codes, weight.codes.scale, None, dtype)
 
 
 def weight_grad_fp8(dy: Tensor, x: Tensor, into: Tensor) -> None:
@@ -87,7 +83,13 @@ def weight_grad_fp8(dy: Tensor, x: Tensor, into: Tensor) -> None:
 
     dy: (M, N), x: (M, K), bf16 or fp16; into: float32 (N, K), rows contiguous.
     """
-    _add_product(quantize(dy, rows=False)[1], quantize(x, rows=False)[1], into)
+    add_weight_grad_of(quantize(dy, rows=False)[1], x, into)
+
+
+def add_weight_grad_of(columns: Codes, x: Tensor, into: Tensor) -> None:
+    """`weight_grad_fp8` of codes of dy transposed, (N, M), as `quantize(dy)` makes them: one quantization of dy serves
+    both products."""
+    _add_product(columns, quantize(x, rows=False)[1], into)
 
 
 def transpose(weight: Tensor, scale: Tensor | None = None) -> Transposed:

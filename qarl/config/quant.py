@@ -97,6 +97,12 @@ class QuantConfig(Section):
         description="Which input the straight-through weight gradient uses; dequantized only where activations are "
         "quantized.",
     )
+    backward: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="Operands of the backward's products, dX = dY W and dW = dY^T X. bf16: its own dtype's; fp8: "
+        "e4m3 with a scale a row of each side, faster and noisier, for the Triton kernels of a GPU of compute "
+        "capability 8.9 or later. diagnostics.backward_every measures what it does to the gradient.",
+    )
     kernels: Literal["auto", "reference"] = Field(
         "auto",
         description="auto: Triton kernels on CUDA (bfloat16 and float16); reference: the plain-torch products, for "
@@ -118,6 +124,8 @@ class QuantConfig(Section):
         if kind.weight_bits is None and self.learner == "fake_quant":
             text = f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision"
             yield Fault(("learner",), self.learner, text)
+        if self.backward == "fp8" and self.kernels == "reference":
+            yield Fault(("backward",), self.backward, "kernels: reference has no products in FP8; use bf16")
         if self.ste_input == "dequantized":
             if kind.activation is None:
                 yield Fault(("ste_input",), self.ste_input, f"scheme {self.scheme} keeps activations; use unquantized")

@@ -12,6 +12,7 @@ from qarl.policy.attention import Attention, PlainAttention
 from qarl.policy.layer import read_layers
 from qarl.policy.modules import Embedding, HFModule, RMSNorm, RotaryTable
 from qarl.policy.plain_layer import plain_layer
+from qarl.policy.projection import Backward
 from qarl.policy.view import Role
 
 Recompute = Literal["elementwise", "mlp", "products", "layer"]
@@ -23,10 +24,11 @@ class Decoder:
     model: without its output layer. dequantize_input: see `quant.ste_input`. recompute: what a backward computes again
     instead of keeping it. elementwise: norms, rotation and activation; mlp: also the products of gate and up; products:
     all products but the MLP's last, so that beside a layer's input the attention's output is kept; layer: everything.
-    In plain torch, where autograd keeps what it wants, the first three keep all.
+    In plain torch, where autograd keeps what it wants, the first three keep all. backward: whether the backward's
+    products are of 16-bit or FP8 operands, which only fused layers have.
     """
 
-    def __init__(self, model: HFModule, role: Role, dequantize_input: bool) -> None:
+    def __init__(self, model: HFModule, role: Role, dequantize_input: bool, backward: Backward) -> None:
         self.role, self.dequantize_input = role, dequantize_input
         self.embedding: Embedding = model.embed_tokens
         self.rotary: RotaryTable = model.rotary_emb
@@ -34,6 +36,7 @@ class Decoder:
         self.embedding_name, self.norm_name = self.embedding.parameter, self.norm.parameter
         self.layers = read_layers(model)
         self.recompute: Recompute = "elementwise"
+        self.backward: Backward = backward
 
     def __call__(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
         """Final hidden states of a packed batch. ids: (T,) int64; rows: (R,) int64, which to return; None: all.

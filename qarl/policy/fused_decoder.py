@@ -41,9 +41,7 @@ def _embedded(
     view = decoder.role.view
     x = view.values[decoder.embedding_name][ids]
     cos, sin = decoder.rotary.tables[x.dtype]
-    layers = [
-        FusedLayer(modules, view, cos, sin, attention.positions, decoder.dequantize_input) for modules in decoder.layers
-    ]
+    layers = [FusedLayer(modules, view, cos, sin, attention.positions, decoder) for modules in decoder.layers]
     return x, None, layers
 
 

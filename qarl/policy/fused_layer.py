@@ -20,10 +20,10 @@ from qarl_kernels.rotary import rotary_backward, rotary_forward
 from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
-from qarl.policy.decoder import Recompute
+from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.fused_attention import PackedAttention, PagedAttention
 from qarl.policy.layer import LayerModules
-from qarl.policy.projection import Projection, gradient_of
+from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
 from qarl.policy.view import View
 
 
@@ -60,13 +60,14 @@ class Kept:
 class FusedLayer:
     """One layer of one view, on one packed batch.
 
-    cos, sin: rotary tables (positions, D) of the compute dtype. positions: (T,) int64.
+    cos, sin: rotary tables (positions, D) of the compute dtype. positions: (T,) int64. decoder: says how the backward
+    is computed.
     """
 
     def __init__(
-        self, modules: LayerModules, view: View, cos: Tensor, sin: Tensor, positions: Tensor, dequantize_input: bool
+        self, modules: LayerModules, view: View, cos: Tensor, sin: Tensor, positions: Tensor, decoder: Decoder
     ) -> None:
-        self.modules, self.view, self.dequantize_input = modules, view, dequantize_input
+        self.modules, self.view, self.decoder = modules, view, decoder
         self.cos, self.sin, self.positions = cos, sin, positions
         self.qkv, self.o, self.gate_up, self.down = (view.projections[stack.names] for stack in modules.stacks)
 
@@ -138,25 +139,30 @@ class FusedLayer:
         m, view = self.modules, self.view
         self._complete(kept, attention)
         assert kept.middle is not None and kept.middle_inverse is not None and kept.gate_up is not None
-        grad_gate_up, product = swiglu_backward(self.down.input_grad(grad), kept.gate_up, True, into=kept.gate_up)
+        arriving = self._arriving(self.down, grad)
+        grad_gate_up, product = swiglu_backward(arriving.of_input(), kept.gate_up, True, into=kept.gate_up)
         assert product is not None, "it was asked for"
-        self._add(self.down, grad, product)
+        self._add(arriving, product)
         del product
         kept.gate_up = None
         weight = view.values[m.mlp_norm]
-        self._add(self.gate_up, grad_gate_up, rms_norm_again(kept.middle, kept.middle_inverse, weight))
-        grad_normed = self.gate_up.input_grad(grad_gate_up)
+        arriving = self._arriving(self.gate_up, grad_gate_up)
         del grad_gate_up
+        self._add(arriving, rms_norm_again(kept.middle, kept.middle_inverse, weight))
+        grad_normed = arriving.of_input()
+        del arriving
         sums = gradient_of([m.masters[m.mlp_norm]])
         grad = add_rms_norm_backward(grad_normed, grad, kept.middle, kept.middle_inverse, weight, sums)
         kept.middle = kept.middle_inverse = None
 
         assert kept.out is not None and kept.lse is not None and kept.qkv is not None and kept.inverse is not None
-        self._add(self.o, grad, kept.out.flatten(1))
-        grad_qkv = self._attention_backward(self.o.input_grad(grad).view_as(kept.out), kept, attention)
+        arriving = self._arriving(self.o, grad)
+        self._add(arriving, kept.out.flatten(1))
+        grad_qkv = self._attention_backward(arriving.of_input().view_as(kept.out), kept, attention)
         weight = view.values[m.input_norm]
-        self._add(self.qkv, grad_qkv, rms_norm_again(kept.hidden, kept.inverse, weight))
-        grad_normed = self.qkv.input_grad(grad_qkv)
+        arriving = self._arriving(self.qkv, grad_qkv)
+        self._add(arriving, rms_norm_again(kept.hidden, kept.inverse, weight))
+        grad_normed = arriving.of_input()
         sums = gradient_of([m.masters[m.input_norm]])
         return add_rms_norm_backward(grad_normed, grad, kept.hidden, kept.inverse, weight, sums)
 
@@ -203,8 +209,11 @@ class FusedLayer:
             normed = rms_norm_again(kept.middle, kept.middle_inverse, self.view.values[self.modules.mlp_norm])
             kept.gate_up = self._project(self.gate_up, normed)
 
-    def _add(self, projection: Projection, dy: Tensor, x: Tensor) -> None:
+    def _arriving(self, projection: Projection, dy: Tensor) -> ArrivingGradient:
+        return projection.arriving(dy, self.decoder.backward)
+
+    def _add(self, arriving: ArrivingGradient, x: Tensor) -> None:
         """Add the gradients of a projection's weights and biases. x: (T, K), the values that it read."""
-        projection.add_weight_grad(dy, x, rounded=self.dequantize_input)
-        if projection.stack.biases:
-            column_sum(dy, gradient_of(projection.stack.biases))
+        arriving.add_of_weight(x, rounded=self.decoder.dequantize_input)
+        if biases := arriving.projection.stack.biases:
+            column_sum(arriving.dy, gradient_of(biases))

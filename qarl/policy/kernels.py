@@ -8,6 +8,8 @@ from qarl_formats.scheme import Scheme
 from qarl.config import QuantConfig
 from qarl.errors import UserError
 
+FP8 = (8, 9)  # compute capability
+
 
 def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether quantization, aligned products and the output layer run on Triton kernels.
@@ -16,8 +18,17 @@ def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: 
     Raises UserError where the GPU cannot multiply the scheme's codes.
     """
     if quant.kernels == "reference" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        if quant.backward == "fp8":
+            raise UserError(
+                "quant.backward: fp8 is for the Triton kernels of a GPU, and this learner runs in plain torch; use bf16"
+            )
         return False
     capability = torch.cuda.get_device_capability(device)
+    if quant.backward == "fp8" and capability < FP8:
+        raise UserError(
+            f"quant.backward: fp8 needs compute capability 8.9 or later, and this GPU has "
+            f"{capability[0]}.{capability[1]}; use bf16"
+        )
     if capability < scheme.capability:
         needed = f"{scheme.capability[0]}.{scheme.capability[1]}"
         raise UserError(

@@ -82,7 +82,7 @@ class Policy:
         replace_modules(model, self.role, -(-self.max_length // PAGE) * PAGE, {dtype, self.learner_dtype}, device)
         if snapshot is None:
             self.model = model.to(device)  # type: ignore[arg-type]  # its decorator hides what it takes
-        self.decoder = Decoder(self.model.base_model, self.role, quant.ste_input == "dequantized")
+        self.decoder = Decoder(self.model.base_model, self.role, quant.ste_input == "dequantized", quant.backward)
         masters = dict(self.named_parameters())
         head_name = next(name for name, parameter in masters.items() if parameter is self.head_master)
         self._stacks = [stack for layer in self.decoder.layers for stack in layer.stacks]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from qarl_formats.prepared import PreparedWeight
@@ -16,6 +17,8 @@ from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
 from qarl.policy.operand import Operand
+
+Backward = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -79,23 +82,77 @@ class Projection:
             return [(operand, self.bias) for operand in self.operands]
         return list(zip(self.operands, self.bias.split(self.stack.widths), strict=True))
 
-    def input_grad(self, dy: Tensor) -> Tensor:
-        """dx (T, K) = dy (T, N) @ W_deq, of dy's dtype."""
-        weights = [operand.dequantized(dy.dtype) for operand in self.operands]
-        return input_grad(dy, weights[0] if len(weights) == 1 else torch.cat(weights))
+    def arriving(self, dy: Tensor, backward: Backward) -> ArrivingGradient:
+        """The gradient (T, N) of the product's output, from which those of its input and its weights are made."""
+        return (ArrivingGradient if backward == "bf16" else ArrivingFP8)(self, dy)
 
-    def add_weight_grad(self, dy: Tensor, x: Tensor, rounded: bool) -> None:
-        """Add dy^T @ x to the gradients of the masters. dy: (T, N), x: (T, K), of one dtype.
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """W_deq (N, K)."""
+        weights = [operand.dequantized(dtype) for operand in self.operands]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def fp8_codes(self) -> tuple[Tensor, Tensor] | None:
+        """e4m3 codes (N, K) and scales (N, 1), where that is what the weight is; see `Scheme.fp8_codes`."""
+        if len(self.operands) == 1 and isinstance(self.operands[0], PreparedWeight):
+            return self.operands[0].scheme.fp8_codes(self.operands[0].operands)
+        return None
+
+    def inputs(self, x: Tensor, rounded: bool) -> Iterator[tuple[slice, Tensor]]:
+        """What the products read of x (T, K), and the output features that come of it.
 
         rounded: x after the quantization of activations and back, which each operand has its own way to.
         """
-        sums = gradient_of(self.stack.masters)
         if not rounded:
-            weight_grad(dy, x, into=sums)
+            yield slice(0, self.stack.width), x
             return
-        widths = [sum(widths) for _, widths, _ in self.multiplied()]
-        for operand, part, into in zip(self.operands, dy.split(widths, -1), sums.split(widths), strict=True):
-            weight_grad(part, operand.rounded_input(x), into=into)
+        start = 0
+        for _, widths, operand in self.multiplied():
+            yield slice(start, start + sum(widths)), operand.rounded_input(x)
+            start += sum(widths)
+
+
+class ArrivingGradient:
+    """dx = dy @ W_deq and dW = dy^T @ x as products of 16-bit operands with float32 sums."""
+
+    def __init__(self, projection: Projection, dy: Tensor) -> None:
+        self.projection, self.dy = projection, dy
+
+    def of_input(self) -> Tensor:
+        """dx: (T, K) of dy's dtype."""
+        return input_grad(self.dy, self.projection.dequantized(self.dy.dtype))
+
+    def add_of_weight(self, x: Tensor, rounded: bool) -> None:
+        """Add dW to the gradients of the masters. x: (T, K) of dy's dtype; rounded: see `Projection.inputs`."""
+        sums = gradient_of(self.projection.stack.masters)
+        for features, read in self.projection.inputs(x, rounded):
+            self._add_product(features, read, sums[features])
+
+    def _add_product(self, features: slice, x: Tensor, into: Tensor) -> None:
+        weight_grad(self.dy[:, features], x, into=into)
+
+
+class ArrivingFP8(ArrivingGradient):
+    """The same of FP8 operands, each quantized for its product (`qarl_kernels.fp8_backward`), dy once for both."""
+
+    def __init__(self, projection: Projection, dy: Tensor) -> None:
+        from qarl_kernels import fp8_backward
+
+        super().__init__(projection, dy)
+        self._weight = fp8_backward.transpose(*(projection.fp8_codes() or (projection.dequantized(dy.dtype),)))
+        rows, columns = fp8_backward.quantize(dy, self._weight.factor)
+        assert rows is not None and columns is not None, "both were asked for"
+        self._rows, self._columns = rows, columns
+
+    def of_input(self) -> Tensor:
+        from qarl_kernels import fp8_backward
+
+        return fp8_backward.input_grad_of(self._rows, self._weight, self.dy.dtype)
+
+    def _add_product(self, features: slice, x: Tensor, into: Tensor) -> None:
+        from qarl_kernels import fp8_backward
+
+        columns = fp8_backward.Codes(self._columns.codes[features], self._columns.scale[features])
+        fp8_backward.add_weight_grad_of(columns, x, into)
 
 
 class InPlace:

@@ -231,6 +231,10 @@ class Scheme(ABC):
         codes, scale = (quantize_activation_int8 if self.activation == "int8" else quantize_activation_fp8)(x)
         return (codes.float() * scale).to(x.dtype)
 
+    def fp8_codes(self, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for a backward in FP8; None: it has others."""
+        return None
+
     # --- products
 
     @abstractmethod

@@ -37,6 +37,9 @@ class FP8(ByteCodes):
 
         return quantize_fp8(weight, scale_dtype)
 
+    def fp8_codes(self, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        return operands["weight"], operands["weight_scale"]
+
     @classmethod
     def multiply(
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
