@@ -69,6 +69,15 @@ def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability, scheme: str
     assert use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
 
 
+@pytest.mark.parametrize(("device", "of", "needs"), [(CPU, (9, 0), "plain torch"), (GPU, (8, 6), r"8\.9 .* 8\.6")])
+def test_an_fp8_backward_is_refused_where_it_cannot_run(capability, device, of, needs) -> None:
+    capability(*of)
+    with pytest.raises(UserError, match=rf"^quant.backward: fp8 .*{needs}.*; use bf16$"):
+        use_kernels(_quant("bf16", backward="fp8"), _scheme("bf16"), torch.bfloat16, device)
+    capability(8, 9)
+    assert use_kernels(_quant("bf16", backward="fp8"), _scheme("bf16"), torch.bfloat16, GPU)
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "w4a8"])
 def test_other_schemes_run_on_older_gpus(capability, scheme: str) -> None:
     capability(8, 0)
