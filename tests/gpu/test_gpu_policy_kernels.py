@@ -184,7 +184,8 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
         assert one.grad.isfinite().all(), name
         error = float((one.grad - other.grad).norm() / other.grad.norm())
         # bf16 activations that differ by an ulp, through every layer; FP8 sums keep 14 bits (fast accumulation)
-        assert error < (0.15 if scheme.startswith("fp8") else 0.05), f"{name}: {error:.3f}"
+        # and codes of activations that turn over with them
+        assert error < (0.15 if scheme.startswith("fp8") else 0.1), f"{name}: {error:.3f}"
 
 
 def _by_kernels(view: View) -> bool:

@@ -23,7 +23,7 @@ from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 # the tile, and the tile on the head size alone.
 TILES = {
     64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
+    128: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     256: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
 }
 BEFORE_HOPPER = {

@@ -24,7 +24,7 @@ from qarl_kernels.flash.steps import (
 from qarl_kernels.launch import launch
 
 # By head size padded to a power of two: threads and loads ahead of a decode program.
-DECODE = {64: (4, 3), 128: (4, 3), 256: (8, 2)}
+DECODE = {64: (4, 4), 128: (4, 3), 256: (8, 2)}
 DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (2, 3, 4, 5)]
 
 

@@ -51,7 +51,7 @@ TILES = {
 }
 BEFORE_HOPPER = {
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    128: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     256: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
 # What a tuning script may try; the block is the contract's and stays.
@@ -219,7 +219,8 @@ def run(
         attention_kernel,
         (heads, queries.shape[0] * (tables.TILE // tile.rows)),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        # Looking up the page takes a stage of its own.
+        num_stages=tile.stages + (pages is not None and dim <= 128),
         q=q,
         k=k,
         v=v,
