@@ -12,7 +12,7 @@ else:
     Recompute = Literal["elementwise", "mlp", "products", "layer"] | None
 
 # Keys of a configuration, and what null means on a CPU.
-ON_CPU = {
+ON_CPU: dict[str, Any] = {
     "rollout.max_num_seqs": 64,
     "rollout.max_batched_tokens": 512,
     "train.micro_batch_tokens": 4096,

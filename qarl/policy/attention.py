@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -208,7 +208,9 @@ def _write_and_attend(
 
 class _LearnerAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, context, scale, window):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: PlainAttention, scale: float, window: int | None
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.layout, ctx.scale, ctx.window = context.backward_layout, scale, window
         shape = (context.fresh_pages, k.shape[1], PAGE, k.shape[2])
@@ -218,7 +220,7 @@ class _LearnerAttention(torch.autograd.Function):
         return _write_and_attend(q, k, v, context, cache, scale, window)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         layout = ctx.layout
         wide = torch.float32 if q.device.type == "cpu" else q.dtype
@@ -226,12 +228,14 @@ class _LearnerAttention(torch.autograd.Function):
             # right-padded (S, H, W, D): a causal mask keeps real tokens from ever seeing padding
             padded = [t.detach()[layout.rows].transpose(1, 2).to(wide).requires_grad_() for t in (q, k, v)]
             rep = q.shape[1] // k.shape[1]
-            expanded = [padded[0], *(t.repeat_interleave(rep, dim=1) for t in padded[1:])]
+            query, key, value = padded[0], *(t.repeat_interleave(rep, dim=1) for t in padded[1:])
             mask = None
             if ctx.window is not None:
                 column = torch.arange(layout.rows.shape[1], device=q.device)
                 mask = (column[None] <= column[:, None]) & (column[None] > column[:, None] - ctx.window)
-            out = F.scaled_dot_product_attention(*expanded, attn_mask=mask, is_causal=mask is None, scale=ctx.scale)
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=ctx.scale
+            )
         grad_out = (grad[layout.rows] * layout.own[..., None, None]).transpose(1, 2).to(wide)
         grads = torch.autograd.grad(out, padded, grad_out)
         rows = layout.rows[layout.real]

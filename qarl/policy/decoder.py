@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qarl.policy.attention import Attention, PlainAttention
 from qarl.policy.layer import read_layers
-from qarl.policy.modules import Embedding, RMSNorm, RotaryTable
+from qarl.policy.modules import Embedding, HFModule, RMSNorm, RotaryTable
 from qarl.policy.plain_layer import plain_layer
 from qarl.policy.projection import Backward
 from qarl.policy.view import Role
@@ -28,7 +28,7 @@ class Decoder:
     products are of 16-bit or FP8 operands, which only fused layers have.
     """
 
-    def __init__(self, model: nn.Module, role: Role, dequantize_input: bool, backward: Backward) -> None:
+    def __init__(self, model: HFModule, role: Role, dequantize_input: bool, backward: Backward) -> None:
         self.role, self.dequantize_input = role, dequantize_input
         self.embedding: Embedding = model.embed_tokens
         self.rotary: RotaryTable = model.rotary_emb

@@ -32,6 +32,7 @@ class PackedAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
+        """q (T, H, D), k and v (T, H_kv, D) -> out (T, H, D) and its log-sum-exp (H, T)."""
         return attention_forward(q, k, v, self.layout, scale, window)
 
     def backward(
@@ -46,6 +47,7 @@ class PackedAttention:
         window: int | None,
         dv: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """dq and dk, of a forward's arguments and results; the gradient of v goes into dv."""
         dq, dk, _ = attention_backward(grad, q, k, v, out, lse, self.layout, scale, window, dv=dv)
         return dq, dk
 
@@ -63,6 +65,7 @@ class PagedAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
+        """As of `PackedAttention`, over the layer's cache, which gets k and v first; no log-sum-exp."""
         keys, values = self.caches[layer]
         keys[self.pages, :, self.offsets] = k
         values[self.pages, :, self.offsets] = v
@@ -80,8 +83,8 @@ def sampler_attention(spans: Sequence[Span], device: torch.device, caches: Cache
 
     slots = np.array(slots_of(spans), np.int64)
     positions = np.array([p for s in spans for p in range(s.position, s.position + s.count)], np.int64)
-    places = upload(device, positions, slots // PAGE, slots % PAGE)
+    rows, pages, offsets = upload(device, positions, slots // PAGE, slots % PAGE)
     layout = paged_layout(
         [s.row for s in spans], [s.count for s in spans], [s.position for s in spans], [s.pages for s in spans], device
     )
-    return PagedAttention(layout, *places, caches)
+    return PagedAttention(layout, rows, pages, offsets, caches)

@@ -11,7 +11,6 @@ The backward is written out: it recomputes what is cheap, and adds each weight's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from qarl_kernels import quantize
@@ -22,32 +21,10 @@ from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder, Recompute
+from qarl.policy.fused_attention import PackedAttention, PagedAttention
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
 from qarl.policy.view import View
-
-
-class Attention(Protocol):
-    """What a forward's context does in each layer."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """q (T, H, D), k and v (T, H_kv, D) -> out (T, H, D) and, of a learner, the log-sum-exp."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: int | None,
-        dv: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """dq and dk; that of v goes into dv."""
 
 
 @dataclass
@@ -94,7 +71,9 @@ class FusedLayer:
         self.cos, self.sin, self.positions = cos, sin, positions
         self.qkv, self.o, self.gate_up, self.down = (view.projections[stack.names] for stack in modules.stacks)
 
-    def forward(self, x: Tensor, residual: Tensor | None, attention: Attention) -> tuple[Tensor, Tensor, Kept]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, attention: PackedAttention | PagedAttention
+    ) -> tuple[Tensor, Tensor, Kept]:
         """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and the rest."""
         hidden, inverse, qkv = self._into_qkv(x, residual)
         out, lse = self._attend(qkv, attention)
@@ -149,19 +128,20 @@ class FusedLayer:
         m = self.modules
         return qkv[:, (m.heads + m.kv_heads) * m.head_dim :].unflatten(1, (m.kv_heads, m.head_dim))
 
-    def _attend(self, qkv: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]:
+    def _attend(self, qkv: Tensor, attention: PackedAttention | PagedAttention) -> tuple[Tensor, Tensor | None]:
         m = self.modules
         return attention.forward(*self._rotated(qkv), self._values(qkv), m.index, m.scale, m.window)
 
     # --- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, grad: Tensor, kept: Kept, attention: Attention) -> Tensor:
+    def backward(self, grad: Tensor, kept: Kept, attention: PackedAttention) -> Tensor:
         """grad: (T, H), of the stream after the layer. Returns that of the stream before it; masters get theirs."""
         m, view = self.modules, self.view
         self._complete(kept, attention)
         assert kept.middle is not None and kept.middle_inverse is not None and kept.gate_up is not None
         arriving = self._arriving(self.down, grad)
         grad_gate_up, product = swiglu_backward(arriving.of_input(), kept.gate_up, True, into=kept.gate_up)
+        assert product is not None, "it was asked for"
         self._add(arriving, product)
         del product
         kept.gate_up = None
@@ -186,7 +166,7 @@ class FusedLayer:
         sums = gradient_of([m.masters[m.input_norm]])
         return add_rms_norm_backward(grad_normed, grad, kept.hidden, kept.inverse, weight, sums)
 
-    def _attention_backward(self, grad: Tensor, kept: Kept, attention: Attention) -> Tensor:
+    def _attention_backward(self, grad: Tensor, kept: Kept, attention: PackedAttention) -> Tensor:
         """The gradient of `qkv`, from that of the attention's output (T, H, D)."""
         m, values = self.modules, self.view.values
         qkv, out, lse = kept.qkv, kept.out, kept.lse
@@ -195,8 +175,8 @@ class FusedLayer:
         q, k = self._rotated(qkv)
         v, dv = self._values(qkv), self._values(grad_qkv)
         dq, dk = attention.backward(grad, q, k, v, out, lse, m.scale, m.window, dv)
-        weights = [None if name is None else values[name] for name in (m.q_norm, m.k_norm)]
-        sums = [None if name is None else gradient_of([m.masters[name]]) for name in (m.q_norm, m.k_norm)]
+        q_norm, k_norm = (None if name is None else values[name] for name in (m.q_norm, m.k_norm))
+        q_sums, k_sums = (None if name is None else gradient_of([m.masters[name]]) for name in (m.q_norm, m.k_norm))
         rotary_backward(
             dq,
             dk,
@@ -208,13 +188,15 @@ class FusedLayer:
             self.sin,
             self.positions,
             grad_qkv,
-            *weights,
+            q_norm,
+            k_norm,
             m.eps,
-            *sums,
+            q_sums,
+            k_sums,
         )
         return grad_qkv
 
-    def _complete(self, kept: Kept, attention: Attention) -> None:
+    def _complete(self, kept: Kept, attention: PackedAttention) -> None:
         """Compute again what was not kept, with the bits that it had."""
         if kept.qkv is None or kept.inverse is None:
             _, kept.inverse, kept.qkv = self._into_qkv(kept.hidden, None)
@@ -232,7 +214,6 @@ class FusedLayer:
 
     def _add(self, arriving: ArrivingGradient, x: Tensor) -> None:
         """Add the gradients of a projection's weights and biases. x: (T, K), the values that it read."""
-        projection = arriving.projection
-        arriving.add_of_weight(projection.rounded_input(x) if self.decoder.dequantize_input else x)
-        if projection.stack.biases:
-            column_sum(arriving.dy, gradient_of(projection.stack.biases))
+        arriving.add_of_weight(x, rounded=self.decoder.dequantize_input)
+        if biases := arriving.projection.stack.biases:
+            column_sum(arriving.dy, gradient_of(biases))

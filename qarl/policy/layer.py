@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from qarl.policy.modules import HFModule
 from qarl.policy.projection import Stack
 
 PROJECTIONS = (
@@ -29,7 +30,7 @@ class LayerModules:
     """
 
     index: int
-    module: nn.Module
+    module: HFModule
     heads: int
     kv_heads: int
     head_dim: int
@@ -44,13 +45,13 @@ class LayerModules:
     stacks: tuple[Stack, Stack, Stack, Stack]
 
 
-def read_layers(model: nn.Module) -> list[LayerModules]:
+def read_layers(model: HFModule) -> list[LayerModules]:
     """The layers of a model without its output layer, whose parameters a causal LM knows as `model.…`."""
     config = model.config
     return [_read_layer(config, index, module) for index, module in enumerate(model.layers)]
 
 
-def _read_layer(config: PreTrainedConfig, index: int, module: nn.Module) -> LayerModules:
+def _read_layer(config: PreTrainedConfig, index: int, module: HFModule) -> LayerModules:
     name, attention = f"model.layers.{index}", module.self_attn
     modules = dict(module.named_modules())
     norms = {leaf: f"{name}.{leaf}.weight" for leaf in NORMS if leaf in modules}
@@ -74,7 +75,7 @@ def _read_layer(config: PreTrainedConfig, index: int, module: nn.Module) -> Laye
     )
 
 
-def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, nn.Module]) -> Stack:
+def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, HFModule]) -> Stack:
     linears = [modules[leaf] for leaf in leaves]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(leaves)), f"{name}: some of {', '.join(leaves)} have a bias and some have none"

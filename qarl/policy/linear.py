@@ -8,23 +8,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
+from qarl.policy.operand import Operand
 from qarl.policy.view import Role
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, master, bias_master, bias, operand, keep_dequantized_input):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        bias_master: Tensor | None,
+        bias: Tensor | None,
+        operand: Operand,
+        keep_dequantized_input: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.operand, ctx.keep_dequantized_input = operand, keep_dequantized_input
         ctx.has_bias = bias_master is not None
         return operand(x, bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         operand = ctx.operand
         grad_x = grad_weight = grad_bias = None

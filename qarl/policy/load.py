@@ -8,7 +8,7 @@ import functools
 import io
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def model_weights(config: ModelConfig) -> dict[str, StoredTensor] | None:
     check_family(model_config)
     assert architecture is not None, f"{model_config.model_type} can be run and has no list of its tensors"
     if source.gguf_file is not None:
-        require_gguf(source.file(source.gguf_file), architecture)
+        require_gguf(_gguf_file(source), architecture)
         source = _kept_model(config, source)
         return None if source.gguf_file is not None else require_weights(Path(source.name), architecture)
     if getattr(model_config, "quantization_config", None) is not None:
@@ -230,7 +230,7 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
     source = locate(config)
     _architecture(config, source, "config")
     if source.gguf_file is not None:
-        return copy.deepcopy(_gguf_config(config, source, source.file(source.gguf_file).stat().st_mtime_ns))
+        return copy.deepcopy(_gguf_config(config, source, _gguf_file(source).stat().st_mtime_ns))
     return _read_config(config, source)
 
 
@@ -281,7 +281,15 @@ def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTok
     return frozenset({*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id} - {None})
 
 
-def _load(config: ModelConfig, what: str, loader, source: ModelSource, **kwargs):
+def _gguf_file(source: ModelSource) -> Path:
+    assert source.gguf_file is not None, "a source without a GGUF file"
+    file = source.file(source.gguf_file)
+    if file is None:
+        raise UserError(f"model.gguf_file: '{source.gguf_file}' is not in {source.name}")
+    return file
+
+
+def _load(config: ModelConfig, what: str, loader: Callable[..., Any], source: ModelSource, **kwargs: Any) -> Any:
     if source.gguf_file is not None:
         kwargs["gguf_file"] = source.gguf_file
     with foreign_errors(f"model.path: cannot load the {what} of '{config.path}'"):
@@ -304,7 +312,7 @@ class quiet_loading:
         self.warnings.__enter__()
         warnings.simplefilter("ignore")
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: Any) -> None:
         transformers.logging.set_verbosity(self.verbosity)
         if self.bars:
             transformers.logging.enable_progress_bar()

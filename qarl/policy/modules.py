@@ -6,6 +6,8 @@ view, in its compute dtype; gradients pass straight through the rounding.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 from qarl_kernels import pointwise
 from torch import Tensor, nn
@@ -15,13 +17,15 @@ from qarl.config.architecture import FAMILIES
 from qarl.errors import UserError
 from qarl.policy.view import Role, View
 
+HFModule: TypeAlias = Any  # of Hugging Face, whose attributes no checker knows
+
 
 class RMSNorm(nn.Module):
     """`qarl_kernels.pointwise.rms_norm` with a float32 master weight (H,). name: the module's."""
 
-    def __init__(self, norm: nn.Module, name: str, role: Role) -> None:
+    def __init__(self, norm: HFModule, name: str, role: Role) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight: nn.Parameter = norm.weight
         self.eps = float(norm.variance_epsilon)
         self.parameter, self.role = f"{name}.weight", role
 
@@ -43,7 +47,7 @@ class RotaryTable(nn.Module):
     module and rounded once.
     """
 
-    def __init__(self, rotary: nn.Module, positions: int, dtypes: set[torch.dtype], device: torch.device) -> None:
+    def __init__(self, rotary: HFModule, positions: int, dtypes: set[torch.dtype], device: torch.device) -> None:
         super().__init__()
         rotary, order = rotary.to(device), torch.arange(positions, device=device)[None]
         self.tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
@@ -58,13 +62,13 @@ class RotaryTable(nn.Module):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, master, value, padding_id):
+    def forward(ctx: Any, ids: Tensor, master: Tensor, value: Tensor, padding_id: int) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.rows, ctx.padding_id = master.shape[0], padding_id
         return value[ids]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         wide = grad.float().reshape(-1, grad.shape[-1])
         summed = torch.ops.aten.embedding_dense_backward(wide, ids.reshape(-1), ctx.rows, ctx.padding_id, False)
@@ -130,7 +134,7 @@ def replace_modules(
             setattr(owner, leaf, RotaryTable(module, positions, dtypes, device))
 
 
-def _prove_norm(name: str, original: nn.Module) -> None:
+def _prove_norm(name: str, original: HFModule) -> None:
     weight = original.weight.detach()
     x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device)
     norm = RMSNorm(original, name, Role(View({}, {f"{name}.weight": weight}, weight)))

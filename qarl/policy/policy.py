@@ -19,7 +19,7 @@ from qarl.policy.attention import packed
 from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
-from qarl.policy.modules import check_family, replace_modules
+from qarl.policy.modules import HFModule, check_family, replace_modules
 from qarl.policy.projection import InPlace
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import linear_names
@@ -81,7 +81,7 @@ class Policy:
         self.linears = self._replace_linears()
         replace_modules(model, self.role, -(-self.max_length // PAGE) * PAGE, {dtype, self.learner_dtype}, device)
         if snapshot is None:
-            self.model = model.to(device)
+            self.model = model.to(device)  # type: ignore[arg-type]  # its decorator hides what it takes
         self.decoder = Decoder(self.model.base_model, self.role, quant.ste_input == "dequantized", quant.backward)
         masters = dict(self.named_parameters())
         head_name = next(name for name, parameter in masters.items() if parameter is self.head_master)
@@ -107,7 +107,7 @@ class Policy:
     def _replace_linears(self) -> dict[str, QuantLinear]:
         linears = {}
         for name in linear_names(self.model):
-            module = self.model.get_submodule(name)
+            module: HFModule = self.model.get_submodule(name)
             if not is_ignored(name, self.quant.ignore):
                 try:
                     check_shape(self.scheme, name, module.out_features, module.in_features)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from qarl_formats.prepared import PreparedWeight
+from qarl_formats.scheme import InputCodes
 from qarl_kernels.backward import input_grad, weight_grad
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ class Projection:
     bias: Tensor | None
 
     @property
-    def input_codes(self) -> str | None:
+    def input_codes(self) -> InputCodes | None:
         """What the product reads of activations, see `Scheme.input_codes`."""
         kinds = {o.scheme.input_codes if isinstance(o, PreparedWeight) else None for o in self.operands}
         return kinds.pop() if len(kinds) == 1 else None
@@ -96,9 +97,18 @@ class Projection:
             return self.operands[0].scheme.fp8_codes(self.operands[0].operands)
         return None
 
-    def rounded_input(self, x: Tensor) -> Tensor:
-        """x after the quantization of activations and back."""
-        return self.operands[0].rounded_input(x)
+    def inputs(self, x: Tensor, rounded: bool) -> Iterator[tuple[slice, Tensor]]:
+        """What the products read of x (T, K), and the output features that come of it.
+
+        rounded: x after the quantization of activations and back, which each operand has its own way to.
+        """
+        if not rounded:
+            yield slice(0, self.stack.width), x
+            return
+        start = 0
+        for _, widths, operand in self.multiplied():
+            yield slice(start, start + sum(widths)), operand.rounded_input(x)
+            start += sum(widths)
 
 
 class ArrivingGradient:
@@ -111,9 +121,14 @@ class ArrivingGradient:
         """dx: (T, K) of dy's dtype."""
         return input_grad(self.dy, self.projection.dequantized(self.dy.dtype))
 
-    def add_of_weight(self, x: Tensor) -> None:
-        """Add dW to the gradients of the masters. x: (T, K) of dy's dtype."""
-        weight_grad(self.dy, x, into=gradient_of(self.projection.stack.masters))
+    def add_of_weight(self, x: Tensor, rounded: bool) -> None:
+        """Add dW to the gradients of the masters. x: (T, K) of dy's dtype; rounded: see `Projection.inputs`."""
+        sums = gradient_of(self.projection.stack.masters)
+        for features, read in self.projection.inputs(x, rounded):
+            self._add_product(features, read, sums[features])
+
+    def _add_product(self, features: slice, x: Tensor, into: Tensor) -> None:
+        weight_grad(self.dy[:, features], x, into=into)
 
 
 class ArrivingFP8(ArrivingGradient):
@@ -124,17 +139,20 @@ class ArrivingFP8(ArrivingGradient):
 
         super().__init__(projection, dy)
         self._weight = fp8_backward.transpose(*(projection.fp8_codes() or (projection.dequantized(dy.dtype),)))
-        self._rows, self._columns = fp8_backward.quantize(dy, self._weight.factor)
+        rows, columns = fp8_backward.quantize(dy, self._weight.factor)
+        assert rows is not None and columns is not None, "both were asked for"
+        self._rows, self._columns = rows, columns
 
     def of_input(self) -> Tensor:
         from qarl_kernels import fp8_backward
 
         return fp8_backward.input_grad_of(self._rows, self._weight, self.dy.dtype)
 
-    def add_of_weight(self, x: Tensor) -> None:
+    def _add_product(self, features: slice, x: Tensor, into: Tensor) -> None:
         from qarl_kernels import fp8_backward
 
-        fp8_backward.add_weight_grad_of(self._columns, x, gradient_of(self.projection.stack.masters))
+        columns = fp8_backward.Codes(self._columns.codes[features], self._columns.scale[features])
+        fp8_backward.add_weight_grad_of(columns, x, into)
 
 
 class InPlace:

@@ -57,7 +57,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, place: str, architecture
     # A token that was added may lie outside: transformers adds some itself, and only a text that spells it has it.
     own = vocabulary.keys() - tokenizer.get_added_vocab().keys() | {tokenizer.bos_token, tokenizer.eos_token}
     ids = {token: vocabulary[token] for token in own if token in vocabulary}
-    largest, size = max(ids, key=ids.get, default=None), architecture.vocab_size
+    largest, size = max(ids, key=lambda token: ids[token], default=None), architecture.vocab_size
     if largest is not None and ids[largest] >= size:
         raise UserError(
             f"{place}: it gives {largest!r} the id {ids[largest]:,}, and the model has {size:,} tokens; "

@@ -71,10 +71,12 @@ class ViewMaker:
         return tuple(prepare(form, self.dtype, self.kernels) for form in _stacked([_form(snapshot, n) for n in names]))
 
     def _learner_operands(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
-        quantized = all(name in snapshot.weights for name in names)
-        if self.quant.learner == "fake_quant" and quantized:
-            forms = _stacked([snapshot.weights[name] for name in names])
-            return tuple(fake_quant_operand(form, self.learner_dtype) for form in forms)  # type: ignore[arg-type]
+        weights = [snapshot.weights[name] for name in names if name in snapshot.weights]
+        if self.quant.learner == "fake_quant" and weights:
+            if len(weights) < len(names):  # some of the stack are not quantized
+                return tuple(operand for name in names for operand in self._learner_operands((name,), snapshot))
+            quantized = [form for form in _stacked([*weights]) if isinstance(form, QuantizedWeight)]
+            return tuple(fake_quant_operand(form, self.learner_dtype) for form in quantized)
         masters = [f"{name}.weight" for name in names]
         if self.learner_dtype != self.dtype:
             return self._plain([self._rounded(name, snapshot.version) for name in masters])

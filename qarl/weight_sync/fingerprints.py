@@ -52,7 +52,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint
             portions.setdefault(tensor.device, _Portions()).add(name, tensor)
         else:
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            digest = f"sha256:{hashlib.sha256(data.numpy()).hexdigest()}"
+            digest = f"sha256:{hashlib.sha256(data.numpy().data).hexdigest()}"
         found[name] = Fingerprint(tuple(tensor.shape), str(tensor.dtype), digest)
     for on_device in portions.values():
         for name, digest in on_device.digests().items():

@@ -138,9 +138,8 @@ class WeightSender:
         assert self._bound is not None, "an update before the first load"
         prints = snapshot.fingerprints()
         held, self._held = self._held, None
-        plan = plan_update(
-            snapshot.tensors, prints, held and held.prints, held and held.tensors, link.facts["units"], mode
-        )
+        known, values = (None, None) if held is None else (held.prints, held.tensors)
+        plan = plan_update(snapshot.tensors, prints, known, values, link.facts["units"], mode)
         found = self._carry(link, plan, snapshot)
         self._bound.check(snapshot.version, found)
         self._measure(link, found, plan)

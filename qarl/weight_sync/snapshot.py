@@ -173,4 +173,4 @@ class Manifest:
 def describe(tensor: Tensor) -> TensorRecord:
     """Shape, dtype and digest of a tensor on any device."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return TensorRecord(tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(flat.numpy()).hexdigest())
+    return TensorRecord(tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(flat.numpy().data).hexdigest())

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qarl_formats.prepared import PreparedWeight
     from qarl_formats.quantize import QuantizedWeight
 
+InputCodes: TypeAlias = Literal["int8", "fp8", "fp8_group"]
 GROUP_SIZES = (32, 64, 128)
 CHANNEL = -1
 DEFAULT_GROUP_SIZE = 128
@@ -82,7 +83,7 @@ class Scheme(ABC):
     """"int" or "float"; None: weights are not quantized."""
     activation: ClassVar[str | None] = None
     """dtype that activations are quantized to, dynamically; None: they are not."""
-    input_codes: ClassVar[Literal["int8", "fp8", "fp8_group"] | None] = None
+    input_codes: ClassVar[InputCodes | None] = None
     """What its Triton product reads of activations: codes and a scale a token, of the group kind one for each 128
     features too; None: their 16-bit values."""
 

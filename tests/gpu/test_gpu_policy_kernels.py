@@ -188,14 +188,16 @@ def test_an_aligned_policy_agrees_with_the_reference(tiny_model, scheme: str, ch
         assert error < (0.15 if scheme.startswith("fp8") else 0.1), f"{name}: {error:.3f}"
 
 
-def _by_kernels(operand: object) -> bool:
-    return isinstance(operand, PreparedWeight) and operand.kernels
+def _by_kernels(view: View) -> bool:
+    """Whether every linear of a policy is multiplied by a kernel of Triton, on layers of such kernels."""
+    operands = [operand for _, _, operand in view.multiplied()]
+    return view.fused and all(isinstance(operand, PreparedWeight) and operand.kernels for operand in operands)
 
 
 @pytest.mark.parametrize(("scheme", "changes"), POLICIES)
 def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: str, changes: dict) -> None:
     policy = _policy(tiny_model("qwen3"), scheme, "auto", **changes)
-    assert all(_by_kernels(operand) for operand in policy.learner_view.operands.values())
+    assert _by_kernels(policy.learner_view)
     with torch.no_grad():
         learner = _logprobs(policy)
         with policy.sampling():
@@ -205,8 +207,8 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
 @pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
 def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(isinstance(operand, PlainWeight) for operand in policy.learner_view.operands.values())
-    assert all(_by_kernels(operand) for operand in policy.sampler.view.operands.values())
+    assert all(isinstance(operand, PlainWeight) for _, _, operand in policy.learner_view.multiplied())
+    assert _by_kernels(policy.sampler.view)
     _logprobs(policy).sum().backward()
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 

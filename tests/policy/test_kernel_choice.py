@@ -69,6 +69,15 @@ def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability, scheme: str
     assert use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
 
 
+@pytest.mark.parametrize(("device", "of", "needs"), [(CPU, (9, 0), "plain torch"), (GPU, (8, 6), r"8\.9 .* 8\.6")])
+def test_an_fp8_backward_is_refused_where_it_cannot_run(capability, device, of, needs) -> None:
+    capability(*of)
+    with pytest.raises(UserError, match=rf"^quant.backward: fp8 .*{needs}.*; use bf16$"):
+        use_kernels(_quant("bf16", backward="fp8"), _scheme("bf16"), torch.bfloat16, device)
+    capability(8, 9)
+    assert use_kernels(_quant("bf16", backward="fp8"), _scheme("bf16"), torch.bfloat16, GPU)
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "w4a8"])
 def test_other_schemes_run_on_older_gpus(capability, scheme: str) -> None:
     capability(8, 0)
@@ -153,14 +162,18 @@ def test_learner_and_sampler_get_their_products(tiny_model, monkeypatch, learner
         learner=learner,
         ignore=["lm_head", ignored],
     )
-    for name in policy.linears:
-        own, sampler = policy.learner_view.operands[name], policy.sampler.view.operands[name]
-        assert sampler.kernels and sampler.scheme.name == ("bf16" if name == ignored else "w4a16")
+    own, sampler = policy.learner_view.multiplied(), policy.sampler.view.multiplied()
+    multiplied: list[str] = []
+    for (names, widths, mine), (sampled, _, weight) in zip(own, sampler, strict=True):
+        multiplied += names
+        assert names == sampled and mine.shape[0] == weight.shape[0] == sum(widths)
+        assert weight.kernels and weight.scheme.name == ("bf16" if names == (ignored,) else "w4a16")
         if learner == "aligned":
-            assert own is sampler
+            assert mine is weight
         else:
-            plain = learner != "fake_quant" or name != ignored
-            assert isinstance(own, PlainWeight if plain else PreparedWeight)
+            plain = learner != "fake_quant" or names != (ignored,)
+            assert isinstance(mine, PlainWeight if plain else PreparedWeight)
+    assert sorted(multiplied) == sorted(policy.linears)
 
 
 # --- numbers, against the reference

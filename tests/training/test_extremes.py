@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -48,17 +49,15 @@ def test_every_number_at_its_end_trains(qarl, tiny_model, tmp_path, objective, t
         if path in SIZES or (path.startswith("objective.") and path.split(".")[1] != objective):
             continue
         *sections, key = keys_of(path)
-        here = data
+        tried = here = deepcopy(data)
         for section in sections:
             here = here.setdefault(section, {})
-        before = here.get(key, ...)
         here[key] = extreme(kind, bounds, top)
         try:
-            Config.model_validate(data)
-            taken += 1
+            Config.model_validate(tried)
         except ValidationError:  # not beside what stands there already
-            del here[key]
-            here.update({} if before is ... else {key: before})
+            continue
+        data, taken = tried, taken + 1
     assert taken > 40
     done = qarl.run("train", write_config(tmp_path / "c.yaml", data), cwd=tmp_path)
     assert done.code == 0, done.err

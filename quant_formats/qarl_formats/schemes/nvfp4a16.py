@@ -99,14 +99,14 @@ class NVFP4A16(Scheme):
         return dict(zip(STORED, (packed, scale, divisor), strict=True)), bad
 
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        stored = [weight.tensors[name] for name in STORED]
+        packed, scale, divisor = (weight.tensors[name] for name in STORED)
         if kernels:
             from qarl_kernels.nvfp4_weights import dequantize_nvfp4
 
-            return dequantize_nvfp4(*stored, dtype)
+            return dequantize_nvfp4(packed, scale, divisor, dtype)
         from qarl_kernels.nvfp4 import dequantized_nvfp4
 
-        return dequantized_nvfp4(*stored, dtype)
+        return dequantized_nvfp4(packed, scale, divisor, dtype)
 
     def codes(self, weight: QuantizedWeight) -> Tensor:
         """As float8_e4m3fn of the same values, -0 among them."""
