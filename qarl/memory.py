@@ -13,14 +13,15 @@ from typing import Literal, get_args
 from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import Scheme, is_ignored
 
+from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, uses_kernels
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
+from qarl.fused import FUSED
 from qarl.machine import machine_bytes
 
-Device = Literal["cpu", "cuda"]
 Phase = Literal["always", "update", "publish"]
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+Owner = Literal["process", "learner", "optimizer", "sampler"]
 # Python, torch and transformers imported, measured as resident memory: 0.33 GiB, and as much again for the tokenizer,
 # the data and the reward workers. A GPU holds a CUDA context of about the same size.
 PROCESS_BYTES = 600 * 2**20
@@ -84,48 +85,36 @@ def kv_cache_bytes(tokens: int, layers: int, kv_heads: int, head_dim: int, width
     return 2 * tokens * layers * kv_heads * head_dim * width
 
 
-def activation_bytes(
-    tokens: int, layers: int, hidden: int, intermediate: int, heads: int, kv: int, width: int, checkpointing: bool
-) -> int:
-    """What autograd keeps for the backward of one micro batch. heads, kv: features of q and of k (heads * head_dim).
-
-    Per token and layer: each of the two norms keeps its input in float32 and its output before and after the weight
-    (4 H + 2 w H); attention keeps q, k, v and, as input of o_proj, its output (2 w Q + 2 w KV); the MLP keeps gate,
-    silu(gate), up and their product (4 w I). With checkpointing each layer keeps its input (w H), and one layer at a
-    time is recomputed.
-    """
-    layer = 2 * (4 * hidden + 2 * width * hidden) + 2 * width * (heads + kv) + 4 * width * intermediate
-    return tokens * (layers * width * hidden + layer) if checkpointing else tokens * layers * layer
-
-
-def logits_bytes(rows: int, vocabulary: int, hidden: int) -> int:
-    """The output layer's backward: logits and probabilities of a chunk of rows, and the layer's own FP32 gradient
-    before it is added to the others."""
-    return 2 * 4 * rows * vocabulary + 4 * vocabulary * hidden
-
-
 @dataclass(frozen=True)
 class Item:
-    """A line of the estimate. phase: held always, or only while the learner updates or while a version is published."""
+    """A line of the estimate. phase: held always, or only while the learner updates or while a version is published.
+    owner: whose it is."""
 
     name: str
     bytes: int
     phase: Phase
+    owner: Owner = "learner"
 
 
-def estimate(config: Config, architecture: Architecture, device: Device) -> list[Item]:
-    """The memory of a training run on `device`, line by line; `peak_bytes` adds them up."""
+def estimate(config: Config, architecture: Architecture, device: Device, tokens: int | None = None) -> list[Item]:
+    """The memory of a training run on `device`, line by line; `peak_bytes` adds them up.
+
+    tokens: of the largest micro-batch; None: what the configuration allows, which is one response at least.
+    """
     quant, a = config.quant, architecture
     scheme = scheme_of(quant)
     width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
     own_dtype = config.learner_dtype != config.model.dtype
-    stored, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0
-    kernels = quant.kernels == "auto" and config.model.dtype != "float32"
+    stored, stacked, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0, 0
+    kernels = uses_kernels(config, device)
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
+        published = quantized_weight_bytes(scheme, n, k) if quantized else width * n * k
         if quantized:
-            stored += quantized_weight_bytes(scheme, n, k)
+            stored += published
             quantized_elements += n * k
+        if name.rpartition(".")[2] in FUSED:
+            stacked += published
         linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or own_dtype or (quant.learner == "fake_quant" and quantized):
@@ -135,40 +124,29 @@ def estimate(config: Config, architecture: Architecture, device: Device) -> list
     head = operand_bytes(scheme, a.vocab_size, a.hidden_size, False, device, width, kernels)
     unquantized = width * (a.parameters - quantized_elements)
     rest = (learner_width * (a.parameters - linear_elements) + head) if own_dtype else 0  # of the learner alone
-    reference = stored + unquantized + sampler_operands + head
+    version = stored + unquantized
+    reference = version + sampler_operands + head
     if quant.learner != "aligned":
         codes = stored if quant.learner == "fake_quant" else 0
         reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
-    # A micro batch holds at least one sequence, however small its budget.
-    tokens = max(config.train.micro_batch_tokens, config.max_sequence_length)
-    heads, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    activations = activation_bytes(
-        tokens,
-        a.num_layers,
-        a.hidden_size,
-        a.intermediate_size,
-        heads,
-        kv,
-        learner_width,
-        config.train.recompute == "layer",
-    )
+    # Weights of one input are put under one another before operands are made of them, and are there twice meanwhile.
+    following = version + max(operands + head + rest, stacked if kernels else 0)
+    between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
+    several = config.minibatch_size < config.responses_per_step or config.train.epochs > 1
     kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
+    micro_batch = max(config.train.micro_batch_tokens, config.max_sequence_length)
     return [
-        Item("process", PROCESS_BYTES, "always"),
+        Item("process", PROCESS_BYTES, "always", "process"),
         Item("master weights (float32)", master_bytes(a.parameters), "always"),
         Item("gradients (float32)", gradient_bytes(a.parameters), "always"),
         optimizer_item(config, a, device),
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
-        *sampler_items(config, kv_cache, stored + unquantized, sampler_operands + head, device),
-        Item(f"activations ({tokens:,} tokens)", activations, "update"),
-        Item(
-            f"logits ({config.train.logprob_chunk} rows) and lm_head gradient",
-            logits_bytes(config.train.logprob_chunk, a.vocab_size, a.hidden_size),
-            "update",
-        ),
-        Item("next version, beside the one in use", stored + unquantized + operands + head + rest, "publish"),
+        *sampler_items(config, kv_cache, version, sampler_operands + head, device),
+        *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
+        *([Item("version in training, beside the sampler's", between, "always")] if several else []),
+        Item("next version, beside the one in use", following, "publish"),
         *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
     ]
 
@@ -179,8 +157,9 @@ def optimizer_item(config: Config, architecture: Architecture, device: Device) -
     matrices = architecture.matrix_parameters
     whole = optimizer_bytes(name, matrices, parameters - matrices)
     if config.optim.offload and device == "cuda":
-        return Item(f"optimizer state ({name}) on its way, the rest on the host", min(whole, OFFLOAD_BYTES), "update")
-    return Item(f"optimizer state ({name})", whole, "always")
+        passing = f"optimizer state ({name}) on its way, the rest on the host"
+        return Item(passing, min(whole, OFFLOAD_BYTES), "update", "optimizer")
+    return Item(f"optimizer state ({name})", whole, "always", "optimizer")
 
 
 def learner_items(
@@ -219,7 +198,7 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
     if rollout.engine == "native":
-        return [Item(cache, kv_cache, "always")]
+        return [Item(cache, kv_cache, "always", "sampler")]
     delta = vllm.publish == "delta"
     if device == "cuda":
         if vllm.device is not None:
@@ -229,17 +208,17 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
         share = f"vLLM weights and KV cache (filled; takes {vllm.memory_frac:.0%} of the GPU)"
         staged = published if (vllm.staging or delta) and scheme_of(config.quant).packed else 0
         return [
-            Item("vLLM process", process, "always"),
-            Item(share, published + kv_cache, phase),
-            Item("tensors staged for vLLM", staged, "always"),
+            Item("vLLM process", process, "always", "sampler"),
+            Item(share, published + kv_cache, phase, "sampler"),
+            Item("tensors staged for vLLM", staged, "always", "sampler"),
         ]
     weights = published * (2 if delta else 1) + (operands if rollout.linear_kernels == "qarl" else 0)
     on_the_way = published if vllm.process == "separate" else 0
     return [
-        Item("vLLM process", VLLM_BYTES[vllm.process], "always"),
-        Item("vLLM weights", weights, "always"),
-        Item(f"vLLM {cache}", kv_cache, "always"),
-        Item("tensors on their way to vLLM", on_the_way, "publish"),
+        Item("vLLM process", VLLM_BYTES[vllm.process], "always", "sampler"),
+        Item("vLLM weights", weights, "always", "sampler"),
+        Item(f"vLLM {cache}", kv_cache, "always", "sampler"),
+        Item("tensors on their way to vLLM", on_the_way, "publish", "sampler"),
     ]
 
 
@@ -289,5 +268,24 @@ def expected_device(config: Config) -> Device:
 
 def peak_bytes(items: list[Item]) -> int:
     """What is always held, and the larger of an update and a publish: they do not happen at the same time."""
-    by_phase = {phase: sum(item.bytes for item in items if item.phase == phase) for phase in get_args(Phase)}
-    return by_phase["always"] + max(by_phase["update"], by_phase["publish"])
+    return max(phase_bytes(items, phase) for phase in get_args(Phase))
+
+
+def forward_peak(
+    config: Config, architecture: Architecture, device: Device, tokens: int, gradients: bool
+) -> int | None:
+    """What a learner alone holds in a forward without gradient; None of one in plain torch, which nothing counts.
+
+    gradients: whether those of an earlier backward are there.
+    """
+    fused = fused_pass(config, architecture, device, tokens)
+    if fused is None:
+        return None
+    own = [item for item in estimate(config, architecture, device, tokens) if item.owner == "learner"]
+    there = sum(item.bytes for item in own if item.phase == "always")
+    return there + fused.forward_peak - (0 if gradients else gradient_bytes(architecture.parameters))
+
+
+def phase_bytes(items: list[Item], phase: Phase) -> int:
+    """What is held in a phase, with what is always held."""
+    return sum(item.bytes for item in items if item.phase in ("always", phase))

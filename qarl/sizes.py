@@ -1,5 +1,6 @@
-"""What null means for `rollout.max_num_seqs`, `rollout.max_batched_tokens`, `train.micro_batch_tokens` and
-`train.logprob_chunk`: how much the sampler and the learner do at once. Imports no torch.
+"""What null means for `rollout.max_num_seqs`, `rollout.max_batched_tokens`, `train.micro_batch_tokens`,
+`train.recompute` and `train.logprob_chunk`: how much the sampler and the learner do at once, and how much the learner
+keeps of it. Imports no torch.
 
 They change speed and memory, and in low bits also results; so they are decided once, stand as numbers in a run's
 config.yaml, and a run that goes on keeps them, on whatever device. On a CPU they are constants. On a GPU they follow
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from qarl.activations import logit_bytes
 from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
 from qarl.config.by_device import ON_CPU
-from qarl.memory import DTYPE_BYTES, Device, estimate, kv_cache_bytes, peak_bytes
+from qarl.memory import DTYPE_BYTES, Device, estimate, kv_cache_bytes, phase_bytes
 
 # vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine's step is not
 # captured in a graph and its attention reads every page, so it gains nothing from longer prefills.
@@ -23,16 +25,20 @@ BATCHED_TOKENS = {"vllm": 8192, "native": 4096}
 FEWEST_SEQUENCES = 64
 KV_SHARE = 1 / 4  # of the GPU's memory, that the native engine's KV cache may take by itself
 
-MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)
-UPDATE_SHARE = 3 / 4  # of the GPU's memory, that the estimate may reach: it leaves out allocator slack and temporaries
+# More tokens than the first gain nothing, and fewer than ENOUGH_TOKENS leave parts of a GPU idle.
+MICRO_BATCH_TOKENS = (16384, 8192, 4096, 2048, 1024)
+ENOUGH_TOKENS = 8192
+RECOMPUTE = ("elementwise", "mlp", "products", "layer")  # from the fastest to the smallest
+# Of the GPU's memory, that the estimate may reach: it leaves out fragments of freed memory, and kernels' code.
+UPDATE_SHARE = 0.8
 LOGPROB_ROWS = (4096, 2048, 1024, 512, 256, 128)
-LOGITS_SHARE = 1 / 32  # of the GPU's memory, for the float32 logits and probabilities of a chunk
+LOGITS_SHARE = 1 / 32  # of the GPU's memory, for a chunk of logits and what is made of them
 
 
 def decide_sizes(
     config: Config, device: Device, architecture: Architecture | None = None, memory: int | None = None
 ) -> Config:
-    """The configuration with a number for each size that it leaves null; what it gives stands.
+    """The configuration with a value for each size that it leaves null; what it gives stands.
 
     device: where the learner computes. architecture, memory: of the model and of the GPU in bytes; without them a GPU
     gets what fits most.
@@ -41,13 +47,13 @@ def decide_sizes(
     width = DTYPE_BYTES[config.model.dtype]
     kv = None if architecture is None else _kv_bytes(architecture, longest, width)
     config = _filled(config, "rollout", sampler_sizes(config.rollout, device, kv, memory).model_dump())
-    chunk = ON_CPU["train.logprob_chunk"] if device == "cpu" else _logprob_chunk(architecture, memory)
+    chunk = ON_CPU["train.logprob_chunk"] if device == "cpu" else _logprob_chunk(config, architecture, memory)
     config = _filled(config, "train", {"logprob_chunk": chunk})
-    if config.train.micro_batch_tokens is not None:
-        return config
     if device == "cpu" or architecture is None or memory is None:
-        return _filled(config, "train", {"micro_batch_tokens": ON_CPU["train.micro_batch_tokens"]})
-    return _largest_that_fits(config, architecture, memory)
+        recompute = ON_CPU["train.recompute"] if device == "cpu" else RECOMPUTE[-1]
+        tokens = ON_CPU["train.micro_batch_tokens"]
+        return _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
+    return _fastest_that_fits(config, architecture, memory)
 
 
 def sampler_sizes(
@@ -115,22 +121,36 @@ def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int |
     return count
 
 
-def _logprob_chunk(architecture: Architecture | None, memory: int | None) -> int:
+def _logprob_chunk(config: Config, architecture: Architecture | None, memory: int | None) -> int:
     if architecture is None or memory is None:
         return 512
-    row = 2 * 4 * architecture.vocab_size  # logits and probabilities, float32
+    row = logit_bytes(config) * architecture.vocab_size
     return next((rows for rows in LOGPROB_ROWS if rows * row <= LOGITS_SHARE * memory), LOGPROB_ROWS[-1])
 
 
-def _largest_that_fits(config: Config, architecture: Architecture, memory: int) -> Config:
-    """The micro batch of a GPU: as much as the estimate leaves room for, and no more than a step has."""
+def _fastest_that_fits(config: Config, architecture: Architecture, memory: int) -> Config:
+    """The micro batch of a GPU, and what its backward computes again, as far as the configuration leaves them null.
+
+    As little again as the estimate leaves room for, with as many tokens as fill the GPU or a step has, then as many as
+    fit. Where not even the least fits, that. A response that is longer makes a micro-batch by itself.
+    """
     vllm = config.rollout.vllm
     awake = config.rollout.engine == "vllm" and vllm.device is None and vllm.sleep_level == 0
     room = UPDATE_SHARE * memory - (vllm.memory_frac * memory if awake else 0)
-    step = config.responses_per_step * config.max_sequence_length
-    found = config
-    for tokens, next_smaller in zip(MICRO_BATCH_TOKENS, (*MICRO_BATCH_TOKENS[1:], 0), strict=True):
-        found = _filled(config, "train", {"micro_batch_tokens": tokens})
-        if next_smaller < step and peak_bytes(estimate(found, architecture, "cuda")) <= room:
+    for tokens, recompute in _candidates(config):
+        found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
+        if phase_bytes(estimate(found, architecture, "cuda"), "update") <= room:
             break
     return found
+
+
+def _candidates(config: Config) -> Iterator[tuple[int, str]]:
+    """Micro-batches and what is computed again, the best first, the smallest last. What is given is in all of them."""
+    step = config.responses_per_step * config.max_sequence_length
+    given = config.train.micro_batch_tokens
+    # None whose half has room for a whole step.
+    sizes = [given] if given else [n for n in MICRO_BATCH_TOKENS if n // 2 < step or n == MICRO_BATCH_TOKENS[-1]]
+    modes = [config.train.recompute] if config.train.recompute else RECOMPUTE
+    enough = [n for n in sizes if n >= ENOUGH_TOKENS] or sizes[:1]
+    yield from ((tokens, recompute) for recompute in modes for tokens in enough)
+    yield from ((tokens, modes[-1]) for tokens in sizes if tokens not in enough)

@@ -89,10 +89,15 @@ def test_check_prints_the_resolved_config_and_the_estimate(config, capsys, tmp_p
 
 
 def test_check_says_what_the_device_decides(config, capsys):
-    sizes = ["rollout.max_num_seqs", "rollout.max_batched_tokens", "train.micro_batch_tokens", "train.logprob_chunk"]
-    assert run("check", config, *(f"{size}=null" for size in sizes[1:]), "rollout.max_num_seqs=7") == 0
+    sizes = {
+        "rollout.max_batched_tokens": 512,
+        "train.micro_batch_tokens": 4096,
+        "train.logprob_chunk": 128,
+        "train.recompute": "elementwise",
+    }
+    assert run("check", config, *(f"{size}=null" for size in sizes), "rollout.max_num_seqs=7") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "null -> " in line]
-    assert lines == [f"{size}: null -> {count} (cpu)" for size, count in zip(sizes[1:], (512, 4096, 128), strict=True)]
+    assert lines == [f"{size}: null -> {value} (cpu)" for size, value in sizes.items()]
 
 
 def test_check_says_what_a_correction_preset_stands_for(config, capsys):

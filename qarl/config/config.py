@@ -129,6 +129,7 @@ class Config(Section):
                 f"an aligned learner computes as the sampler does, in model.dtype = {self.model.dtype}; leave null, or "
                 "use quant.learner: full_precision or fake_quant",
             )
+        yield from self._fp8_faults()
         if self.optim.offload and self.model.device == "cpu":
             text = "model.device is cpu: there is no device to offload from; must be false"
             yield Fault(("optim", "offload"), True, text)
@@ -162,6 +163,22 @@ class Config(Section):
             yield Fault(("rollout", "kv_cache_tokens"), pool, f"{text}; must be {need} or more")
         if self.rollout.engine == "vllm":
             yield from self._vllm_faults()
+
+    def _fp8_faults(self) -> Iterator[Fault]:
+        """A backward in FP8 for a learner whose layers are in plain torch."""
+        if self.quant.kernels == "reference":
+            plain = "quant.kernels: reference"
+        elif self.model.device == "cpu":
+            plain = "model.device: cpu"
+        elif "float32" in (self.model.dtype, self.learner_dtype):
+            plain = f"{'model.dtype' if self.model.dtype == 'float32' else 'model.learner_dtype'}: float32"
+        else:
+            return
+        text = f"{plain} has no Triton kernels, and no products in FP8"
+        if self.quant.backward == "fp8":
+            yield Fault(("quant", "backward"), "fp8", f"{text}; use bf16")
+        if self.diagnostics.backward_every:
+            yield Fault(("diagnostics", "backward_every"), self.diagnostics.backward_every, f"{text}; must be 0")
 
     def _whole_pages(self, pool: int) -> int:
         """Tokens of a KV pool that the sampler can use."""

@@ -7,8 +7,8 @@ from typing import Literal
 from qarl.config.base import Field, Section
 from qarl.config.limits import STEPS, TOKENS
 
-Costly = Literal["shadow", "deployed", "crossings", "gradients"]
-COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients")
+Costly = Literal["shadow", "deployed", "crossings", "gradients", "backward"]
+COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients", "backward")
 
 
 class DiagnosticsConfig(Section):
@@ -35,6 +35,14 @@ class DiagnosticsConfig(Section):
         le=STEPS,
         description="gradients/*: four backwards over the step's first minibatch, with the ratio and the score of "
         "learner and shadow, and up to two with what either ratio clips; up to five more gradients in host memory.",
+    )
+    backward_every: int = Field(
+        0,
+        ge=0,
+        le=STEPS,
+        description="backward/*: what quant.backward: fp8 does to the gradient, in use or not; the step's first "
+        "minibatch forwards and backwards twice, with 16-bit and with FP8 products; one more gradient in host memory. "
+        "For the Triton kernels of a GPU of compute capability 8.9 or later.",
     )
     tokens: int = Field(
         2000, ge=1, le=TOKENS, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots."

@@ -34,18 +34,22 @@ class TrainConfig(Section):
         None,
         ge=1,
         le=TOKENS,
-        description="Tokens (prompt and response) of one forward and backward, never less than a response; null: as "
-        "the device's memory allows.",
+        description="Tokens (prompt and response) of one forward and backward, never less than a response; null: up to "
+        "16,384, as a GPU's memory allows.",
     )
     epochs: int = Field(1, ge=1, le=EPOCHS, description="Passes over a step's responses.")
     recompute: Recompute = Field(
         None,
         description="What the backward computes again instead of keeping it. elementwise: norms, rotation and "
-        "activation; mlp: gate and up too; products: all products but the MLP's last; layer: everything. null: as the "
-        "device's memory allows. In plain torch (a CPU) the first three keep all.",
+        "activation; mlp: gate and up too; products: all products but the MLP's last; layer: everything. null: the "
+        "first of them that a GPU's memory allows at 8,192 tokens. In plain torch (a CPU) the first three keep all.",
     )
     logprob_chunk: ByDevice = Field(
-        None, ge=1, le=TOKENS, description="Rows of logits held at once; null: as the device's memory allows."
+        None,
+        ge=1,
+        le=TOKENS,
+        description="Rows of logits held at once, where they are: in plain torch, and where rollout.top_k or top_p "
+        "ranks tokens; null: as the device's memory allows.",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="Of data order, sampling and everything else that is random.")
     deterministic: bool = Field(True, description="Bit-reproducible algorithms, also across a resume.")

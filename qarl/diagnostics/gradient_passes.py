@@ -29,7 +29,7 @@ from qarl.training.batch import Part
 CHUNK = 1 << 24  # elements of two gradients that are float64 at a time
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """Whose score, whose ratio, and whose ratio clips: True the shadow's, False the learner's, None nobody's."""
 
     score: bool
@@ -37,8 +37,9 @@ class _Pass(NamedTuple):
     clip: bool | None = None
 
 
-PASSES = (_Pass(True, True), _Pass(False, True), _Pass(True, False), _Pass(False, False))
-CLIPPED_PASSES = (_Pass(False, False, False), _Pass(False, False, True))
+LEARNER = Pass(False, False)
+PASSES = (Pass(True, True), Pass(False, True), Pass(True, False), LEARNER)
+CLIPPED_PASSES = (Pass(False, False, False), Pass(False, False, True))
 
 
 def gradient_gram(
@@ -61,10 +62,12 @@ def gradient_gram(
     Memory: up to five gradients are held in float32 on the host, three where nothing is clipped, beside the one being
     made.
     """
-    return _Passes(policy, parts, tokens, truncation, chunk, loss_scale, band).gram()
+    return Passes(policy, parts, tokens, truncation, chunk, loss_scale, band).gram()
 
 
-class _Passes:
+class Passes:
+    """Arguments: see `gradient_gram`."""
+
     def __init__(
         self,
         policy: Policy,
@@ -72,19 +75,19 @@ class _Passes:
         tokens: int,
         truncation: Truncation,
         chunk: int,
-        loss_scale: float,
-        band: Band | None,
+        loss_scale: float = 1.0,
+        band: Band | None = None,
     ) -> None:
         self.policy, self.parts, self.tokens = policy, parts, tokens
         self.truncation, self.chunk, self.loss_scale, self.band = truncation, chunk, loss_scale, band
-        self.sums = GradientAccumulator(policy.role, [master for _, master in policy.named_parameters()])
+        self.sums = GradientAccumulator([master for _, master in policy.named_parameters()])
         # By micro batch, the log-probs of the first forward of either arithmetic; an aligned learner has one.
         shadow: list[Tensor] = []
         self.logp = {True: shadow, False: shadow if policy.aligned else []}
 
     def gram(self) -> Tensor:
         wanted = PASSES if self.band is None else PASSES + CLIPPED_PASSES
-        rows: dict[_Pass, int] = {}
+        rows: dict[Pass, int] = {}
         held: list[list[Tensor | None]] = []
         inner = torch.zeros(len(wanted), len(wanted), dtype=torch.float64)
         for number, one in enumerate(wanted):
@@ -92,7 +95,7 @@ class _Passes:
             if key in rows:
                 continue
             row = rows[key] = len(rows)
-            gradients = self._gradients(key)
+            gradients = self.gradients(key)
             for column, other in enumerate([*held, gradients]):
                 inner[row, column] = inner[column, row] = _inner(other, gradients) / self.loss_scale**2
             if any(self._simplest(later) not in rows for later in wanted[number + 1 :]):
@@ -101,7 +104,7 @@ class _Passes:
         order = [rows[self._simplest(one)] for one in wanted]
         return inner[order][:, order]
 
-    def _simplest(self, one: _Pass) -> _Pass:
+    def _simplest(self, one: Pass) -> Pass:
         """The pass that gives the same gradient and does least. Its clip needs the log-probs of passes before it."""
         clip = one.clip
         if clip is not None:
@@ -110,7 +113,7 @@ class _Passes:
                 clip = None
             elif all(torch.equal(a, b) for a, b in zip(*masks.values(), strict=True)):
                 clip = True
-        return _Pass(True, True, clip) if self.policy.aligned else one._replace(clip=clip)
+        return Pass(True, True, clip) if self.policy.aligned else one._replace(clip=clip)
 
     def _ratio(self, number: int, which: bool) -> Tensor:
         """(T,) log ratio of a micro batch over what the sampler reported."""
@@ -124,7 +127,8 @@ class _Passes:
             for number, part in enumerate(self.parts)
         ]
 
-    def _gradients(self, one: _Pass) -> list[Tensor | None]:
+    def gradients(self, one: Pass) -> list[Tensor | None]:
+        """Of each master, on its device, times the loss scale; None for one that nothing came to."""
         clipped = None if one.clip is None else self._clipped(one.clip)
         for number, part in enumerate(self.parts):
             # with gradient checkpointing the backward runs the forward again, in the same arithmetic

@@ -46,6 +46,11 @@ class _Decile(Record):
     delta_abs_mean: Number | None
 
 
+class _Backward(Record):
+    worst: str
+    layers: dict[str, Annotated[list[Number | None], Field(min_length=2, max_length=2)]]
+
+
 class _Example(Record):
     text: str = ""
     before: str = ""
@@ -66,4 +71,5 @@ class DiagnosticsRecord(Record):
     token_count: Count
     deciles: list[_Decile]
     layers: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] | None
+    backward: _Backward | None = None
     error_examples: list[_Example]

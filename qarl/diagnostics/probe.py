@@ -15,7 +15,8 @@ from torch import Tensor
 
 from qarl.config import Config
 from qarl.config.diagnostics import Costly
-from qarl.diagnostics.gradient_passes import gradient_gram
+from qarl.diagnostics.backward import Modules, backward_error
+from qarl.diagnostics.gradient_passes import Passes
 from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens
@@ -40,7 +41,8 @@ class Probe(Observer):
 
     due: the costly diagnostics of the step (`DiagnosticsConfig.due`). record: keep what `tokens` gives.
     stop_token_ids: token ids that end a response, which precision/* tells apart.
-    metrics: filled by `learned`: precision/*, deployed/* and gradients/*.
+    metrics: complete once `learned` is told: precision/*, deployed/*, gradients/* and backward/*. backward: of each
+    linear layer, see `BackwardError`; None where it is not due.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Probe(Observer):
         self.policy, self.objective, self.config, self.truncation = policy, objective, config, truncation
         self.due, self.record, self.stop_token_ids = due, record, stop_token_ids
         self.metrics: dict[str, float] = {}
+        self.backward: Modules | None = None
         self._seen: list[_Seen] = []  # of each optimizer step
         self._weights: Column | None = None  # of the last forward over each response
         self._before: Tensor | None = None
@@ -67,18 +70,8 @@ class Probe(Observer):
     def minibatch(self, minibatch: Part) -> None:
         count = len(minibatch.batch)
         self._seen.append(_Seen(minibatch, *(Column.empty(count) for _ in range(3))))
-        if "gradients" in self.due and len(self._seen) == 1:
-            train = self.config.train
-            gram = gradient_gram(
-                self.policy,
-                minibatch.where(lambda advantage: advantage != 0).micro_batches(train.micro_batch_tokens),
-                minibatch.tokens,
-                self.truncation,
-                train.logprob_chunk,
-                self.config.loss_scale,
-                self.objective.band,
-            )
-            self.metrics |= gradient_metrics(gram)
+        if len(self._seen) == 1 and not {"gradients", "backward"}.isdisjoint(self.due):
+            self._gradients(minibatch)
 
     @torch.no_grad()
     def forward(self, part: Part, logps: TokenLogProbs) -> None:
@@ -100,6 +93,25 @@ class Probe(Observer):
             self.metrics |= self._precision(batch)
         if "deployed" in self.due:
             self.metrics |= self._deployed(batch)
+
+    def _gradients(self, minibatch: Part) -> None:
+        """What backwards of its own say, at the weights of the step's first minibatch."""
+        train = self.config.train
+        passes = Passes(
+            self.policy,
+            minibatch.where(lambda advantage: advantage != 0).micro_batches(train.micro_batch_tokens),
+            minibatch.tokens,
+            self.truncation,
+            train.logprob_chunk,
+            self.config.loss_scale,
+            self.objective.band,
+        )
+        if "gradients" in self.due:
+            self.metrics |= gradient_metrics(passes.gram())
+        if "backward" in self.due:
+            found = backward_error(passes)
+            self.metrics |= found.metrics
+            self.backward = found.modules
 
     def tokens(self, batch: Batch) -> StepTokens:
         """The step's tokens, each at the learner's last training forward over it; on the CPU, by response."""

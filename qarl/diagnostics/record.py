@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from qarl.diagnostics.backward import Modules, worst_module
 from qarl.diagnostics.crossings import Crossings
 from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.mismatch import probability_deciles
@@ -48,11 +49,13 @@ def diagnostics_record(
     examples: list[dict[str, Any]],
     max_tokens: int,
     seed: int,
+    backward: Modules | None = None,
 ) -> dict[str, Any]:
     """The record of a step, of JSON types alone; -inf and NaN are null.
 
     metrics: the step's, as in metrics.jsonl. layers: crossings of each module. examples: `error_examples`.
     max_tokens: at most so many tokens are kept, drawn by (seed, step) alone, in their order; the deciles are over all.
+    backward: what an FP8 backward does to the gradient of each module; the record names the worst beside them.
 
     Beside the values of `StepTokens`, "tokens" has "outside", without gradient by the band under the objective's ratio,
     "phantom", those by precision alone, and "phantom_either_side", outside the bounds by precision alone whatever the
@@ -96,7 +99,15 @@ def diagnostics_record(
             for row in probability_deciles(tokens.logp_old, tokens.logp_sampler)
         ],
         "layers": None if layers is None else {name: list(pair) for name, pair in layers.items()},
+        "backward": _backward(backward) if backward else None,
         "error_examples": examples,
+    }
+
+
+def _backward(modules: Modules) -> dict[str, Any]:
+    return {
+        "worst": worst_module(modules),
+        "layers": {name: [_finite(value) for value in pair] for name, pair in modules.items()},
     }
 
 

@@ -156,10 +156,13 @@ def _fault(result: Any, inputs: SurrogateInputs) -> str | None:
 
 def _infinite(value: Any, inputs: SurrogateInputs) -> str | None:
     """The first token whose value is NaN or infinite, where no log-prob is: those reach the learner, which skips the
-    step."""
+    step. Waits once for a GPU."""
+    import torch
+
     logps = inputs.logps
     columns = (logps.logp, logps.logp_old, logps.logp_sampler, inputs.log_ratio)
-    if value.isfinite().all() or not all(column.isfinite().all() for column in columns):
+    sound = torch.stack([column.isfinite().all() for column in columns]).all()
+    if not sound & ~value.isfinite().all():
         return None
     at = int((~value.isfinite()).int().argmax())
     response = int(inputs.segments.index[at])

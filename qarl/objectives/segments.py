@@ -38,9 +38,14 @@ class Segments:
         """Segments of responses with these token counts, packed in this order."""
         import torch
 
+        from qarl.transfer import upload
+
         counts = torch.tensor(lengths, dtype=torch.int64)
         index = torch.repeat_interleave(torch.arange(len(lengths)), counts)
-        return cls(index.to(device), counts.to(device))
+        there = upload(torch.cat([index, counts]), torch.device(device or "cpu"))
+        segments = cls(there[: index.numel()], there[index.numel() :])
+        segments.max_length = max(lengths, default=0)  # known here; to ask a device for it is to wait for it
+        return segments
 
     @cached_property
     def position(self) -> Tensor:

@@ -43,7 +43,7 @@ def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
     values = values.detach().double()
     if mask is None:
-        return torch.stack([values.sum(), values.new_tensor(float(values.numel()))])
+        return torch.stack([values.sum(), values.new_full((), values.numel())])
     return torch.stack([values.masked_fill(~mask, 0.0).sum(), mask.sum().double()])
 
 

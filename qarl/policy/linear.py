@@ -28,11 +28,9 @@ class _StraightThrough(torch.autograd.Function):
         bias: Tensor | None,
         operand: Operand,
         keep_dequantized_input: bool,
-        role: Role,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.operand, ctx.keep_dequantized_input = operand, keep_dequantized_input
-        ctx.master, ctx.role = master, role
         ctx.has_bias = bias_master is not None
         return operand(x, bias)
 
@@ -46,12 +44,10 @@ class _StraightThrough(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if ctx.keep_dequantized_input:
                 x = operand.rounded_input(x)
-            sums = ctx.role.gradients
-            if sums is None or not sums.add_product(ctx.master, grad, x):
-                grad_weight = weight_grad(grad, x)
+            grad_weight = weight_grad(grad, x)
         if ctx.has_bias:
             grad_bias = grad.float().sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class QuantLinear(nn.Module):
@@ -71,9 +67,7 @@ class QuantLinear(nn.Module):
         operand, bias = view.operands[self.name], view.values.get(f"{self.name}.bias")
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
-            y = _StraightThrough.apply(
-                rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input, self.role
-            )
+            y = _StraightThrough.apply(rows, self.weight, self.bias, bias, operand, self.keep_dequantized_input)
         else:
             y = operand(rows, bias)
         return y.view(*x.shape[:-1], self.out_features)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qarl.policy.gradients import GradientAccumulator
     from qarl.policy.operand import Operand
     from qarl.policy.projection import Projection
 
@@ -52,15 +51,11 @@ class View:
 
 
 class Role:
-    """Which view a forward reads: one object shared by a policy's modules.
-
-    gradients: what adds up the weight gradients of the backward that is running; None where autograd does.
-    """
+    """Which view a forward reads: one object shared by a policy's modules."""
 
     def __init__(self, view: View | None = None) -> None:
         self._view = view
         self.sampling = False
-        self.gradients: GradientAccumulator | None = None
 
     @property
     def view(self) -> View:

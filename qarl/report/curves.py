@@ -274,6 +274,12 @@ PRECISION = (
             ("gradients/cos_ratio_score", "ratio error and score error"),
         ),
     ),
+    Curves(
+        "Gradient of an FP8 backward",
+        "cosine with that of a 16-bit one",
+        (("backward/cosine", "whole"), ("backward/cosine_min", "worst linear layer")),
+    ),
+    Curves("Error of an FP8 backward", "norm over the gradient's", (("backward/relative_error", "whole"),)),
 )
 ERROR_TOKENS = (
     Curves(

@@ -100,6 +100,8 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
         )
     if record["layers"]:
         blocks.append(_crossings(record["layers"]))
+    if record.get("backward"):
+        blocks.append(_backward(record["backward"]))
     charts = [block for block in blocks if isinstance(block, Chart)]
     rest = [block for block in blocks if not isinstance(block, Chart)]
     return [*rest, *charts, *_examples(record["error_examples"])]
@@ -161,14 +163,33 @@ def _precision(alpha: Column, beta: Column, signs: list[tuple[str, list[int]]]) 
 
 
 def _crossings(layers: Mapping[str, list[int]]) -> LineChart:
-    """Changed values by depth, a curve for each kind of linear."""
-    kinds: dict[str, list[tuple[int, float]]] = {}
-    for module, (changed, total) in layers.items():
+    changed = {module: count / total if total else 0.0 for module, (count, total) in layers.items()}
+    return LineChart("Published values changed, by layer", "layer", "fraction of the values", _by_depth(changed))
+
+
+def _backward(record: Mapping[str, Any]) -> LineChart:
+    """What an FP8 backward does to the gradient of each linear."""
+    cosine, error = record["layers"].get(record["worst"], (None, None))
+    worst = ", ".join(
+        f"{name} {number(value)}" for name, value in (("cosine", cosine), ("error", error)) if value is not None
+    )
+    return LineChart(
+        "Gradient of an FP8 backward, by layer",
+        "layer",
+        "norm of the error over the 16-bit gradient's",
+        _by_depth({module: relative for module, (_, relative) in record["layers"].items()}),
+        note=f"Worst: {record['worst']} ({worst or 'not finite'}).",
+    )
+
+
+def _by_depth(values: Mapping[str, float | None]) -> list[Series]:
+    """A curve over depth for each kind of linear. values: by module name."""
+    kinds: dict[str, list[tuple[int, float | None]]] = {}
+    for module, value in values.items():
         match = re.search(r"\.layers\.(\d+)\.(.+)", module)
         depth, kind = (int(match[1]), match[2].rpartition(".")[2]) if match else (0, module)
-        kinds.setdefault(kind, []).append((depth, changed / total if total else 0.0))
-    series = [Series(kind, [depth for depth, _ in points], [f for _, f in points]) for kind, points in kinds.items()]
-    return LineChart("Published values changed, by layer", "layer", "fraction of the values", series)
+        kinds.setdefault(kind, []).append((depth, value))
+    return [Series(kind, [depth for depth, _ in points], [y for _, y in points]) for kind, points in kinds.items()]
 
 
 def _deciles_over_steps(records: list[dict[str, Any]]) -> LineChart:

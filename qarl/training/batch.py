@@ -13,6 +13,8 @@ from torch import Tensor
 
 from qarl.objectives import Segments, compute_advantages
 from qarl.objectives.advantages import AdvantageKind
+from qarl.training.cutting import Response, by_tokens, by_work
+from qarl.transfer import upload
 from qarl.types import Prompt, Rollout
 
 CPU = torch.device("cpu")
@@ -21,7 +23,8 @@ CPU = torch.device("cpu")
 class Column:
     """A float32 value for each response token of a batch, filled and read a part at a time.
 
-    Kept on the CPU without gradient, one tensor (T_r,) for each response, so that parts may be cut in any way.
+    Without gradient, one tensor (T_r,) for each response, so that parts may be cut in any way. What is filled in stays
+    on its device; the first read on the CPU brings everything over in one copy, and is what waits for the device.
     """
 
     def __init__(self, values: Sequence[Tensor | None]) -> None:
@@ -34,7 +37,7 @@ class Column:
     def fill(self, part: Part, packed: Tensor) -> None:
         """packed: (T,) of the part's responses, one after the other, on any device."""
         lengths = [len(response) for response in part.responses]
-        for index, values in zip(part.indices, packed.detach().cpu().split(lengths), strict=True):
+        for index, values in zip(part.indices, packed.detach().split(lengths), strict=True):
             self._values[index] = values
 
     def known(self, part: Part) -> bool:
@@ -43,18 +46,34 @@ class Column:
 
     def read(self, part: Part) -> Tensor:
         """(T,) of the part's responses, one after the other, on the part's device."""
-        return torch.cat([self[index] for index in part.indices]).to(part.device)
+        if {self._filled(index).device.type for index in part.indices} not in ({"cpu"}, {part.device.type}):
+            self._fetch()
+        return upload(torch.cat([self._filled(index) for index in part.indices]), part.device)
 
     def __getitem__(self, response: int) -> Tensor:
-        values = self._values[response]
-        assert values is not None, f"response {response} was not filled in yet"
-        return values
+        """(T_r,) on the CPU."""
+        if self._filled(response).device.type != "cpu":
+            self._fetch()
+        return self._filled(response)
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[index] for index in range(len(self)))
+
+    def _filled(self, response: int) -> Tensor:
+        values = self._values[response]
+        assert values is not None, f"response {response} was not filled in yet"
+        return values
+
+    def _fetch(self) -> None:
+        """Bring everything to the CPU."""
+        away = {index: x for index, x in enumerate(self._values) if x is not None and x.device.type != "cpu"}
+        if away:
+            here = torch.cat(list(away.values())).cpu().split([len(x) for x in away.values()])
+            for index, values in zip(away, here, strict=True):
+                self._values[index] = values
 
 
 @dataclass
@@ -149,7 +168,7 @@ class Part:
     @property
     def advantages(self) -> Tensor:
         """(R,) of the part."""
-        return self.batch.advantages[list(self.indices)].to(self.device)
+        return upload(self.batch.advantages[list(self.indices)], self.device)
 
     @property
     def logp_old(self) -> Tensor:
@@ -172,24 +191,19 @@ class Part:
     def micro_batches(self, max_tokens: int) -> list[Part]:
         """Cut into parts whose forward runs at most `max_tokens` tokens (one response at least).
 
-        Responses to one prompt stay side by side, and groups of similar length come together.
+        Responses to one prompt stay side by side, and groups of similar length come together. A GPU gets parts of
+        similar work; on a CPU the cut, and with it the order of all sums, is by tokens alone.
         """
         batch = self.batch
         longest: dict[int, int] = {}  # of each group, prompt and longest response
         for i in self.indices:
             group = batch.groups[i]
             longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
-        parts: list[list[int]] = []
-        used = 0
-        for i in sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i)):
-            shares = bool(parts) and batch.groups[parts[-1][-1]] == batch.groups[i]
-            cost = len(batch.responses[i]) + (0 if shares else len(batch.prompts[i]))
-            if not parts or used + cost > max_tokens:
-                parts.append([])
-                used, cost = 0, len(batch.responses[i]) + len(batch.prompts[i])
-            parts[-1].append(i)
-            used += cost
-        return [batch.part(part, self.device) for part in parts]
+        order = sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i))
+        cut = by_work if self.device.type == "cuda" else by_tokens
+        found = [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in order]
+        ends = cut(found, max_tokens)
+        return [batch.part(order[start:end], self.device) for start, end in pairwise([0, *ends])]
 
 
 def build_batch(

@@ -34,7 +34,7 @@ class Learner:
         self.policy, self.optimizer, self.config, self.truncation = policy, optimizer, config, truncation
         self.objective = build_objective(config.objective, config.correction)
         self._masters = [parameter for _, parameter in policy.named_parameters()]
-        self.gradients = GradientAccumulator(policy.role, self._masters, config.loss_scale)
+        self.gradients = GradientAccumulator(self._masters, config.loss_scale)
         self.totals = LearnerTotals()
         self.skipped_in_a_row = 0
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.data import PromptStream, build_prompts
+from qarl.diagnostics.backward import require_fp8_backward
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
@@ -79,6 +80,7 @@ def build_run(config: Config, device: torch.device, console: RunConsole, rewards
     """
     set_determinism(config)
     require_trackers(config.logging)
+    require_fp8_backward(config, device)
     config.objective.bind()  # a user's own one is refused now, and not after the model
     if device.type == "cpu":
         keep_freed_memory()

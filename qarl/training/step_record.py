@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
+from qarl.diagnostics.backward import Modules
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings
 from qarl.diagnostics.error_tokens import decoder, error_examples
 from qarl.diagnostics.probe import Probe
@@ -40,6 +41,7 @@ class Trace:
     tensors: dict[str, Tensor] | None = None
     tokens: StepTokens | None = None
     layers: Crossings | None = None
+    backward: Modules | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, step: int, metrics: dict[str, float], config: Config, recorder: Recorder) -> None:
@@ -47,8 +49,9 @@ class Trace:
         if self.rows is not None:
             recorder.rollouts(step, self.rows, self.tensors)
         if self.tokens is not None:
+            kept, seed = config.diagnostics.tokens, config.train.seed
             record = diagnostics_record(
-                step, metrics, self.tokens, self.layers, self.examples, config.diagnostics.tokens, config.train.seed
+                step, metrics, self.tokens, self.layers, self.examples, kept, seed, self.backward
             )
             recorder.diagnostics(step, record)
 
@@ -103,6 +106,7 @@ def trace_of(
     if probe.record:
         trace.tokens = probe.tokens(batch)
         trace.layers = crossed if "crossings" in probe.due else None
+        trace.backward = probe.backward
         logp_sampler, decode = list(batch.logp_sampler), decoder(tokenizer)
         trace.examples = error_examples(batch.responses, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
     return trace

@@ -13,29 +13,30 @@ from qarl.objectives import Stats, add_stats, finish_stats
 
 @dataclass
 class LearnerTotals:
-    """The running totals of one training step.
+    """The running totals of one training step. Sums stay on the learner's device until `metrics`.
 
-    forward_tokens: run by the learner, prompts and responses, see `Part.forward_tokens`. retained: (T,) of each forward
-    at the snapshot, under truncation. skipped: optimizer steps whose gradient was not finite.
+    forward_tokens: run by the learner, prompts and responses, see `Part.forward_tokens`. entropy, loss: float64 sums.
+    retained: (T,) of each forward at the snapshot, under truncation. skipped: optimizer steps whose gradient was not
+    finite.
     """
 
     forward_tokens: int = 0
-    entropy: float = 0.0
+    entropy: Tensor | float = 0.0
     entropy_tokens: int = 0
     retained: list[Tensor] = field(default_factory=list)
-    loss: float = 0.0
+    loss: Tensor | float = 0.0
     stats: Stats = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
 
     def add_snapshot(self, entropy: Tensor) -> None:
         """A forward at the rollout's snapshot. entropy: (T,) nats."""
-        self.entropy += float(entropy.detach().double().sum())
+        self.entropy = self.entropy + entropy.detach().double().sum()
         self.entropy_tokens += entropy.numel()
 
     def add_loss(self, loss: Tensor, stats: Stats) -> None:
         """Of one micro-batch, as an objective gives them."""
-        self.loss += float(loss.detach())
+        self.loss = self.loss + loss.detach().double()
         self.stats = add_stats(self.stats, stats)
 
     def metrics(self, minibatches: int) -> dict[str, float]:
@@ -46,8 +47,8 @@ class LearnerTotals:
         measured = minibatches - self.skipped
         return {
             **finish_stats(self.stats),
-            "policy/loss": self.loss / minibatches,
-            "policy/entropy": self.entropy / self.entropy_tokens,
+            "policy/loss": float(self.loss) / minibatches,
+            "policy/entropy": float(self.entropy) / self.entropy_tokens,
             **self._retained_mass(),
             "policy/grad_norm": sum(self.grad_norms) / measured if measured else math.nan,
             "policy/skipped_steps": float(self.skipped),

@@ -39,12 +39,36 @@ def test_the_learner_computes_in_its_own_dtype_or_the_samplers(load, overrides, 
         ("diagnostics.shadow_every=-1", "diagnostics.shadow_every = -1"),
         ("diagnostics.tokens=0", "diagnostics.tokens = 0"),
         ("diagnostics.every=1", "diagnostics.every"),
+        ("diagnostics.backward_every=-1", "diagnostics.backward_every = -1"),
     ],
 )
 def test_impossible_values_are_refused_on_one_line(load, override, given):
     with pytest.raises(UserError) as caught:
         load(override)
     assert given in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("quant.kernels=reference", "quant.kernels: reference"),
+        ("model.device=cpu", "model.device: cpu"),
+        ("model.dtype=float32", "model.dtype: float32"),
+        ("model.learner_dtype=float32", "model.learner_dtype: float32"),
+    ],
+)
+def test_a_learner_in_plain_torch_has_no_fp8_backward_to_run_or_to_measure(load, override, why):
+    common = ["quant={scheme: bf16, learner: full_precision}", override]
+    measured = rf"diagnostics\.backward_every = 5: {why} has no Triton kernels, and no products in FP8; must be 0$"
+    with pytest.raises(UserError, match=measured):
+        load(*common, "diagnostics.backward_every=5")
+    with pytest.raises(UserError, match=r"quant\.backward = .*no products in FP8; use bf16$"):
+        load(*common, "quant.backward=fp8")
+    load(*common)
+
+
+def test_a_learner_of_a_gpu_may_measure_an_fp8_backward_that_it_does_not_run(load):
+    assert load("diagnostics.backward_every=5").diagnostics.due(5) == {"backward"}
 
 
 def test_costly_diagnostics_are_off_and_due_at_every_nth_step_counted_from_1(load):

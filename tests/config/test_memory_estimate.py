@@ -8,6 +8,7 @@ import pytest
 from qarl_formats.scheme import make_scheme
 
 from qarl import memory
+from qarl.activations import plain_activation_bytes
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.machine import machine_bytes
@@ -23,7 +24,7 @@ def config(**sections) -> Config:
         "data": {"source": "task:arithmetic", "max_prompt_length": 24},
         "rollout": {"max_response_length": 8, "max_num_seqs": 2},
         "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5},
+        "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "recompute": "elementwise"},
         "quant": {"group_size": 32},
     }
     return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
@@ -76,8 +77,8 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer():
     shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
-    one_layer = memory.activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
-    assert memory.activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
+    one_layer = plain_activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
+    assert plain_activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
 
 
 def test_masters_and_gradients_are_4_bytes_a_parameter():
@@ -162,6 +163,24 @@ def test_vllm_on_its_own_gpu_takes_nothing_of_the_learners():
 def test_a_micro_batch_holds_at_least_one_sequence():
     assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
     assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]
+
+
+def test_several_updates_a_step_hold_the_version_in_training_beside_the_samplers():
+    published = sizes("cuda")["codes and scales"] + sizes("cuda")["unquantized parameters"]
+    several = {"train": {"epochs": 2}}
+    aligned = published + sizes("cuda")["GEMM operands"]
+    assert sizes("cuda", **several)["version in training, beside the sampler's"] == aligned
+    other = sizes("cuda", **several, quant={"learner": "fake_quant"})
+    assert other["version in training, beside the sampler's"] == published
+    assert "version in training, beside the sampler's" not in sizes("cuda")
+
+
+def test_the_next_version_is_there_twice_where_its_weights_are_put_under_one_another():
+    quant = {"scheme": "bf16", "group_size": None}
+    together = 2 * 2 * (64 * 64 + 2 * 32 * 64 + 2 * 128 * 64)  # q, k, v, gate and up of two layers, in bf16
+    assert sizes("cuda", quant=quant)["next version, beside the one in use"] == 2 * PARAMETERS + together
+    reference = sizes("cuda", quant=quant | {"kernels": "reference"})
+    assert reference["next version, beside the one in use"] == 2 * PARAMETERS
 
 
 def test_peak_takes_the_larger_of_update_and_publish():

@@ -9,7 +9,18 @@ import pytest
 from qarl import machine, memory
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.sizes import FEWEST_SEQUENCES, LOGITS_SHARE, UPDATE_SHARE, decide_sizes, decided, keep_sizes, sampler_sizes
+from qarl.sizes import (
+    ENOUGH_TOKENS,
+    FEWEST_SEQUENCES,
+    LOGITS_SHARE,
+    MICRO_BATCH_TOKENS,
+    RECOMPUTE,
+    UPDATE_SHARE,
+    decide_sizes,
+    decided,
+    keep_sizes,
+    sampler_sizes,
+)
 
 GIB = 2**30
 SMALL = Architecture("llama", 576, 1536, 30, 9, 3, 64, 49_152, 8192, tied_embeddings=True)
@@ -32,15 +43,25 @@ def numbers(config: Config) -> tuple[int, int, int, int]:
     return rollout.max_num_seqs, rollout.max_batched_tokens, train.micro_batch_tokens, train.logprob_chunk
 
 
+def micro_batch(config: Config) -> tuple[int, str]:
+    return config.train.micro_batch_tokens, config.train.recompute
+
+
+def decided_for(gib: int, architecture: Architecture = SMALL, **sections) -> tuple[int, str]:
+    return micro_batch(decide_sizes(config(**sections), "cuda", architecture, gib * GIB))
+
+
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 def test_a_cpu_has_the_numbers_it_always_had(engine):
-    assert numbers(decide_sizes(config(rollout={"engine": engine}), "cpu")) == (64, 512, 4096, 128)
+    found = decide_sizes(config(rollout={"engine": engine}), "cpu")
+    assert numbers(found) == (64, 512, 4096, 128) and found.train.recompute == "elementwise"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_given_stands(device):
     given = config(
-        rollout={"max_num_seqs": 3, "max_batched_tokens": 5}, train={"micro_batch_tokens": 7, "logprob_chunk": 9}
+        rollout={"max_num_seqs": 3, "max_batched_tokens": 5},
+        train={"micro_batch_tokens": 7, "logprob_chunk": 9, "recompute": "mlp"},
     )
     assert decide_sizes(given, device, LARGE, 80 * GIB) == given
 
@@ -48,38 +69,81 @@ def test_what_is_given_stands(device):
 def test_nothing_but_the_sizes_changes():
     left, found = config(), decide_sizes(config(), "cuda", SMALL, 80 * GIB)
     assert found != left
-    update = {"rollout": {"max_num_seqs", "max_batched_tokens"}, "train": {"micro_batch_tokens", "logprob_chunk"}}
+    update = {
+        "rollout": {"max_num_seqs", "max_batched_tokens"},
+        "train": {"micro_batch_tokens", "logprob_chunk", "recompute"},
+    }
     assert found.model_dump(exclude=update) == left.model_dump(exclude=update)
 
 
 def test_a_large_gpu_does_more_at_once():
-    assert numbers(decide_sizes(config(), "cuda", SMALL, 80 * GIB)) == (256, 4096, 32768, 4096)
+    assert numbers(decide_sizes(config(), "cuda", SMALL, 80 * GIB)) == (256, 4096, 16384, 4096)
+    assert decided_for(80) == (16384, "elementwise")
     assert numbers(decide_sizes(config(rollout={"engine": "vllm"}), "cuda", SMALL, 80 * GIB))[:2] == (256, 8192)
 
 
 def test_an_unknown_gpu_or_model_gets_what_fits_most():
     for architecture, size in ((None, 80 * GIB), (SMALL, None), (None, None)):
-        assert numbers(decide_sizes(config(), "cuda", architecture, size)) == (FEWEST_SEQUENCES, 4096, 4096, 512)
+        found = decide_sizes(config(), "cuda", architecture, size)
+        assert numbers(found) == (FEWEST_SEQUENCES, 4096, 4096, 512) and found.train.recompute == "layer"
 
 
-@pytest.mark.parametrize("gib", [16, 24, 48, 80, 140])
-def test_the_micro_batch_is_the_largest_that_the_estimate_leaves_room_for(gib):
-    found = decide_sizes(config(), "cuda", SMALL, gib * GIB)
-    chosen, room = found.train.micro_batch_tokens, UPDATE_SHARE * gib * GIB
+def held(config: Config, architecture: Architecture, tokens: int, recompute: str) -> int:
+    train = config.train.model_copy(update={"micro_batch_tokens": tokens, "recompute": recompute})
+    items = memory.estimate(config.model_copy(update={"train": train}), architecture, "cuda")
+    return memory.phase_bytes(items, "update")
 
-    def peak(tokens: int) -> int:
-        train = found.train.model_copy(update={"micro_batch_tokens": tokens})
-        return memory.peak_bytes(memory.estimate(found.model_copy(update={"train": train}), SMALL, "cuda"))
 
-    assert peak(chosen) <= room
-    assert chosen == 32768 or peak(2 * chosen) > room
+@pytest.mark.parametrize("gib", [8, 10, 12, 16, 24, 48, 80, 140, 200])
+@pytest.mark.parametrize("architecture", [SMALL, LARGE], ids=["small", "large"])
+def test_nothing_better_has_room(architecture, gib):
+    found = decide_sizes(config(optim={"offload": True}), "cuda", architecture, gib * GIB)
+    tokens, recompute = micro_batch(found)
+    room = UPDATE_SHARE * gib * GIB
+    assert held(found, architecture, tokens, recompute) <= room or (tokens, recompute) == (1024, "layer")
+    better = [(n, mode) for mode in RECOMPUTE[: RECOMPUTE.index(recompute)] for n in (16384, ENOUGH_TOKENS)]
+    better += [(n, recompute) for n in MICRO_BATCH_TOKENS if n > tokens]
+    assert all(held(found, architecture, *one) > room for one in better)
+
+
+def test_each_way_to_need_less_is_taken_in_turn():
+    rollout = {"max_num_seqs": 64}
+    found = [decided_for(gib, LARGE, optim={"offload": True}, rollout=rollout) for gib in range(90, 180, 4)]
+    modes = [recompute for _, recompute in found]
+    assert sorted(modes, key=RECOMPUTE.index, reverse=True) == modes and set(modes) == set(RECOMPUTE)
+    assert all(tokens in (16384, 8192) or recompute == "layer" for tokens, recompute in found)
+    assert any(tokens < ENOUGH_TOKENS for tokens, _ in found)
+
+
+def test_what_is_given_decides_the_other():
+    least, most = RECOMPUTE[0], RECOMPUTE[-1]
+    for gib in (12, 16, 24, 48):
+        tokens, _ = decided_for(gib, train={"recompute": most})
+        other, _ = decided_for(gib, train={"recompute": least})
+        assert tokens >= other
+        assert decided_for(gib, train={"recompute": least})[1] == least
+        assert decided_for(gib, train={"micro_batch_tokens": 16384})[0] == 16384
+    assert decided_for(80, train={"micro_batch_tokens": 100}) == (100, least)
+    assert decided_for(12, train={"micro_batch_tokens": 65536}) == (65536, most)
+    assert decided_for(9, train={"recompute": least})[0] < ENOUGH_TOKENS
+
+
+def test_long_responses_are_micro_batches_by_themselves():
+    long = {"rollout": {"max_response_length": 31_000, "kv_cache_tokens": 100_000}}
+    found = decide_sizes(config(**long), "cuda", SMALL, 16 * GIB)
+    tokens, recompute = micro_batch(found)
+    assert tokens == 16384 and recompute == "mlp"
+    assert held(found, SMALL, tokens, recompute) == held(found, SMALL, found.max_sequence_length, recompute)
 
 
 def test_more_memory_never_gives_less():
     for architecture in (SMALL, LARGE):
-        found = [numbers(decide_sizes(config(), "cuda", architecture, gib * GIB)) for gib in (8, 16, 24, 40, 80, 140)]
+        found = [decide_sizes(config(), "cuda", architecture, gib * GIB) for gib in (8, 16, 24, 40, 80, 140)]
         for smaller, larger in pairwise(found):
-            assert all(a <= b for a, b in zip(smaller, larger, strict=True)), (smaller, larger)
+            before, after = numbers(smaller), numbers(larger)
+            assert all(a <= b for a, b in zip(before[:2] + before[3:], after[:2] + after[3:], strict=True))
+            (less, again), (more, other) = micro_batch(smaller), micro_batch(larger)
+            assert (-RECOMPUTE.index(again), less) <= (-RECOMPUTE.index(other), more)
 
 
 def test_a_micro_batch_is_no_larger_than_a_step():
@@ -92,14 +156,16 @@ def test_the_chunk_of_logits_follows_from_the_vocabulary():
         rows = decide_sizes(config(), "cuda", architecture, 80 * GIB).train.logprob_chunk
         assert 2 * 4 * rows * architecture.vocab_size <= LOGITS_SHARE * 80 * GIB
     assert rows == 2048
+    ranked = decide_sizes(config(rollout={"top_p": 0.9}), "cuda", LARGE, 80 * GIB).train.logprob_chunk
+    assert ranked == 256  # whose sort takes five times as much
 
 
 def test_a_vllm_that_never_sleeps_leaves_less_room_for_the_learner():
     def chosen(level: int) -> int:
         rollout = {"engine": "vllm", "vllm": {"sleep_level": level, "memory_frac": 0.6}}
-        return decide_sizes(config(rollout=rollout), "cuda", SMALL, 48 * GIB).train.micro_batch_tokens
+        return RECOMPUTE.index(decided_for(24, rollout=rollout)[1])
 
-    assert chosen(0) < chosen(1)
+    assert chosen(0) > chosen(1)
 
 
 def test_native_sequences_follow_from_their_keys_and_values():
@@ -132,6 +198,7 @@ def test_each_decision_is_a_line():
         "rollout.max_batched_tokens: null -> 512 (cpu)",
         "train.micro_batch_tokens: null -> 4096 (cpu)",
         "train.logprob_chunk: null -> 128 (cpu)",
+        "train.recompute: null -> elementwise (cpu)",
     ]
 
 

@@ -53,6 +53,16 @@ def test_without_a_band_or_a_shadow_there_is_nothing_to_mark():
     assert record["tokens"]["phantom_either_side"] is None
 
 
+def test_an_fp8_backward_is_there_by_layer_with_the_worst_by_name():
+    modules = {"a": (0.999, 0.04), "b": (0.99, 0.1)}
+    record = diagnostics_record(1, {}, tokens(), None, [], 100, 0, modules)
+    assert record["backward"] == {"worst": "b", "layers": {"a": [0.999, 0.04], "b": [0.99, 0.1]}}
+    record = diagnostics_record(1, {}, tokens(), None, [], 100, 0, {"c": (-1.0, 2.0), "d": (math.nan, math.inf)})
+    assert record["backward"] == {"worst": "d", "layers": {"c": [-1.0, 2.0], "d": [None, None]}}
+    for nothing in (None, {}):
+        assert diagnostics_record(1, {}, tokens(), None, [], 100, 0, nothing)["backward"] is None
+
+
 def test_the_sample_is_of_seed_and_step_alone_and_keeps_the_order():
     def kept(step: int, seed: int) -> list[float]:
         return diagnostics_record(step, {}, tokens(count=1000), None, [], 50, seed)["tokens"]["logp_sampler"]

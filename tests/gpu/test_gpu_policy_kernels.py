@@ -213,11 +213,11 @@ def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) ->
     assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
 
 
-def test_a_second_micro_batch_is_added_in_place(tiny_model) -> None:
+def test_a_second_micro_batch_is_added_to_the_same_memory(tiny_model) -> None:
     policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32)
     names, masters = zip(*policy.named_parameters(), strict=True)
     weights = [number for number, name in enumerate(names) if name.removesuffix(".weight") in policy.linears]
-    sums = GradientAccumulator(policy.role, masters)
+    sums = GradientAccumulator(masters)
     sums.backward(_logprobs(policy).sum())
     first = sums.peek()
     once, addresses = [total.clone() for total in first], [first[number].data_ptr() for number in weights]

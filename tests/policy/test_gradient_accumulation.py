@@ -1,4 +1,4 @@
-"""Gradients of micro-batches: added in place by the accumulator, and by autograd alone without one."""
+"""Gradients of micro-batches: sums that an accumulator holds, and that leave the masters' own `.grad` alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from qarl_formats.quantize import quantize_weight
 from qarl_formats.scheme import make_scheme
 from torch import Tensor, nn
 
-from qarl.policy import gradients as gradients_module
-from qarl.policy import linear as linear_module
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import QuantLinear
 
@@ -29,22 +27,7 @@ def linear() -> QuantLinear:
 
 @pytest.fixture
 def sums(linear: QuantLinear) -> GradientAccumulator:
-    return GradientAccumulator(linear.role, [linear.weight, linear.bias])
-
-
-@pytest.fixture
-def in_place(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Gets an entry for each weight gradient made: whether it was added in place."""
-    seen: list[bool] = []
-    original = linear_module.weight_grad
-
-    def spy(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor | None:
-        seen.append(into is not None)
-        return original(dy, x, into)
-
-    for module in (linear_module, gradients_module):
-        monkeypatch.setattr(module, "weight_grad", spy)
-    return seen
+    return GradientAccumulator([linear.weight, linear.bias])
 
 
 def _loss(linear: QuantLinear, seed: int) -> Tensor:
@@ -56,22 +39,19 @@ def _alone(linear: QuantLinear, seed: int) -> tuple[Tensor, Tensor]:
     return torch.autograd.grad(_loss(linear, seed), [linear.weight, linear.bias])
 
 
-def test_later_micro_batches_add_in_place_with_the_bits_of_a_sum(linear, sums, in_place) -> None:
+def test_micro_batches_have_the_bits_of_a_sum_in_their_order(linear, sums) -> None:
     parts = [_alone(linear, seed) for seed in (1, 2, 3)]
-    in_place.clear()
     for seed in (1, 2, 3):
         sums.backward(_loss(linear, seed))
-    assert in_place == [False, True, True]
     for found, (a, b, c) in zip(sums.take(), zip(*parts, strict=True), strict=True):
         assert torch.equal(found, a + b + c)
 
 
-def test_the_sum_stays_the_tensor_it_was_and_is_what_is_delivered(linear, sums, in_place) -> None:
+def test_the_sum_stays_the_tensor_it_was_and_is_what_is_delivered(linear, sums) -> None:
     sums.backward(_loss(linear, 1))
     first = sums.peek()
     kept = [total.clone() for total in first]
     sums.backward(_loss(linear, 1))
-    assert in_place == [False, True]
     assert all(a is b for a, b in zip(sums.peek(), first, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
     sums.deliver()
@@ -86,7 +66,7 @@ def test_a_backward_leaves_the_masters_own_gradients_alone(linear, sums) -> None
 
 
 def test_two_accumulators_of_one_policy_do_not_mix(linear, sums) -> None:
-    other = GradientAccumulator(linear.role, [linear.weight, linear.bias])
+    other = GradientAccumulator([linear.weight, linear.bias])
     sums.backward(_loss(linear, 1))
     other.backward(_loss(linear, 2))
     sums.backward(_loss(linear, 3))
@@ -105,7 +85,7 @@ def test_delivered_gradients_replace_older_ones_and_leave_nothing_behind(linear,
 
 def test_the_loss_scale_is_divided_out_where_gradients_are_delivered(linear) -> None:
     expected = _alone(linear, 1)
-    scaled = GradientAccumulator(linear.role, [linear.weight, linear.bias], loss_scale=64.0)
+    scaled = GradientAccumulator([linear.weight, linear.bias], loss_scale=64.0)
     scaled.backward(_loss(linear, 1) * 64.0)
     scaled.deliver()
     assert torch.equal(linear.weight.grad, expected[0]) and torch.equal(linear.bias.grad, expected[1])
@@ -128,69 +108,36 @@ def test_a_backward_that_breaks_off_puts_everything_back(linear, sums) -> None:
     out.register_hook(refuse)
     with pytest.raises(RuntimeError, match="odd"):
         sums.backward(out.float().sum())
-    assert linear.weight.grad is theirs and linear.role.gradients is None
+    assert linear.weight.grad is theirs and linear.bias.grad is None
 
 
-# --- without an accumulator autograd does everything, and what watches it sees everything
-
-
-@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_the_master_still_sees_its_gradient(linear, in_place, hook: str) -> None:
-    linear.weight.grad = torch.zeros(N, K)
-    seen: list[Tensor] = []
-    getattr(linear.weight, hook)(lambda given: seen.append(given.detach().clone()))
-    _loss(linear, 1).backward()
-    assert in_place == [False] and len(seen) == 1 and linear.weight.grad.any()
-
-
-def test_autograd_grad_gets_the_gradient_and_leaves_the_masters_and_the_sums_alone(linear, sums, in_place) -> None:
+def test_autograd_grad_leaves_the_masters_and_the_sums_alone(linear, sums) -> None:
     sums.backward(_loss(linear, 1))
     expected = sums.peek()[0].clone()
     linear.weight.grad = theirs = torch.ones(N, K)
     (found,) = torch.autograd.grad(_loss(linear, 1), [linear.weight])
-    assert in_place == [False, False]
     assert torch.equal(found, expected) and torch.equal(sums.peek()[0], expected)
     assert linear.weight.grad is theirs and bool((theirs == 1).all())
 
 
-def test_a_gradient_that_nobody_asked_for_is_not_added(linear) -> None:
-    linear.weight.grad = torch.zeros(N, K)
-    _loss(linear, 1).backward(inputs=[linear.bias])
-    assert linear.bias.grad.any() and not linear.weight.grad.any()
-
-
-@pytest.mark.parametrize(
-    "gradient", [torch.zeros(K, N).t(), torch.zeros(N, K).to_sparse()], ids=["transposed", "sparse"]
-)
-@pytest.mark.filterwarnings("ignore:grad and param do not obey")
-def test_a_gradient_of_another_layout_is_added_by_autograd(linear, in_place, gradient: Tensor) -> None:
-    linear.weight.grad = gradient
-    _loss(linear, 1).backward()
-    assert in_place == [False] and linear.weight.grad.to_dense().any()
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_a_weight_that_is_computed_passes_its_gradient_on(linear, in_place, accumulated: bool) -> None:
-    """A master behind another operation is none of the accumulator's: its gradient goes through the graph."""
+def test_a_weight_that_is_computed_passes_its_gradient_on(linear) -> None:
+    """A master behind another operation gets its gradient through the graph."""
     base = nn.Parameter(linear.weight.detach().clone())
     del linear.weight
     linear.weight = base * 2
-    if accumulated:
-        sums = GradientAccumulator(linear.role, [base, linear.bias])
-        sums.backward(_loss(linear, 1))
-        sums.deliver()
-    else:
-        _loss(linear, 1).backward()
-    assert in_place == [False] and base.grad.any()
+    sums = GradientAccumulator([base, linear.bias])
+    sums.backward(_loss(linear, 1))
+    (expected,) = torch.autograd.grad(_loss(linear, 1), [linear.weight])
+    sums.deliver()
+    assert torch.equal(base.grad, expected * 2)
 
 
-def test_checkpointed_layers_add_in_place_once(linear, sums, in_place) -> None:
+def test_checkpointed_layers_add_once(linear, sums) -> None:
     from torch.utils.checkpoint import checkpoint
 
     x = torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     for _ in range(2):
         sums.backward(checkpoint(linear, x, use_reentrant=False).float().square().sum())
-    assert in_place == [False, True]
     twice = sums.take()[0]
     linear(x).float().square().sum().backward()
     assert torch.equal(twice, linear.weight.grad * 2)

@@ -160,3 +160,17 @@ def test_what_is_measured_now_and_then_is_a_curve_without_gaps(tmp_path):
     section = {s.title: s for s in report_sections(read_run(make_run(tmp_path / "a", rows)))}
     (chart,) = section["Precision of learner and sampler"].blocks
     assert (chart.series[0].x, chart.series[0].y) == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])
+
+
+def test_an_fp8_backwards_error_is_plotted_by_layer_and_the_worst_layer_named():
+    def found(**changes) -> LineChart | None:
+        charts = {b.title: b for b in record_blocks(diagnostics(1, **changes)) if isinstance(b, LineChart)}
+        return charts.get("Gradient of an FP8 backward, by layer")
+
+    names = [f"model.layers.{i}.mlp.{kind}_proj" for i in range(3) for kind in ("up", "down")]
+    chart = found(backward={"worst": names[4], "layers": {name: [0.999, 0.04] for name in names}})
+    assert [(s.name, s.x, s.y) for s in chart.series] == [(k, [0, 1, 2], [0.04] * 3) for k in ("up_proj", "down_proj")]
+    assert chart.note == "Worst: model.layers.2.mlp.up_proj (cosine 0.999, error 0.04)."
+    chart = found(backward={"worst": names[0], "layers": {names[0]: [None, None]}})
+    assert chart.series[0].y == [None] and chart.note == "Worst: model.layers.0.mlp.up_proj (not finite)."
+    assert found(backward=None) is found() is None  # earlier records say nothing of it

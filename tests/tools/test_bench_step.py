@@ -142,6 +142,25 @@ def test_selected_log_probs_are_those_of_a_softmax():
     torch.testing.assert_close(selected_logprobs(logits, targets).double(), expected, rtol=0, atol=1e-5)
 
 
+def test_a_gpu_learners_record_has_the_memory_that_is_expected_of_it():
+    from step_bench.learner_part import estimated_gib
+    from step_bench.settings import learner_config
+
+    architecture = tiny().architecture()
+    config = learner_config(options("--recompute", "mlp", scheme="bf16"), tiny(), CPU, 16)
+    masters, version = 4 * architecture.parameters / 2**30, 2 * architecture.parameters / 2**30
+    forward, later, step = (
+        estimated_gib(config, architecture, *one)
+        for one in (("forward", 48, False), ("forward", 48, True), ("forward_backward", 48, True))
+    )
+    assert later - forward == pytest.approx(masters)  # the gradients
+    assert step > 2 * masters + version and forward > masters + version
+    more = config.model_copy(update={"train": config.train.model_copy(update={"recompute": "elementwise"})})
+    assert estimated_gib(more, architecture, "forward_backward", 48, True) > step
+    plain = config.model_copy(update={"quant": config.quant.model_copy(update={"kernels": "reference"})})
+    assert estimated_gib(plain, architecture, "forward", 48, False) is None
+
+
 def test_overrides_reach_the_policy_and_recomputing_is_asked_of_it():
     from step_bench.learner_part import make_policy
     from step_bench.settings import learner_config
@@ -227,10 +246,11 @@ def test_the_table_compares_with_the_peer_of_another_report():
     from step_bench.summary import table
 
     speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
+    expected = {"estimated_gib": 1.25}
     step = {"prompts": 2, "responses": 2, "new_tokens": 8, "what": "step"}
     kernels = [{"name": "gemm", "ms": 1.5, "calls": 3}]
     ours = report(
-        {"part": "learner", "scheme": "fp8", "tokens_per_s": 300.0, "kernels": kernels, **speed},
+        {"part": "learner", "scheme": "fp8", "tokens_per_s": 300.0, "kernels": kernels, **expected, **speed},
         {"part": "learner", "scheme": "w4a16", "length": 8, "tokens": 16, "what": "forward", "error": "no memory"},
         {"part": "step", "scheme": "fp8", "engine": "vllm", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0, **step},
         {"part": "canary", "scheme": "fp8", "what": "result", "tokens": 128, "seconds": 0.05},
@@ -241,7 +261,7 @@ def test_the_table_compares_with_the_peer_of_another_report():
     )
     lines = [" ".join(line.split()) for line in table([ours, peer]).splitlines()]
     assert "H1, torch 2, revision abc" in lines
-    assert "fp8 layer + backward 300 1.0 20.0 10.0 1.0 1.50" in lines
+    assert "fp8 layer + backward 300 1.0 20.0 10.0 1.0 1.2 1.50" in lines
     assert "hf layer + backward 200 1.0 20.0 10.0 1.0" in lines
     assert "1.50 3 gemm" in lines
     assert "fp8 vllm 4.00 1.00 2.50" in lines and "trl 10.00" in lines

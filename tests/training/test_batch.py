@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qarl.training.batch import CPU, Batch, Column, Part, build_batch
+from qarl.training.cutting import EVEN_LENGTH
 from qarl.types import Prompt, Rollout
 
 
@@ -132,3 +133,64 @@ def test_a_response_that_was_not_filled_in_is_not_read():
     batch.logp_old.fill(batch.part([2]), torch.zeros(len(batch.responses[2])))
     with pytest.raises(AssertionError, match="response 5 was not filled in yet"):
         batch.part([2, 5]).logp_old.sum()
+
+
+# --- micro-batches of similar work, which a GPU gets
+
+GPU = torch.device("cuda")  # named, never asked
+
+
+def work(part: Part) -> float:
+    """Of the part's forward: 1 a token, and attention over what stands before it."""
+    total, before = 0.0, None
+    for i in part.indices:
+        prompt, response = len(part.batch.prompts[i]), len(part.batch.responses[i])
+        if part.batch.groups[i] != before:
+            total += prompt * (1 + prompt / 2 / EVEN_LENGTH)
+        total += response * (1 + (prompt + response / 2) / EVEN_LENGTH)
+        before = part.batch.groups[i]
+    return total
+
+
+def long_batch(seed: int) -> Batch:
+    rng = random.Random(seed)
+    groups = [g for g in range(8) for _ in range(4)]
+    prompts = {g: [g] * rng.randint(10, 300) for g in range(8)}
+    responses = [[1] * rng.randint(100, 8000) for _ in groups]
+    sampled = Column([torch.zeros(1)] * len(groups))
+    return Batch(0, GPU, [prompts[g] for g in groups], responses, groups, torch.zeros(len(groups)), sampled)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 25, 60, 10_000])
+def test_micro_batches_of_a_gpu_are_as_many_as_those_of_a_cpu_and_of_the_same_order(max_tokens):
+    for seed in range(20):
+        batch = ragged(seed)
+        indices = random.Random(seed).sample(range(20), 13)
+        by_tokens, by_work = (batch.part(indices, device).micro_batches(max_tokens) for device in (CPU, GPU))
+        assert len(by_work) == len(by_tokens)
+        assert [i for part in by_work for i in part.indices] == [i for part in by_tokens for i in part.indices]
+        assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_work)
+
+
+def test_micro_batches_of_a_gpu_are_of_similar_work():
+    for seed in range(10):
+        batch = long_batch(seed)
+        spread = {}
+        for device in (CPU, GPU):
+            found = [work(part) for part in batch.whole(device).micro_batches(30_000)]
+            spread[device] = max(found) / min(found)
+        assert spread[GPU] < 2.0, (seed, spread)  # a part ends with a whole response, of up to a third of it
+        assert spread[GPU] <= spread[CPU], (seed, spread)
+
+
+def test_a_cut_does_not_run_a_long_prompt_twice_for_balance():
+    groups = [g for g in range(4) for _ in range(3)]
+    sampled = Column([torch.zeros(1)] * 12)
+    batch = Batch(0, GPU, [[g] * 1000 for g in groups], [[1] * 200] * 12, groups, torch.zeros(12), sampled)
+    for budget in (3400, 3600):
+        assert orders(batch.whole().micro_batches(budget)) == [list(range(6)), list(range(6, 12))]
+
+
+def test_no_responses_are_no_micro_batches():
+    batch = ragged(0)
+    assert batch.part([]).micro_batches(10) == batch.part([], GPU).micro_batches(10) == []

@@ -11,7 +11,9 @@ from torch import Tensor
 from vllm_bench.models import policy_of, quant_of, random_masters
 
 from qarl.config import Config
+from qarl.config.architecture import Architecture
 from qarl.flops import BACKWARD, forward_flops
+from qarl.memory import estimate, forward_peak, phase_bytes
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.learner import Learner
@@ -35,12 +37,13 @@ def learner_records(options: argparse.Namespace, shape: Shape, device: torch.dev
     """A micro-batch of each length: `tokens` // length sequences, of which all tokens but the first are predicted.
 
     Each has a prompt of one token and a response of `length`, whose last token is not run: `length` run, `length`
-    predicted. Gradients add to sums that are there, as in all micro-batches but a step's first.
+    predicted. Gradients add to sums that are there, as in all micro-batches but a step's first. On a GPU the peak has
+    beside it what `qarl.memory` expects.
     """
     config = learner_config(options, shape, device, max(options.length))
     chunk = config.train.logprob_chunk
     policy = make_policy(options, shape, device, config, max(options.length) + 1)
-    gradients = GradientAccumulator(policy.role, [parameter for _, parameter in policy.named_parameters()])
+    gradients = GradientAccumulator([parameter for _, parameter in policy.named_parameters()])
 
     def calls(sequences: list[list[int]], weights: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
         prompts, responses = [ids[:1] for ids in sequences], [ids[1:] for ids in sequences]
@@ -50,8 +53,24 @@ def learner_records(options: argparse.Namespace, shape: Shape, device: torch.dev
 
         return torch.no_grad()(forward), lambda: gradients.backward((forward() * weights).sum())
 
+    architecture, before = shape.architecture(), False
     for record in throughput(options, shape, device, calls):
+        if device.type == "cuda":
+            record["estimated_gib"] = estimated_gib(config, architecture, record["what"], record["tokens"], before)
+        before = before or record["what"] == "forward_backward"
         yield {"logprob_chunk": chunk} | record
+
+
+def estimated_gib(config: Config, architecture: Architecture, what: str, tokens: int, gradients: bool) -> float | None:
+    """What `qarl.memory` expects of a learner alone on a GPU; None of a forward that it does not count.
+
+    gradients: whether those of an earlier backward are there.
+    """
+    if what == "forward":
+        peak = forward_peak(config, architecture, "cuda", tokens, gradients)
+        return None if peak is None else peak / 2**30
+    own = [item for item in estimate(config, architecture, "cuda", tokens) if item.owner == "learner"]
+    return phase_bytes(own, "update") / 2**30
 
 
 Calls = Callable[[list[list[int]], Tensor], tuple[Callable[[], object], Callable[[], object]]]
@@ -88,7 +107,7 @@ def make_policy(
 ) -> Policy:
     set_determinism(config)
     policy = build_policy(config, random_model(shape, device, options.seed), device, max_length)
-    policy.set_recompute(options.recompute)
+    policy.set_recompute(config.train.recompute)
     return policy
 
 

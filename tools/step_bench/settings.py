@@ -30,7 +30,12 @@ def learner_config(options: argparse.Namespace, shape: Shape, device: torch.devi
         "reward": {"functions": [{"name": "exact"}]},
         "objective": {"name": "grpo"},
         "optim": {"name": options.optimizer},
-        "train": {"steps": 1, "seed": options.seed, "micro_batch_tokens": options.tokens},
+        "train": {
+            "steps": 1,
+            "seed": options.seed,
+            "micro_batch_tokens": options.tokens,
+            "recompute": options.recompute,
+        },
     }
     return decide_sizes(make_config(data, "bench_step", options.set), device.type, shape.architecture(), gpu_bytes())
 

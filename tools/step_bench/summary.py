@@ -55,16 +55,19 @@ def learner(rows: Rows) -> list[str]:
         mine = matching(found, case, "length", "tokens")
         lines.append(f"{name_of(mine[0])}: length {case[-2]:,}, {case[-1]:,} tokens a micro-batch")
         peers = [row for row in mine if row["part"] == "hf"]
-        lines.append(f"  {'':26} {'tokens/s':>9} {'TFLOP/s':>8} {'ms':>8} {'host ms':>8} {'GiB':>6}  over hf")
+        lines.append(
+            f"  {'':26} {'tokens/s':>9} {'TFLOP/s':>8} {'ms':>8} {'host ms':>8} {'GiB':>6} {'expected':>8}  over hf"
+        )
         for what in ("forward", "forward_backward"):
             peer = next((row["tokens_per_s"] for row in peers if row["what"] == what), None)
             for row in (row for row in mine if row["what"] == what):
                 who = "hf" if row["part"] == "hf" else row["scheme"]
                 ratio = f"{row['tokens_per_s'] / peer:8.2f}" if peer and row["part"] != "hf" else ""
+                expected = f"{row['estimated_gib']:8.1f}" if row.get("estimated_gib") else f"{'':8}"
                 name = f"{who:9} {row['recompute']:5} {'forward' if what == 'forward' else '+ backward':10}"
                 lines.append(
                     f"  {name} {row['tokens_per_s']:9.0f} {row['tflops']:8.1f} {1e3 * row['seconds']:8.1f} "
-                    f"{1e3 * row['host_seconds']:8.1f} {row['peak_gib']:6.1f} {ratio} {overrides(row)}"
+                    f"{1e3 * row['host_seconds']:8.1f} {row['peak_gib']:6.1f} {expected} {ratio} {overrides(row)}"
                 )
     return lines + kernels(found)
 

@@ -1,0 +1,245 @@
+"""What the learner's forward and backward of a micro-batch hold, in bytes, counted from the code. Imports no torch.
+
+A learner on Triton kernels says itself what it keeps (`qarl.policy.fused_layer.Kept`), and its products, norms and
+output layer which temporaries they make. In plain torch autograd keeps what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qarl.config import Config
+from qarl.config.architecture import Architecture
+from qarl.config.quant import scheme_of
+
+Device = Literal["cpu", "cuda"]
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+WIDTH = 2  # bytes of a value in 16 bits
+# Of `qarl_kernels.head`, which imports torch: bytes of its two buffers, tokens of the vocabulary at once, its tiles.
+HEAD_PARTIAL, HEAD_GRADIENT, HEAD_WIDTH = 2**27, 2**27, 8192
+HEAD_TILE, HEAD_PITCH = 256, 128
+WORKSPACE_BYTES = 2**25  # cuBLAS's on Hopper
+# What a chunk of logits takes, in bytes a logit: float32 logits and log-probs; with top-p, which ranks them, logits,
+# probabilities, their order (int64), and ranked in float64 themselves, their sums and what stands before each.
+LOGIT_BYTES = {"plain": 2 * 4, "ranked": 4 + 1 + 4 + 8 + 3 * 8}
+# `Scheme.rounded_input` in bytes a value beside its 16-bit argument: codes, and two float32 copies.
+ROUNDED_INPUT = 1 + 2 * 4
+
+
+def plain_activation_bytes(
+    tokens: int, layers: int, hidden: int, intermediate: int, heads: int, kv: int, width: int, checkpointing: bool
+) -> int:
+    """What autograd keeps for the backward of one micro batch. heads, kv: features of q and of k (heads * head_dim).
+
+    Per token and layer: each of the two norms keeps its input in float32 and its output before and after the weight
+    (4 H + 2 w H); attention keeps q, k, v and, as input of o_proj, its output (2 w Q + 2 w KV); the MLP keeps gate,
+    silu(gate), up and their product (4 w I). With checkpointing each layer keeps its input (w H), and one layer at a
+    time is recomputed.
+    """
+    layer = 2 * (4 * hidden + 2 * width * hidden) + 2 * width * (heads + kv) + 4 * width * intermediate
+    return tokens * (layers * width * hidden + layer) if checkpointing else tokens * layers * layer
+
+
+def uses_kernels(config: Config, device: Device) -> bool:
+    """Whether a version is published for Triton kernels, on a GPU that has them."""
+    return device == "cuda" and config.quant.kernels == "auto" and config.model.dtype != "float32"
+
+
+def logit_bytes(config: Config) -> int:
+    """Of a logit in a chunk of rows whose logits are held."""
+    return LOGIT_BYTES["ranked" if config.rollout.top_p < 1 else "plain"]
+
+
+def activations(config: Config, architecture: Architecture, device: Device, tokens: int) -> list[tuple[str, int]]:
+    """What a forward and backward of so many tokens hold, besides parameters and their gradients: names and bytes."""
+    a, train = architecture, config.train
+    name = f"activations ({tokens:,} tokens, recompute {train.recompute})"
+    if fused := fused_pass(config, a, device, tokens):
+        part, most = max(fused.temporaries().items(), key=lambda item: item[1])
+        return [(name, fused.kept_bytes), (f"temporaries (most of them in: {part})", most + WORKSPACE_BYTES)]
+    kept = plain_activation_bytes(
+        tokens,
+        a.num_layers,
+        a.hidden_size,
+        a.intermediate_size,
+        a.num_heads * a.head_dim,
+        a.num_kv_heads * a.head_dim,
+        DTYPE_BYTES[config.learner_dtype],
+        train.recompute == "layer",
+    )
+    logits = logit_bytes(config) * train.logprob_chunk * a.vocab_size
+    own = 4 * a.vocab_size * a.hidden_size  # before it is added to the others
+    return [(name, kept), (f"logits ({train.logprob_chunk} rows) and lm_head gradient", logits + own)]
+
+
+def fused_pass(config: Config, architecture: Architecture, device: Device, tokens: int) -> FusedPass | None:
+    """The learner's forward and backward, where they run on Triton kernels."""
+    if not uses_kernels(config, device) or config.learner_dtype == "float32":
+        return None
+    quant, scheme, objective, train = config.quant, scheme_of(config.quant), config.objective, config.train
+    aligned = quant.learner == "aligned"
+    shadowed = objective.ratio_kind == "shadow" or config.diagnostics.shadow_every > 0
+    ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    return FusedPass(
+        architecture,
+        tokens,
+        config.learner_dtype,
+        train.recompute,
+        codes=aligned and scheme.input_codes is not None,
+        rounded=quant.learner == "fake_quant" and scheme.activation is not None,
+        rounded_backward=quant.ste_input == "dequantized",
+        dequantized=aligned and scheme.quantized,
+        stacked=scheme.row_block == 1 and scheme.symmetric,  # of others it depends on the widths
+        fp8=quant.backward == "fp8",
+        logits=logit_bytes(config) * train.logprob_chunk * architecture.vocab_size if ranked else 0,
+        again=objective.kl_coef > 0 or (shadowed and not aligned),
+    )
+
+
+@dataclass(frozen=True)
+class FusedPass:
+    """A forward and backward on Triton kernels.
+
+    tokens: of the micro-batch, all of them predicted. dtype: of compute, of 16 bits. recompute: `train.recompute`.
+    codes: products read activations of one byte. rounded: in 16 bits, after their quantization and back.
+    rounded_backward: so do the gradients of the weights. dequantized: weights are codes, which the backward makes
+    values of. stacked: those of one input are one operand. fp8: products of the backward are FP8. logits: bytes of a
+    chunk of logits where tokens are ranked, else 0. again: a second forward, without gradient, beside what the first
+    keeps.
+    """
+
+    architecture: Architecture
+    tokens: int
+    dtype: str
+    recompute: str
+    codes: bool = False
+    rounded: bool = False
+    rounded_backward: bool = False
+    dequantized: bool = False
+    stacked: bool = True
+    fp8: bool = False
+    logits: int = 0
+    again: bool = False
+
+    @property
+    def _hidden(self) -> int:
+        """A token's state."""
+        return WIDTH * self.architecture.hidden_size
+
+    @property
+    def _out(self) -> int:
+        """A token's output of attention, with the log-sum-exp of its heads."""
+        a = self.architecture
+        return WIDTH * a.num_heads * a.head_dim + 4 * a.num_heads
+
+    @property
+    def _qkv(self) -> int:
+        a = self.architecture
+        return WIDTH * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+
+    @property
+    def _inner(self) -> int:
+        """A token's product in the MLP; its gate and up are two of these."""
+        return WIDTH * self.architecture.intermediate_size
+
+    @property
+    def layer(self) -> int:
+        """A token's intermediates of one layer: two streams and their norms, q, k and v, attention, gate and up."""
+        return 2 * (self._hidden + 4) + self._qkv + self._out + 2 * self._inner
+
+    @property
+    def kept(self) -> int:
+        """Those that a layer keeps until its backward."""
+        return {
+            "elementwise": self.layer,
+            "mlp": self.layer - 2 * self._inner,
+            "products": self._hidden + self._out,
+            "layer": self._hidden,
+        }[self.recompute]
+
+    @property
+    def kept_bytes(self) -> int:
+        """What all layers keep."""
+        return self.tokens * self.architecture.num_layers * self.kept
+
+    @property
+    def forward_bytes(self) -> int:
+        """A forward without gradient: two layers' intermediates, as those of one go when the next has its own."""
+        return self.tokens * (2 * self.layer + self._passing())
+
+    @property
+    def forward_peak(self) -> int:
+        """A forward without gradient, with the output layer."""
+        state = self.tokens * self._hidden
+        return max(self.forward_bytes, self.tokens * self.layer + 5 * state, state + self._head()) + WORKSPACE_BYTES
+
+    def _passing(self) -> int:
+        """A token's values that pass through a layer's forward beside its intermediates, at their most."""
+        a = self.architecture
+        product = a.intermediate_size if self.codes else self._inner
+        product += ROUNDED_INPUT * a.intermediate_size if self.rounded else 0
+        normed = a.hidden_size if self.codes else self._hidden
+        return self._hidden + max(product + self._hidden, self._hidden + normed)  # down's output, or that of o
+
+    def temporaries(self) -> dict[str, int]:
+        """What is there for a while beside `kept_bytes`, at its most in each part of a forward and backward."""
+        tokens, state = self.tokens, self.tokens * self._hidden
+        current = tokens * (self.layer - self.kept)  # of the layer that is at work
+        stream = 0 if self.recompute in ("elementwise", "mlp") else state
+        found = {
+            "forward of a layer": current + stream + tokens * self._passing(),
+            # Down's output, the stream where no layer keeps it, the rows of both, the last norm's input and output.
+            "gathered states": state + stream + 4 * state,
+            "output layer": 2 * state + self._head(),
+            # What arrived, the last norm's input and its gradient; that of all tokens in float32 and rounded.
+            "gradient of gathered states": 4 * state + tokens * 4 * self.architecture.hidden_size,
+            "backward of a layer": 2 * state + current + max(self._backward_stages()),
+        }
+        if self.again:
+            found["forward of shadow or reference"] = 2 * state + self.forward_bytes
+        return found
+
+    def _head(self) -> int:
+        """The output layer, with the gradient of its input."""
+        a, tokens = self.architecture, self.tokens
+        half = self.dtype == "float16"  # whose logits' gradient is float32, and so are copies of the operands
+        if self.logits:
+            return self.logits + tokens * self._hidden + (4 * a.vocab_size * a.hidden_size if half else 0)
+        tiles = -(-a.vocab_size // HEAD_TILE)
+        rows = max(HEAD_PARTIAL // (12 * tiles) // HEAD_PITCH, 1) * HEAD_PITCH
+        forward = 12 * tiles * min(rows, -(-tokens // HEAD_PITCH) * HEAD_PITCH)
+        size, width = 4 if half else 2, min(HEAD_WIDTH, a.vocab_size)
+        rows = min(tokens, HEAD_GRADIENT // HEAD_WIDTH // size)
+        copies = 4 * (rows + width) * a.hidden_size if half else 0
+        backward = size * rows * width + 4 * rows * a.hidden_size + copies + tokens * self._hidden
+        return max(forward, backward)
+
+    def _backward_stages(self) -> list[int]:
+        """Beside a layer's intermediates, and what the whole backward holds: the gradient that came and the last norm's
+        input."""
+        a, tokens = self.architecture, self.tokens
+        hidden, inner = a.hidden_size, a.intermediate_size
+        queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        state, middle = tokens * self._hidden, tokens * self._inner
+        rounded = tokens * ROUNDED_INPUT * inner if self.rounded_backward else 0
+        # In FP8: codes of the gradient by rows and by columns, of the layer's input by columns, and of the weight.
+        fp8_down = (2 * tokens + inner) * hidden if self.fp8 else 0
+        fp8_gate_up = (4 * tokens + 2 * hidden) * inner + 2 * tokens * hidden if self.fp8 else 0
+        down, gate_up = self._weight(hidden * inner), self._weight(2 * hidden * inner)
+        if not self.stacked:
+            gate_up *= 2  # one after the other, then together
+        out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of attention's output and of q, k and v
+        turned = 2 * tokens * WIDTH * (queries + keys)  # q and k, and their gradients
+        statistics = 32 * tokens * a.num_heads
+        gone = 2 * middle + state  # before attention's: gate and up, and the stream of the MLP
+        return [
+            3 * state,  # computing again: the gradient, o's output and its norm
+            state + fp8_down + max(2 * middle, middle + max(down, rounded)),
+            2 * state + max(fp8_gate_up, gate_up),
+            state + out_gradient + turned + statistics - gone,
+        ]
+
+    def _weight(self, elements: int) -> int:
+        """Values of a weight that is held as codes."""
+        return WIDTH * elements if self.dequantized else 0

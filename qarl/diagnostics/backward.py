@@ -1,0 +1,119 @@
+"""What an FP8 backward does to a gradient: the one it makes beside the 16-bit one of the same minibatch and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl.config import Config
+from qarl.diagnostics.gradient_passes import CHUNK, LEARNER, Passes
+from qarl.errors import UserError
+from qarl.policy.decoder import Decoder
+from qarl.policy.kernels import FP8
+from qarl.policy.projection import Backward
+
+Modules = dict[str, tuple[float, float]]
+"""Module name -> (cosine, relative error) of its weight's gradient, in layer order."""
+
+
+@dataclass(frozen=True)
+class BackwardError:
+    """metrics: backward/*. modules: of each linear layer whose 16-bit gradient is not 0."""
+
+    metrics: dict[str, float]
+    modules: Modules
+
+
+def backward_error(passes: Passes) -> BackwardError:
+    """The FP8 gradient g beside the 16-bit one h, each of the learner's own forward, ratio and score (gradient D).
+
+        backward/cosine          of g and h, over all masters
+        backward/relative_error  |g - h| / |h|, over all masters
+        backward/cosine_min      the least of the linear layers, each over its weight
+
+    Nothing where h is 0. A gradient of zeros beside one that is not has cosine 0, and NaN stays NaN. Whichever backward
+    the policy is set to, also after an exception, it is set to afterwards.
+
+    Memory: h is held in float32 on the host, beside g.
+    """
+    policy = passes.policy
+    assert policy.learner_view.fused, "layers in plain torch have no FP8 backward"
+    with _backward(policy.decoder, "bf16"):
+        exact = [None if gradient is None else gradient.cpu() for gradient in passes.gradients(LEARNER)]
+    with _backward(policy.decoder, "fp8"):
+        found = passes.gradients(LEARNER)
+    names = [name for name, _ in policy.named_parameters()]
+    pairs = {n: (g, h) for n, g, h in zip(names, found, exact, strict=True) if g is not None and h is not None}
+    if not pairs:
+        return BackwardError({}, {})
+    rows = torch.stack([_products(g, h) for g, h in pairs.values()]).cpu()  # one transfer from the device
+    whole = rows.sum(0)
+    if float(whole[2]) == 0.0:
+        return BackwardError({}, {})
+    linears = {f"{name}.weight": name for name in policy.linears}
+    modules = {
+        linears[name]: _compared(row)
+        for name, row in zip(pairs, rows, strict=True)
+        if name in linears and float(row[2]) != 0.0
+    }
+    cosine, error = _compared(whole)
+    metrics = {"backward/cosine": cosine, "backward/relative_error": error}
+    if modules:
+        metrics["backward/cosine_min"] = modules[worst_module(modules)][0]
+    return BackwardError(metrics, modules)
+
+
+def worst_module(modules: Modules) -> str:
+    """The name of the first with the least cosine; NaN is less than any number."""
+    return min(modules, key=lambda name: -math.inf if math.isnan(modules[name][0]) else modules[name][0])
+
+
+def require_fp8_backward(config: Config, device: torch.device) -> None:
+    """Raise UserError where `diagnostics.backward_every` asks for what the learner's device does not have."""
+    if not config.diagnostics.backward_every:
+        return
+    if device.type != "cuda":
+        raise UserError(
+            "diagnostics.backward_every: an FP8 backward is for the Triton kernels of a GPU, and this learner runs on "
+            f"the {device.type.upper()}; set 0"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8:
+        needed, has = (".".join(map(str, version)) for version in (FP8, capability))
+        raise UserError(
+            f"diagnostics.backward_every: an FP8 backward needs compute capability {needed} or later, and this GPU has "
+            f"{has}; set 0"
+        )
+
+
+@contextmanager
+def _backward(decoder: Decoder, backward: Backward) -> Iterator[None]:
+    before, decoder.backward = decoder.backward, backward
+    try:
+        yield
+    finally:
+        decoder.backward = before
+
+
+def _products(g: Tensor, h: Tensor) -> Tensor:
+    """<g, h>, <g, g>, <h, h> and |g - h|^2 in float64, (4,) on g's device, a chunk at a time."""
+    total = torch.zeros(4, dtype=torch.float64, device=g.device)
+    for x, y in zip(g.reshape(-1).split(CHUNK), h.reshape(-1).split(CHUNK), strict=True):
+        a, b = x.double(), y.to(x.device).double()
+        products = [torch.dot(a, b), torch.dot(a, a), torch.dot(b, b)]
+        b -= a
+        total += torch.stack([*products, torch.dot(b, b)])
+    return total
+
+
+def _compared(row: Tensor) -> tuple[float, float]:
+    """(cosine, relative error) from what `_products` gives; <h, h> is not 0."""
+    inner, found, exact, difference = row.tolist()
+    cosine = 0.0 if found == 0.0 else inner / (math.sqrt(found) * math.sqrt(exact))
+    # not min and max, which would turn NaN into a number
+    return math.copysign(1.0, cosine) if abs(cosine) > 1.0 else cosine, math.sqrt(difference / exact)

@@ -1,0 +1,109 @@
+"""What a micro-batch holds: counts written out by hand, and peaks that a GPU showed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from qarl import activations as counted
+from qarl import memory
+from qarl.config import Config
+from qarl.config.architecture import Architecture
+
+GIB = 2**30
+MODES = ("elementwise", "mlp", "products", "layer")
+TINY = Architecture("llama", 64, 128, 2, 4, 2, 16, 100, 1024, tied_embeddings=True)
+MEASURED = Architecture("qwen3", 2048, 6144, 28, 16, 8, 128, 49_152, 40_960, tied_embeddings=True)
+
+
+def config(**sections) -> Config:
+    base = {
+        "model": {"path": "x"},
+        "data": {"source": "task:arithmetic", "max_prompt_length": 24},
+        "rollout": {"max_response_length": 8, "max_num_seqs": 2},
+        "reward": {"functions": [{"name": "exact"}]},
+        "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "recompute": "elementwise"},
+        "quant": {"scheme": "bf16"},
+    }
+    return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
+
+
+def fused(tokens: int, architecture: Architecture = TINY, **sections) -> counted.FusedPass:
+    found = counted.fused_pass(config(**sections), architecture, "cuda", tokens)
+    assert found is not None
+    return found
+
+
+# Peaks of torch.cuda.max_memory_allocated in tools/bench_step.py --part learner --recompute elementwise, on an H200
+# with torch 2.11: Qwen3-1.7B with 28 layers and a vocabulary of 49,152, micro-batches of 16,384 tokens, lengths of 512,
+# 2,048 and 8,192 alike. Masters, gradients and one version are there; no optimizer and no KV cache.
+@pytest.mark.parametrize(("scheme", "gib"), [("bf16", 34.0), ("w4a16", 32.7), ("w8a8", 32.7), ("fp8", 32.7)])
+def test_a_forward_and_backward_take_what_a_gpu_measured(scheme, gib):
+    items = memory.estimate(config(quant={"scheme": scheme}), MEASURED, "cuda", tokens=16_384)
+    own = [item for item in items if item.owner == "learner"]
+    assert memory.phase_bytes(own, "update") / GIB == pytest.approx(gib, rel=0.02)
+
+
+# The same without gradients, as before the first backward (bf16), and with those of an earlier one (w4a16).
+@pytest.mark.parametrize(("scheme", "gradients", "gib"), [("bf16", False, 10.2), ("w4a16", True, 14.6)])
+def test_a_forward_without_gradient_takes_what_a_gpu_measured(scheme, gradients, gib):
+    found = memory.forward_peak(config(quant={"scheme": scheme}), MEASURED, "cuda", 16_384, gradients)
+    assert found / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_a_layer_keeps_what_its_mode_does_not_compute_again():
+    stream, norm, qkv, out, lse, gate_up = 2 * 64, 4, 2 * (64 + 2 * 32), 2 * 64, 4 * 4, 2 * 2 * 128
+    expected = {
+        "elementwise": 2 * (stream + norm) + qkv + out + lse + gate_up,
+        "mlp": 2 * (stream + norm) + qkv + out + lse,
+        "products": stream + out + lse,
+        "layer": stream,
+    }
+    for mode, layer in expected.items():
+        assert fused(7, train={"recompute": mode}).kept_bytes == 7 * 2 * layer
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "fp8"])
+@pytest.mark.parametrize("tokens", [512, 16_384])
+def test_computing_more_again_never_takes_more(scheme, tokens):
+    found = [fused(tokens, MEASURED, quant={"scheme": scheme}, train={"recompute": mode}) for mode in MODES]
+    totals = [one.kept_bytes + max(one.temporaries().values()) for one in found]
+    assert all(more > less for more, less in pairwise(totals))
+
+
+def test_the_output_layer_has_bounded_buffers():
+    head = "output layer"
+    small, large = fused(16_384, MEASURED).temporaries(), fused(65_536, MEASURED).temporaries()
+    assert large[head] - small[head] == 3 * (65_536 - 16_384) * 2 * 2048  # hidden states alone
+    # One row of logits has four bytes in a chunk of them, and much more where a sort ranks them.
+    ranked = fused(16_384, MEASURED, rollout={"top_p": 0.9}, train={"logprob_chunk": 4096}).temporaries()
+    assert ranked[head] > 4096 * 49_152 * 4 * 8
+
+
+def test_the_reference_and_a_shadow_run_while_activations_are_held():
+    again = "forward of shadow or reference"
+    full = {"scheme": "w8a8", "learner": "full_precision"}
+    assert again in fused(64, objective={"name": "grpo", "kl_coef": 0.1}).temporaries()
+    assert again in fused(64, quant=full, diagnostics={"shadow_every": 1}).temporaries()
+    assert again not in fused(64, diagnostics={"shadow_every": 1}).temporaries()  # an aligned learner is its shadow
+
+
+def test_a_backward_in_fp8_holds_codes_of_gradients():
+    sixteen, eight = (fused(16_384, MEASURED, quant={"backward": kind}).temporaries() for kind in ("bf16", "fp8"))
+    stage = "backward of a layer"
+    assert sixteen[stage] < eight[stage] < sixteen[stage] + 16_384 * 4 * 6144
+
+
+def test_kernels_serve_a_gpu_and_16_bits():
+    assert counted.fused_pass(config(), TINY, "cpu", 7) is None
+    assert counted.fused_pass(config(quant={"kernels": "reference"}), TINY, "cuda", 7) is None
+    assert counted.fused_pass(config(model={"path": "x", "dtype": "float32"}), TINY, "cuda", 7) is None
+
+
+def test_the_output_layers_buffers_are_those_of_its_kernels():
+    from qarl_kernels import head
+
+    assert (counted.HEAD_PARTIAL, counted.HEAD_GRADIENT) == (head.PARTIAL, head.GRADIENT)
+    assert (counted.HEAD_WIDTH, counted.HEAD_PITCH) == (head.WIDTH, head.PITCH)
+    assert head.STATISTICS_TILES[0].block_n == counted.HEAD_TILE

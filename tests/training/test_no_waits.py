@@ -1,0 +1,193 @@
+"""Between the forward and the backward of a micro-batch nothing asks the device for a value.
+
+The device here is torch's `meta`: its tensors have no values, so that whatever would wait for one raises.
+`tests/gpu/test_gpu_no_sync.py` has whole micro-batches on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from objective_sections import objective_config
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qarl import transfer
+from qarl.config import CorrectionConfig
+from qarl.objectives import Constants, TokenLogProbs, add_stats, build_objective, finish_stats
+from qarl.objectives.correction.config import RejectRule
+from qarl.objectives.registry import BY_NAME
+from qarl.training.batch import CPU, Batch, Column, Part
+from qarl.training.decisions import minibatch_totals
+from qarl.training.totals import LearnerTotals
+
+META = torch.device("meta")
+RULES = [
+    RejectRule(estimator="k3", aggregate="sum", upper=0.05, signal="rollout"),
+    RejectRule(estimator="ratio", aggregate="mean", lower=0.98, upper=1.03),
+    RejectRule(estimator="k1", aggregate="max", lower=-0.5, upper=0.5),
+    RejectRule(estimator="ratio", aggregate="token", upper=3.0),
+]
+CORRECTIONS = {
+    "none": CorrectionConfig(),
+    "token": CorrectionConfig(level="token", mode="mask", lower=0.8, upper=1.1, reject=RULES, veto=0.5),
+    "sequence": CorrectionConfig(level="sequence", mode="truncate", upper=2.0, signal="rollout"),
+}
+PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.05}
+SECTIONS = [
+    *({"name": name} for name in sorted(BY_NAME) if name != "custom"),
+    *({"name": "grpo", "ratio": ratio, **PENALTIES} for ratio in ("train", "rollout", "shadow", "one")),
+    *({"name": "grpo", "loss": loss} for loss in ("detach", "detach_center", "no_clip")),
+    {"name": "gspo", "aggregation": "token-mean", "dvp_outside": "token"},
+]
+CASES = [
+    pytest.param(section, correction, id="-".join(map(str, (*section.values(), name))))
+    for section in SECTIONS
+    for name, correction in CORRECTIONS.items()
+    if name == "none" or section["name"] in ("grpo", "gspo", "on_policy")
+]
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "item")
+
+
+class Refuse(TorchDispatchMode):
+    """Raises where a value would come from the device, or go there other than by `upload`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        devices = {x.device.type for x in [*args, *(kwargs or {}).values()] if isinstance(x, Tensor)}
+        name = func.overloadpacket.__name__
+        there = "meta" in devices
+        assert not (there and name in WAITS), f"{name} waits for the device"
+        if there and name == "index":
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), "an index by a mask waits for the device"
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and "cpu" in devices and result.device.type == "meta" and name == "_to_copy":
+            assert _uploading(), "a copy to the device that waits"
+        return result
+
+
+class RefuseNumbers(TorchFunctionMode):
+    """Raises where Python numbers become a tensor on the device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
+            assert result.device.type == "cpu", "numbers as a tensor on the device are a copy that waits"
+        return result
+
+
+def _uploading() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is transfer.upload.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    with Refuse(), RefuseNumbers():
+        yield
+
+
+def ragged(device: torch.device, seed: int = 0) -> Batch:
+    """Four groups of three responses, the sampler's log-probs with them."""
+    rng = random.Random(seed)
+    responses = [[1] * rng.randint(1, 20) for _ in range(12)]
+    groups = [i // 3 for i in range(12)]
+    generator = torch.Generator().manual_seed(seed)
+    sampled = Column([-torch.rand(len(r), generator=generator) for r in responses])
+    advantages = torch.linspace(-1.0, 1.2, 12)
+    return Batch(0, device, [[g] * (2 + g) for g in groups], responses, groups, advantages, sampled)
+
+
+def forwards(part: Part, seed: int) -> list[Tensor]:
+    """(T,) on the part's device: log-probs with gradient, at the snapshot, of shadow and reference, and an entropy."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [-torch.rand(part.tokens, generator=generator) for _ in range(5)]
+    return [x.to(part.device).requires_grad_(at in (0, 4)) for at, x in enumerate(values)]
+
+
+def micro_batch(objective, part: Part, minibatch: Part, totals: LearnerTotals, logp: Tensor, others: list[Tensor]):
+    """What `learn` does with a micro-batch around the policy's own forward and backward."""
+    batch = part.batch
+    old, shadow, reference, entropy = others
+    if not batch.logp_old.known(part):
+        batch.logp_old.fill(part, old)
+        totals.add_snapshot(entropy)
+        totals.retained.append(old)
+    batch.logp.fill(part, logp)
+    batch.logp_ref.fill(part, reference)
+    logps = TokenLogProbs(logp, part.logp_old, part.logp_sampler, shadow, batch.logp_ref.read(part), entropy)
+    loss, stats = objective(logps, part.advantages, part.segments, minibatch_totals(minibatch, 32), Constants())
+    loss.backward()
+    totals.add_loss(loss, stats)
+
+
+@pytest.mark.parametrize(("section", "correction"), CASES)
+def test_a_micro_batch_asks_the_device_for_nothing(section, correction):
+    objective = build_objective(objective_config(**section), correction)
+    whole, totals = ragged(META).whole(), LearnerTotals()
+    for number, part in enumerate(whole.micro_batches(60)):
+        logp, *others = forwards(part, number)
+        with no_waits():
+            micro_batch(objective, part, whole, totals, logp, others)
+        assert logp.grad is not None and logp.grad.shape == logp.shape
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        totals.metrics(1)  # which is where the step waits
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: float(x.sum()),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+        lambda x: torch.where(x > 0, x, torch.tensor(0.0).to(x.device)),
+        lambda x: x.new_tensor(3.0),
+    ],
+    ids=["float", "bool", "mask", "cpu", "scalar", "new_tensor"],
+)
+def test_what_waits_is_refused(call):
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), no_waits():
+        call(torch.ones(3, device=META))
+
+
+def test_totals_are_those_of_python_numbers_added_one_by_one():
+    objective = build_objective(objective_config(name="grpo"), CorrectionConfig())
+    whole, totals = ragged(CPU).whole(), LearnerTotals()
+    loss = entropy = 0.0
+    stats: dict[str, Tensor] = {}
+    parts = whole.micro_batches(30)
+    assert len(parts) > 4
+    for number, part in enumerate(parts):
+        alone, given = LearnerTotals(), forwards(part, number)
+        for one in (alone, totals):
+            whole.batch.logp_old, given[0].grad = Column.empty(len(whole)), None
+            micro_batch(objective, part, whole, one, given[0], given[1:])
+        loss += float(alone.loss)
+        entropy += float(given[4].detach().double().sum())
+        stats = add_stats(stats, alone.stats)
+    found = totals.metrics(2)
+    assert found["policy/loss"] == loss / 2 and found["policy/entropy"] == entropy / whole.tokens
+    assert finish_stats(stats).items() <= found.items()
+
+
+def test_a_column_comes_to_the_cpu_when_it_is_read_there(monkeypatch):
+    """In one copy, however many parts filled it."""
+    batch = ragged(CPU)
+    parts = batch.whole().micro_batches(30)
+    for part in parts:
+        batch.logp_old.fill(part, torch.zeros(part.tokens, device=META))
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.shape) or torch.arange(float(len(x))))
+    whole = batch.whole().logp_old
+    assert copies == [(len(whole),)] and torch.equal(whole, torch.arange(float(len(whole))))
+    assert torch.equal(torch.cat(list(batch.logp_old)), whole) and len(copies) == 1
