@@ -19,6 +19,7 @@ WIDTH = 2  # bytes of a value in 16 bits
 # Of `qarl_kernels.head`, which imports torch: bytes of its two buffers, tokens of the vocabulary at once, its tiles.
 HEAD_PARTIAL, HEAD_GRADIENT, HEAD_WIDTH = 2**27, 2**27, 8192
 HEAD_TILE, HEAD_PITCH = 256, 128
+ATTENTION_PADDING = 131  # rows at most that `qarl_kernels.flash.backward` adds to its statistics
 WORKSPACE_BYTES = 2**25  # cuBLAS's on Hopper
 # What a chunk of logits takes, in bytes a logit: float32 logits and log-probs; with top-p, which ranks them, logits,
 # probabilities, their order (int64), and ranked in float64 themselves, their sums and what stands before each.
@@ -231,13 +232,13 @@ class FusedPass:
             gate_up *= 2  # one after the other, then together
         out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of attention's output and of q, k and v
         turned = 2 * tokens * WIDTH * (queries + keys)  # q and k, and their gradients
-        statistics = 32 * tokens * a.num_heads
+        statistics = 32 * (tokens + ATTENTION_PADDING) * a.num_heads
         gone = 2 * middle + state  # before attention's: gate and up, and the stream of the MLP
         return [
             3 * state,  # computing again: the gradient, o's output and its norm
             state + fp8_down + max(2 * middle, middle + max(down, rounded)),
             2 * state + max(fp8_gate_up, gate_up),
-            state + out_gradient + turned + statistics - gone,
+            3 * state + out_gradient + turned + statistics - gone,  # gradients: of the layer, its norm and its middle
         ]
 
     def _weight(self, elements: int) -> int:

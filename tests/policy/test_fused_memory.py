@@ -1,0 +1,144 @@
+"""What a pass over fused layers really holds, tensor by tensor, against `qarl.activations`: on a GPU if there is one,
+else in Triton's interpreter, where products, which take it long or would compute in float32, are stood in for."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from policy_models import make_policy, tokens
+from qarl_formats.prepared import PreparedWeight
+from qarl_kernels.launch import INTERPRETED
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qarl.activations import FusedPass
+from qarl.config.architecture import read_config_json
+from qarl.policy import projection
+from qarl.policy.attention import packed
+from qarl.policy.policy import Policy
+
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COUNT = 64
+SCHEMES = ["bf16", "w8a8"] if torch.cuda.is_available() else ["bf16"]  # the interpreter quantizes slowly
+MODES = ["elementwise", "mlp", "products", "layer"]
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the tensors made inside that are still there: now, and at their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._before: set[int] = set()
+        self.most = 0
+
+    def __enter__(self) -> Held:
+        gc.freeze()  # or each collection would look through all of torch
+        return super().__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        gc.unfreeze()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and self._key(tensor) not in self._storages:
+                self._before.add(self._key(tensor))
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor)
+        if self.now > self.most:
+            gc.collect()  # Triton's interpreter leaves a kernel's arguments in a cycle
+            self.most = max(self.most, self.now)
+        return result
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._before:
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    @property
+    def now(self) -> int:
+        self._storages = {key: found for key, found in self._storages.items() if not found[0].expired()}
+        return sum(size for _, size in self._storages.values())
+
+
+def product_of_codes(self: PreparedWeight, codes, scale, bias, dtype) -> torch.Tensor:
+    return torch.zeros(len(codes), self.shape[0], dtype=dtype)
+
+
+def values_of(self: PreparedWeight, dtype) -> torch.Tensor:
+    return torch.zeros(self.shape, dtype=dtype) if self.scheme.quantized else self.source
+
+
+@pytest.fixture
+def made(tiny_model, monkeypatch):
+    """made(scheme, ...) -> a policy on fused layers, all of whose gradients are there, and its architecture."""
+    monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(projection, "input_grad", torch.mm)
+        monkeypatch.setattr(projection, "weight_grad", lambda dy, x, into: None)
+        monkeypatch.setattr(PreparedWeight, "__call__", lambda self, x, bias: x.new_zeros(len(x), self.shape[0]))
+        monkeypatch.setattr(PreparedWeight, "of_codes", product_of_codes)
+        monkeypatch.setattr(PreparedWeight, "dequantized", values_of)
+
+    def make(scheme: str, **quant):
+        directory = tiny_model("qwen3", num_hidden_layers=2, intermediate_size=192)
+        policy = make_policy(directory, scheme, torch.bfloat16, None, DEVICE, **quant)
+        for layer in policy.decoder.layers:
+            for stack in layer.stacks:
+                projection.gradient_of(stack.masters)
+        for _, parameter in policy.named_parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return policy, read_config_json(directory / "config.json")
+
+    return make
+
+
+def inputs(policy: Policy):
+    ids = torch.tensor(tokens(COUNT, 1), device=DEVICE)
+    return ids, packed([(COUNT, [0])], DEVICE, True), torch.arange(COUNT, device=DEVICE)
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_forward_and_backward_hold_what_is_counted(made, scheme, recompute) -> None:
+    policy, architecture = made(scheme)
+    policy.set_recompute(recompute)
+    ids, attention, rows = inputs(policy)
+    counted = FusedPass(
+        architecture, COUNT, "bfloat16", recompute, codes=scheme != "bf16", dequantized=scheme != "bf16"
+    )
+    with Held() as held:
+        states = policy.decoder(ids, attention, rows)
+        gc.collect()
+        after = held.now
+        states.backward(torch.ones_like(states))
+    state = 2 * COUNT * architecture.hidden_size
+    # Beside what layers keep the last norm's input and output; its inverse, and a few numbers of the layout.
+    assert after == pytest.approx(counted.kept_bytes + 2 * state, rel=0.02)
+    most = {name: size for name, size in counted.temporaries().items() if name != "output layer"}
+    # This test holds the states, which the output layer would have dropped.
+    assert held.most == pytest.approx(counted.kept_bytes + max(most.values()) + state, rel=0.03)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_forward_without_gradient_holds_what_is_counted(made, scheme) -> None:
+    policy, architecture = made(scheme)
+    ids, attention, _ = inputs(policy)
+    with torch.no_grad(), Held() as held:
+        policy.decoder(ids, attention)
+    counted = FusedPass(architecture, COUNT, "bfloat16", "elementwise", codes=scheme != "bf16")
+    assert held.most == pytest.approx(counted.forward_bytes, rel=0.03)
