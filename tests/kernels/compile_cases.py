@@ -106,22 +106,21 @@ def fp8_activations() -> Iterator[str]:
 
 def norms() -> Iterator[str]:
     """Norm, its backward, column sums; no quantization."""
-    for dtype, h in ((BF16, 96), (BF16, 576), (BF16, 1000), (torch.float16, 2048), (BF16, 4096), (BF16, 8192)):
+    for dtype, h in ((BF16, 1000), (torch.float16, 2048), (BF16, 8192)):
         x, weight, inverse = empty(4096, h, dtype=dtype), empty(h, dtype=dtype), empty(4096, dtype=FP32)
         fused_norm.add_rms_norm(x, x, weight, 1e-6)
         fused_norm.add_rms_norm(x, None, weight, 1e-6)
         fused_norm.rms_norm_again(x, inverse, weight)
-        for stages in (1, 2):
-            fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32), stages=stages)
+        fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
         column_sum.column_sum(x, empty(h, dtype=FP32))
         yield f"norm {dtype} {h}"
 
 
 def rotaries() -> Iterator[str]:
-    for head_dim in (64, 80, 96, 128, 256):
+    for head_dim, norms_too in ((64, False), (80, False), (128, True), (256, False)):
         qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
         shape = (32, 4, head_dim, table, table, empty(4096, dtype=torch.int64))
-        for norm in (None, empty(head_dim)):
+        for norm in (None, empty(head_dim)) if norms_too else (None,):
             q, k = rotary.rotary_forward(qkv, *shape, norm, norm, 1e-6)
             total = empty(head_dim, dtype=FP32)
             rotary.rotary_backward(q, k, qkv, *shape, empty(4096, 40 * head_dim), norm, norm, 1e-6, total, total)
@@ -142,11 +141,11 @@ def gates() -> Iterator[str]:
 def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
-        for h in (576, 1000, 4096, 16_384):
+        for h in (1000, 4096, 16_384):
             fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation)
             fused_norm.add_rms_norm(empty(4096, h), None, empty(h), 1e-6, activation, False)
             yield f"norm {activation} {h}"
-        for i in (1536, 1000, 12_288, 32_768):
+        for i in (1000, 12_288, 32_768):
             swiglu.swiglu(empty(4096, 2 * i), activation)
             yield f"gate {activation} {i}"
 
