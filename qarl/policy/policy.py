@@ -25,8 +25,13 @@ from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
 from qarl.policy.views import ViewMaker, restacked
+from qarl.transfer import upload
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+
+# A packed batch on a GPU is filled up to a multiple of so many rows, where it has more than a few: weight gradients sum
+# over rows, and libraries have their fast products for whole tiles of them; and sizes of memory come up again.
+ROWS, FEW_ROWS = 256, 4096
 
 
 class Policy:
@@ -202,7 +207,7 @@ class Policy:
         truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`.
         """
         hidden = self._predicting(prompts, responses)
-        targets = self._upload([t for r in responses for t in r])
+        targets = upload(torch.tensor([t for r in responses for t in r]), self.device)
         view = self.role.view
         sums = InPlace() if view.fused else None
         return token_logprobs(
@@ -234,13 +239,12 @@ class Policy:
             groups[-1][1].append(len(response) - 1)
             rows += [last_of_prompt, *range(len(ids), len(ids) + len(response) - 1)]
             ids += response[:-1]
-        attention = packed(groups, self.device, self.role.view.fused)
-        return self.decoder(self._upload(ids), attention, self._upload(rows))
-
-    def _upload(self, numbers: list[int]) -> Tensor:
-        """int64, on the policy's device, without a wait for it."""
-        there = torch.tensor(numbers, pin_memory=self.device.type == "cuda")
-        return there.to(self.device, non_blocking=True)
+        fused = self.role.view.fused
+        if fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
+            groups.append((missing, [0]))  # a sequence of its own that nobody reads: no other row's bits change
+            ids += [0] * missing
+        attention = packed(groups, self.device, fused)
+        return self.decoder(upload(torch.tensor(ids), self.device), attention, upload(torch.tensor(rows), self.device))
 
     @torch.no_grad()
     def shadow_logprobs(

@@ -207,3 +207,13 @@ def test_what_is_published_lies_where_the_products_read_it(make, scheme, group) 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(*(t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def test_rows_that_fill_a_batch_up_change_nothing(make, kept_gradients, monkeypatch) -> None:
+    policy = make(True)
+    logp, expected = kept_gradients(policy)
+    monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
+    monkeypatch.setattr("qarl.policy.policy.ROWS", 32)
+    filled, found = gradients(policy)
+    assert torch.equal(filled, logp)
+    assert_gradients_close(found, expected, 1e-6)  # float32 sums over more rows, of zeros, in another order
