@@ -99,7 +99,7 @@ class Sampler:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, forwards of the policy's modules run on the installed version, without gradient."""
-        with self._role.as_(self.view, sampling=True), torch.no_grad():
+        with self._role.as_(self.view), torch.no_grad():
             yield
 
     def paged(self, spans: list[Span], caches: Caches) -> Attention:
@@ -115,15 +115,18 @@ class Sampler:
         return logits_of(hidden, self.view.head, self._kernels)
 
     @torch.no_grad()
+    def logprobs(self, hidden: Tensor, tokens: Tensor, truncation: Truncation) -> Tensor:
+        """Log-probs of the tokens (R,) that follow states (R, H), by the learner's own function: (R,), in nats."""
+        return token_logprobs(hidden, None, self.view.head, tokens, truncation, SCORE_CHUNK, self._kernels)[0]
+
+    @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> Tensor:
         """Log-probs of every token but the first of each sequence, at temperature 1.
 
         sequences: token ids, two or more each. Returns (T,) float32, in nats, sequence after sequence.
         """
         targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.layout.device)
-        hidden = self.states([tokens[:-1] for tokens in sequences])
-        logp, _ = token_logprobs(hidden, None, self.view.head, targets, Truncation(), SCORE_CHUNK, self._kernels)
-        return logp
+        return self.logprobs(self.states([tokens[:-1] for tokens in sequences]), targets, Truncation())
 
     @torch.no_grad()
     def states(self, sequences: list[list[int]]) -> Tensor:

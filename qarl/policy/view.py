@@ -55,7 +55,6 @@ class Role:
 
     def __init__(self, view: View | None = None) -> None:
         self._view = view
-        self.sampling = False
 
     @property
     def view(self) -> View:
@@ -67,11 +66,10 @@ class Role:
         self._view = view
 
     @contextmanager
-    def as_(self, view: View, sampling: bool = False) -> Iterator[None]:
+    def as_(self, view: View) -> Iterator[None]:
         """Inside, forwards read `view`."""
-        before = self._view, self.sampling
-        self._view, self.sampling = view, sampling
+        before, self._view = self._view, view
         try:
             yield
         finally:
-            self._view, self.sampling = before
+            self._view = before

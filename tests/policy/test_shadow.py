@@ -151,7 +151,7 @@ def test_after_a_fault_inside_forwards_are_the_learners_again(tiny_model) -> Non
     own = logprobs(policy).detach()
     with pytest.raises(RuntimeError, match="inside"), policy.shadow(), policy.sampling():
         raise RuntimeError("inside")
-    assert not policy.role.sampling and torch.equal(logprobs(policy).detach(), own)
+    assert policy.role.view is policy.learner_view and torch.equal(logprobs(policy).detach(), own)
 
 
 def test_a_shadow_under_truncation_reports_what_it_cuts_as_minus_infinity(tiny_model) -> None:

@@ -189,7 +189,7 @@ def test_an_interrupt_from_progress_leaves_the_engine_usable(make_engine, prompt
 
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, sampling, 0, interrupt)
-    assert engine.sampler._role.sampling is False
+    assert torch.is_grad_enabled()  # what runs next is no sampler
     assert engine.generate(prompts, sampling, 0) == expected
 
 

@@ -174,7 +174,10 @@ class NativeEngine:
             chosen = log_probs.argmax(-1)
         else:
             chosen = draw(log_probs, [float(r.points[len(r.response)]) for r in responses])
-        logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
+        if self.sampler.view.fused:  # the learner sums over tiles of the vocabulary, not over whole rows
+            logprobs = self.sampler.logprobs(hidden[rows], chosen, sampling.truncation).tolist()
+        else:
+            logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
         for response, token, logprob in zip(responses, chosen.tolist(), logprobs, strict=True):
             require_finite([logprob], response.prompt, self.version)
             response.response.append(token)
