@@ -6,6 +6,7 @@ Tensors live on the meta device: they have types, shapes and strides, and addres
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from qarl_kernels import (
@@ -159,7 +160,7 @@ def fused_fp8() -> Iterator[str]:
 
 
 def products(family: str) -> Iterator[str]:
-    """Every tile that a shipped table or the default holds for a family, on a whole shape, and ragged ones.
+    """Every tile that a shipped table or the default holds, with its most stages, on a whole shape, and ragged ones.
 
     On Hopper the tables' tiles are compiled, elsewhere the defaults.
     """
@@ -167,7 +168,11 @@ def products(family: str) -> Iterator[str]:
     tiles: dict[tuning.Tile, None] = {}
     if hopper:
         for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
-            tiles |= {t: None for f, _, _, entry in tuning.entries(device) if f == family for _, t in entry.tiles}
+            shipped = [t for f, _, _, entry in tuning.entries(device) if f == family for _, t in entry.tiles]
+            # with fewer stages a tile takes less shared memory and the same registers
+            for tile_ in sorted(filter(None, shipped), key=lambda t: t.stages, reverse=True):
+                if not any(replace(known, stages=tile_.stages) == tile_ for known in tiles):
+                    tiles[tile_] = None
     rows = (8, 16, 64, 256, 1024, 8192)
     tiles |= {tuning.default_tile(family, m, before_hopper=not hopper): None for m in rows}
     for n, k in ((4096, 4096), (72, 100)):
@@ -230,21 +235,6 @@ def groups_and_dtypes() -> Iterator[str]:
 
 def dense() -> Iterator[str]:
     yield from products("dense")
-
-
-WIDE = [
-    tuning.Tile("wide", m, n, warps=warps, stages=stages, tma=True, split=split)
-    for m, n, warps, stages in ((32, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 3), (128, 128, 4, 2), (256, 128, 8, 3))
-    for split in (False, True)
-]
-
-
-def wide() -> Iterator[str]:
-    """w4a16 and nvfp4a16 with x through the tensor memory accelerator, whole and in halves."""
-    for tile_ in WIDE:
-        for family in ("w4a16", "nvfp4a16"):
-            _product(family, 4096, 4096, tile_)
-            yield f"{family} {tile_} wgmma"
 
 
 def int4() -> Iterator[str]:

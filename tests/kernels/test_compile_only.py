@@ -31,7 +31,6 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:fused_fp8", {(8, 9): None, (9, 0): None}),
     ("compile_cases:dense", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
     ("compile_cases:int4", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
-    ("compile_cases:wide", {(9, 0): "HGMMA"}),
     ("compile_cases:int4_int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),
     ("compile_cases:int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),
     ("compile_cases:fp8", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
