@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from qarl_kernels import quantize
 from qarl_kernels.column_sum import column_sum
 from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward, rms_norm_again
 from qarl_kernels.rotary import rotary_backward, rotary_forward
@@ -77,7 +76,7 @@ class FusedLayer:
         """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and the rest."""
         hidden, inverse, qkv = self._into_qkv(x, residual)
         out, lse = self._attend(qkv, attention)
-        middle, middle_inverse, gate_up = self._into_gate_up(self._project(self.o, out.flatten(1)), hidden)
+        middle, middle_inverse, gate_up = self._into_gate_up(self.o(out.flatten(1)), hidden)
         product = swiglu(gate_up, self.down.input_codes, want_product=self.down.input_codes is None)
         down = self._product(self.down, product.product, product.codes, product.scale, x.dtype)
         return down, middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
@@ -104,18 +103,6 @@ class FusedLayer:
             assert x is not None, "activations come as values or as codes"
             return projection(x)
         return projection.of_codes(codes, scale, dtype)
-
-    def _project(self, projection: Projection, x: Tensor) -> Tensor:
-        """The product of values, quantized first where it reads codes."""
-        kind = projection.input_codes
-        if kind is None:
-            return projection(x)
-        quantizer = {
-            "int8": quantize.activation_int8,
-            "fp8": quantize.activation_fp8,
-            "fp8_group": quantize.activation_fp8_group,
-        }[kind]
-        return projection.of_codes(*quantizer(x), x.dtype)
 
     def _rotated(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         m, values = self.modules, self.view.values
@@ -203,11 +190,11 @@ class FusedLayer:
         if kept.out is None or kept.lse is None:
             kept.out, kept.lse = self._attend(kept.qkv, attention)
         if kept.middle is None or kept.middle_inverse is None:
-            x = self._project(self.o, kept.out.flatten(1))
+            x = self.o(kept.out.flatten(1))
             kept.middle, kept.middle_inverse, kept.gate_up = self._into_gate_up(x, kept.hidden)
         elif kept.gate_up is None:
             normed = rms_norm_again(kept.middle, kept.middle_inverse, self.view.values[self.modules.mlp_norm])
-            kept.gate_up = self._project(self.gate_up, normed)
+            kept.gate_up = self.gate_up(normed)
 
     def _arriving(self, projection: Projection, dy: Tensor) -> ArrivingGradient:
         return projection.arriving(dy, self.decoder.backward)
