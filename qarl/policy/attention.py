@@ -105,12 +105,16 @@ def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) 
 
         return sampler_attention(spans, device, caches)
     return PlainAttention(
-        _positions(spans, device), torch.tensor(slots_of(spans), device=device), _tiles(spans, device), caches
+        torch.tensor(positions_of(spans), device=device),
+        torch.tensor(slots_of(spans), device=device),
+        _tiles(spans, device),
+        caches,
     )
 
 
-def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:
-    return torch.tensor([p for s in spans for p in range(s.position, s.position + s.count)], device=device)
+def positions_of(spans: Sequence[Span]) -> list[int]:
+    """Of each token of the spans, in its sequence."""
+    return [p for s in spans for p in range(s.position, s.position + s.count)]
 
 
 def slots_of(spans: Sequence[Span]) -> list[int]:
@@ -173,7 +177,7 @@ def _plain_packed(groups: list[tuple[int, list[int]]], device: torch.device) -> 
             slots += [span.pages[full] * PAGE + position % PAGE for position in copied]
             row += length
     return PlainAttention(
-        positions=_positions(spans, device),
+        positions=torch.tensor(positions_of(spans), device=device),
         slots=torch.tensor(slots_of(spans) + slots, device=device),
         sources=torch.tensor(list(range(row)) + sources, device=device),
         tiles=_tiles(spans, device),

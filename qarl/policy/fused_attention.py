@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from qarl_kernels.attention import PAGE
 from qarl_kernels.flash.backward import attention_backward
@@ -16,7 +17,7 @@ from qarl_kernels.flash.layout import PackedLayout, packed_layout, upload
 from qarl_kernels.flash.paged import PagedLayout, paged_attention, paged_layout
 from torch import Tensor
 
-from qarl.policy.attention import Caches, Span, slots_of
+from qarl.policy.attention import Caches, Span, positions_of, slots_of
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,9 @@ def packed_attention(groups: list[tuple[int, list[int]]], device: torch.device) 
 
 def sampler_attention(spans: Sequence[Span], device: torch.device, caches: Caches) -> PagedAttention:
     """See `qarl.policy.attention.paged`."""
-    import numpy as np
-
     slots = np.array(slots_of(spans), np.int64)
-    positions = np.array([p for s in spans for p in range(s.position, s.position + s.count)], np.int64)
-    rows, pages, offsets = upload(device, positions, slots // PAGE, slots % PAGE)
+    positions, pages, offsets = upload(device, np.array(positions_of(spans), np.int64), slots // PAGE, slots % PAGE)
     layout = paged_layout(
         [s.row for s in spans], [s.count for s in spans], [s.position for s in spans], [s.pages for s in spans], device
     )
-    return PagedAttention(layout, rows, pages, offsets, caches)
+    return PagedAttention(layout, positions, pages, offsets, caches)

@@ -27,7 +27,8 @@ def fused_states(
     if torch.is_grad_enabled():
         assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
         return _Fused.apply(decoder.embedding.weight, decoder, ids, attention, rows)
-    x, residual, layers = _embedded(decoder, ids, attention)
+    x, layers = _embedded(decoder, ids, attention)
+    residual = None
     for layer in layers:
         x, residual, _ = layer.forward(x, residual, attention)
     if rows is not None:
@@ -37,12 +38,12 @@ def fused_states(
 
 def _embedded(
     decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention
-) -> tuple[Tensor, Tensor | None, list[FusedLayer]]:
+) -> tuple[Tensor, list[FusedLayer]]:
     view = decoder.role.view
     x = view.values[decoder.embedding_name][ids]
     cos, sin = decoder.rotary.tables[x.dtype]
     layers = [FusedLayer(modules, view, cos, sin, attention.positions, decoder) for modules in decoder.layers]
-    return x, None, layers
+    return x, layers
 
 
 def _last_norm(decoder: Decoder, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +60,8 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, decoder: Decoder, ids: Tensor, attention: PackedAttention, rows: Tensor
     ) -> Tensor:
-        x, residual, layers = _embedded(decoder, ids, attention)
+        x, layers = _embedded(decoder, ids, attention)
+        residual = None
         ctx.decoder, ctx.attention, ctx.layers, ctx.ids, ctx.rows = decoder, attention, layers, ids, rows
         ctx.view = decoder.role.view
         kept: list[Kept] = []
