@@ -15,7 +15,14 @@ STEP = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
 def table(reports: Sequence[Record]) -> str:
     """The summary, as text. A peer is compared with whatever report has it."""
     rows = [row for report in reports for row in report["records"]]
-    blocks = [[head(report) for report in reports], learner(rows), canary(rows), optimizer(rows), step(rows)]
+    blocks = [
+        [head(report) for report in reports],
+        learner(rows),
+        canary(rows),
+        learn(rows),
+        optimizer(rows),
+        step(rows),
+    ]
     return "\n\n".join("\n".join(block) for block in [*blocks, errors(rows)] if block)
 
 
@@ -88,6 +95,17 @@ def canary(rows: Rows) -> list[str]:
     return [
         f"canary {name_of(row)} {row['scheme']}, {row['tokens']} tokens, {row['what']}: "
         f"{1e3 * row['seconds']:.1f} ms, host {1e3 * row['host_seconds']:.1f} ms"
+        for row in found
+    ]
+
+
+def learn(rows: Rows) -> list[str]:
+    found = [row for row in rows if row["part"] == "learn" and "seconds" in row]
+    return [
+        f"learn {name_of(row)} {row['scheme']} {row['recompute']}, {row['prompts']} prompts x {row['responses']} "
+        f"responses of {row['new_tokens']:,} tokens, memory {row['what']}: {row['seconds']:.2f} s, "
+        f"{row['tokens_per_s']:.0f} tokens/s, {row['allocations']} allocations, {row['peak_gib']:.1f} GiB "
+        f"{overrides(row)}".rstrip()
         for row in found
     ]
 
