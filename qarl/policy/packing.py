@@ -18,10 +18,14 @@ class Packing:
     rows: list[int] = field(default_factory=list)
     starts: list[tuple[int, int]] = field(default_factory=list)
 
-    def contexts(self, prompt: list[int], response: list[int], index: int) -> list[Context]:
-        """What the rows of response `index`, and of its prompt, are."""
-        of_prompt, own = self.starts[index]
-        return [Context(of_prompt, 0, prompt), Context(own, len(prompt), prompt + response[:-1])]
+    def contexts(self, prompts: list[list[int]], responses: list[list[int]]) -> list[Context]:
+        """What the rows are, of the prompts and responses that were packed."""
+        found = {}
+        for (of_prompt, own), prompt, response in zip(self.starts, prompts, responses, strict=True):
+            found[of_prompt] = Context(of_prompt, 0, prompt)
+            if len(response) > 1:
+                found[own] = Context(own, len(prompt), prompt + response[:-1])
+        return list(found.values())
 
 
 def pack(prompts: list[list[int]], responses: list[list[int]]) -> Packing:

@@ -21,6 +21,7 @@ from qarl.machine import gpu_bytes
 from qarl.memory import kv_cache_bytes
 from qarl.policy.attention import Span
 from qarl.policy.sampler import Sampler
+from qarl.policy.trace import Context
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.sampling import draw, uniforms
@@ -160,6 +161,10 @@ class NativeEngine:
             spans.append(Span(row, count, chunk.start, chunk.sequence.pages))
             ids += chunk.sequence.tokens(chunk.start, chunk.stop)
             row += count
+        if self.sampler.tracer is not None:
+            self.sampler.tracer.expect(
+                Context(s.row, c.start, c.sequence.tokens(0, c.stop)) for s, c in zip(spans, chunks, strict=True)
+            )
         attention = self.sampler.paged(spans, cache.layers)
         return self.sampler.hidden_states(torch.tensor(ids, device=self.sampler.layout.device), attention)
 
