@@ -23,7 +23,7 @@ OPERATIONS = {
     "stream": "the residual stream that it reads",
     "input_norm": "the norm before attention",
     "qkv": "the product of q, k and v",
-    "rotary": "rotation (and norms) of q and k",
+    "rotary": "rotation and norms of q and k, and the keys as attention reads them",
     "attention": "attention over the keys so far",
     "o": "the product of o",
     "mlp_stream": "the residual stream before the MLP",

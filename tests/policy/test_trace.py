@@ -107,9 +107,8 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(t
     contexts = pack([prompt], [response]).contexts([prompt], [response])
     tokens = prompt + response[:-1]
     learner = traced(policy, lambda: policy.logprobs([prompt], [response], Truncation(), 128), contexts, tokens)
-    layer = [name for name in LAYER if not (fused and name == "rotary") or (0, "rotary") in learner.found]
     ends = [(1, "final_stream"), (1, "final_norm")]
-    assert list(learner.found) == [(-1, "embedding"), *((0, name) for name in layer), *ends]
+    assert list(learner.found) == [(-1, "embedding"), *((0, name) for name in LAYER), *ends]
     assert all(set(places) == set(range(5)) for step, places in learner.found.items() if step[0] == 0)
 
     config = policy.config
