@@ -13,6 +13,7 @@ from qarl_kernels import (
     column_sum,
     dequantize,
     digest,
+    draw,
     embedding,
     fp8_backward,
     fp8_block,
@@ -89,6 +90,14 @@ def exponentials() -> Iterator[str]:
     state = empty(256, dtype=torch.int64)
     noise.exponential_(empty(256, 151_936, dtype=FP32), state, state)
     yield "exponentials"
+
+
+def draws() -> Iterator[str]:
+    """Drawing tokens from logits, of a small and a large vocabulary."""
+    for vocabulary in (1000, 151_936):
+        logits, row = empty(256, vocabulary, dtype=FP32), empty(256, dtype=FP32)
+        draw.draw(logits, row, empty(256, dtype=torch.float64))
+        yield f"draw of {vocabulary}"
 
 
 ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (BF16, 28_672), (torch.float16, 4096), (FP32, 4096))

@@ -69,6 +69,11 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
+    @property
+    def tight(self) -> bool:
+        """Whether the next step takes pages from a sequence."""
+        return sum(s.pages_missing(s.length) for s in self.running) > self.pool.free
+
     def plan(self) -> list[Chunk]:
         """The next step's chunks, each sequence at most once, with pages taken for them. Empty only when idle."""
         budget = self.max_batched_tokens

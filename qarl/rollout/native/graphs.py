@@ -1,0 +1,259 @@
+"""Steps on Triton kernels, which run ahead of the host: tokens stay on the device and feed the next step.
+
+A decode step reads and writes tensors that stay where they are (`Inputs`, the tokens drawn last), so that a GPU runs it
+as a CUDA graph: a graph for each of a ladder of numbers of rows, the rows that are left over being empty. A size runs
+once as it is, which compiles its kernels, and is captured when it comes again. Prefills run as they are, beside the
+decodes of the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from qarl_kernels.attention import PAGE
+from qarl_kernels.flash.layout import CHUNK
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+
+from qarl.policy.sampler import Sampler
+from qarl.rollout.native.inputs import Inputs
+from qarl.rollout.native.pages import KVCache
+from qarl.rollout.native.scheduler import Chunk
+from qarl.rollout.native.sequence import Sequence
+from qarl.rollout.native.steps import LOGIT_ROWS, Computed, drawing, packed, tell
+from qarl.transfer import upload
+
+
+def ladder(count: int) -> int:
+    """Rows of the smallest graph for `count` sequences: powers of two, then four numbers from each to the next."""
+    power = 1 << (count - 1).bit_length()
+    step = max(8, power // 8)
+    return power if count <= 8 else -(-count // step) * step
+
+
+def chunks_of_pages(longest: int) -> int:
+    """Pages of the smallest graph for sequences of `longest` tokens: those of a power of two of attention's chunks."""
+    return (1 << (-(-longest // CHUNK) - 1).bit_length()) * (CHUNK // PAGE)
+
+
+@dataclass
+class DeviceDrawn:
+    """rows: of each sequence's token in `tokens` and `logprobs`, which `there` says are on the host."""
+
+    sequences: list[Sequence]
+    rows: list[int]
+    tokens: Tensor
+    logprobs: Tensor
+    there: torch.cuda.Event | None
+
+    def read(self) -> tuple[list[int], list[float]]:
+        if self.there is not None:
+            self.there.synchronize()
+        tokens, logprobs = self.tokens.tolist(), self.logprobs.tolist()
+        return [tokens[row] for row in self.rows], [logprobs[row] for row in self.rows]
+
+
+class GraphRunner:
+    """See `Runner`. max_num_seqs: sequences at a time. longest: tokens of one. captured: whether graphs are made."""
+
+    ahead = True
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        cache: KVCache,
+        truncation: Truncation,
+        max_num_seqs: int,
+        longest: int,
+        captured: bool = True,
+    ) -> None:
+        self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
+        self._view = sampler.view
+        device = self.device = sampler.layout.device
+        most, pages = ladder(max_num_seqs), chunks_of_pages(longest)
+        # Of the last step: decodes first, then what prefills drew.
+        self._tokens = torch.zeros(most + max_num_seqs, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(most + max_num_seqs, dtype=torch.float32, device=device)
+        self._block = torch.zeros(Inputs.words(most, pages), dtype=torch.int64, device=device)
+        self._hidden: Tensor | None = None  # where tokens are ranked, which no graph does
+        self._row: dict[Sequence, int] = {}  # of each sequence's token in `_tokens`
+        self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
+        self._order: list[Sequence] = []
+        self._graphs = Graphs(device) if captured and device.type == "cuda" else None
+
+    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
+        same = self.sampler.view is self._view and cache is self.cache and truncation == self.truncation
+        return same and max_num_seqs == self.max_num_seqs and chunks_of_pages(longest) <= self._table.shape[1]
+
+    def take_page(self, page: int) -> None:
+        """Attention reads no page past a sequence's end."""
+
+    def step(self, chunks: list[Chunk], computed: Computed) -> DeviceDrawn:
+        decodes = [chunk for chunk in chunks if chunk.prefill is None]
+        prefills = [chunk for chunk in chunks if chunk.prefill is not None]
+        size = self._decode(decodes) if decodes else 0
+        sequences, _ = drawing(decodes, computed)
+        rows = list(range(len(sequences)))
+        if prefills:
+            drew = self._prefill(prefills, computed, size)
+            sequences += drew
+            rows += range(size, size + len(drew))
+        self._row = dict(zip(sequences, rows, strict=True))
+        return self._on_their_way(sequences, rows)
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
+
+    # --- decodes -----------------------------------------------------------------------------------------------
+
+    def _decode(self, chunks: list[Chunk]) -> int:
+        """Draw for each sequence, into the first rows. Returns how many rows ran."""
+        size, pages = ladder(len(chunks)), chunks_of_pages(max(chunk.stop for chunk in chunks))
+        there = Inputs.of(self._block, size, pages)
+        host = torch.zeros(there.block.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._fill(Inputs.of(host, size, pages), chunks)
+        there.block.copy_(host, non_blocking=True)
+        tell(self.sampler.tracer, chunks)
+        if self._graphs is None or self.sampler.tracer is not None:
+            self._run(there)
+        else:
+            self._graphs.run((size, pages), lambda: self._run(there))
+        if self._ranked:
+            assert self._hidden is not None
+            self._draw(self._hidden[:size], there.points, slice(0, size))
+        return size
+
+    def _fill(self, inputs: Inputs, chunks: list[Chunk]) -> None:
+        count = len(chunks)
+        sequences = [chunk.sequence for chunk in chunks]
+        lengths = np.fromiter((chunk.stop for chunk in chunks), np.int64, count)
+        positions = lengths - 1
+        self._note_pages(sequences, positions)
+        page, offset = positions // PAGE, positions % PAGE
+        inputs.previous.numpy()[:count] = [self._row[sequence] for sequence in sequences]
+        inputs.positions.numpy()[:count] = positions
+        inputs.slots.numpy()[:count] = self._table[np.arange(count), page].astype(np.int64) * PAGE + offset
+        inputs.slots.numpy()[count:] = -1
+        inputs.points.numpy()[:count] = [sequence.points[sequence.drawn] for sequence in sequences]
+        inputs.lengths.numpy()[:count] = lengths
+        table = inputs.table.numpy()
+        table[:count] = self._table[:count, : table.shape[1]]
+
+    def _note_pages(self, sequences: list[Sequence], positions: np.ndarray) -> None:
+        """Pages of the sequences in `_table`. Where they are those of the step before, only some got one more."""
+        if sequences != self._order:
+            self._order = sequences
+            for line, sequence in zip(self._table, sequences, strict=False):
+                line[: len(sequence.pages)] = sequence.pages
+            return
+        for row in np.flatnonzero(positions % PAGE == 0):
+            self._table[row, positions[row] // PAGE] = sequences[row].pages[-1]
+
+    def _run(self, inputs: Inputs) -> None:
+        """What a graph holds: everything in it is on the device, and stays where it is."""
+        from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
+
+        size, pages = inputs.table.shape
+        attention = DecodeAttention(
+            inputs.positions, inputs.slots, inputs.table, inputs.lengths, pages * PAGE, self.cache.layers
+        )
+        hidden = self.sampler.hidden_states(self._tokens[inputs.previous], attention)
+        if not self._ranked:
+            self._draw(hidden, inputs.points, slice(0, size))
+            return
+        if self._hidden is None:
+            self._hidden = torch.empty(
+                ladder(self.max_num_seqs), hidden.shape[1], dtype=hidden.dtype, device=self.device
+            )
+        self._hidden[:size] = hidden
+
+    @property
+    def _ranked(self) -> bool:
+        return self.truncation.active and (self.truncation.top_k > 0 or self.truncation.top_p < 1.0)
+
+    # --- prefills ----------------------------------------------------------------------------------------------
+
+    def _prefill(self, chunks: list[Chunk], computed: Computed, first: int) -> list[Sequence]:
+        """Run chunks of prompts. Returns the sequences that drew, into rows from `first` on."""
+        spans, ids = packed(chunks)
+        tell(self.sampler.tracer, chunks)
+        hidden = self.sampler.hidden_states(self._there(ids), self.sampler.paged(spans, self.cache.layers))
+        sequences, rows = drawing(chunks, computed)
+        points = self._there([float(sequence.points[sequence.drawn]) for sequence in sequences], torch.float64)
+        states = hidden[self._there(rows)]
+        for start in range(0, len(sequences), LOGIT_ROWS):
+            stop = min(start + LOGIT_ROWS, len(sequences))
+            self._draw(states[start:stop], points[start:stop], slice(first + start, first + stop))
+        return sequences
+
+    def _there(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        return upload(torch.tensor(values, dtype=dtype), self.device)
+
+    # --- tokens ------------------------------------------------------------------------------------------------
+
+    def _draw(self, hidden: Tensor, points: Tensor, into: slice) -> None:
+        """A token from each state (R, H), and its log-prob. points: (R,) float64."""
+        from qarl_kernels.draw import draw
+
+        distribution = self.sampler.distribution(hidden, self.truncation)
+        if self.truncation.greedy:
+            tokens = distribution.logits.argmax(-1)
+        else:
+            tokens = draw(distribution.logits, distribution.lse, points)
+        self._tokens[into] = tokens
+        self._logprobs[into] = distribution.logprobs(tokens)
+
+    def _on_their_way(self, sequences: list[Sequence], rows: list[int]) -> DeviceDrawn:
+        """Copies of what was drawn, which the host may read later."""
+        count = max(rows, default=-1) + 1
+        tokens, logprobs = self._tokens[:count], self._logprobs[:count]
+        if self.device.type != "cuda":
+            return DeviceDrawn(sequences, rows, tokens.clone(), logprobs.clone(), None)
+        copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in (tokens, logprobs)]
+        for copy, part in zip(copies, (tokens, logprobs), strict=True):
+            copy.copy_(part, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record(torch.cuda.current_stream(self.device))
+        return DeviceDrawn(sequences, rows, *copies, there)
+
+
+class Graphs:
+    """CUDA graphs by key. They share memory, as only one runs at a time and none leaves a result in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool()
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+
+    def run(self, key: tuple[int, int], work: Callable[[], None]) -> None:
+        """Do `work`, whose launches depend on the key alone, as it is the first time and as a graph from then on."""
+        if key not in self._graphs:
+            work()
+            self._graphs[key] = None
+            return
+        graph = self._graphs[key]
+        if graph is None:
+            graph = self._graphs[key] = self._captured(work)
+        graph.replay()
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def close(self) -> None:
+        """Give the graphs' memory back to the device."""
+        self._graphs.clear()
+        del self._pool
