@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from qarl_kernels.attention import PAGE
+
 from qarl.config import RolloutConfig
-from qarl.exactness.request import SEQUENCES_BY_DEVICE, Round, Sizes
+from qarl.exactness.request import SAMPLES, SEQUENCES_BY_DEVICE, Round, Sizes
 from qarl.inference.opening import Opened
 from qarl.policy.trace import Tracer
 from qarl.rollout.native.engine import NativeEngine
@@ -30,10 +32,11 @@ class Engine(Protocol):
 
 def tight(sizes: Sizes, device: str) -> RolloutConfig:
     """Engine sizes at which prompts are cut into chunks, and sequences preempted."""
-    sequences = SEQUENCES_BY_DEVICE[device]
-    pool = max(sizes.longest, sequences * sizes.longest // 3)
+    sequences = min(SEQUENCES_BY_DEVICE[device], sizes.prompts(sizes.response) * SAMPLES)
+    # Prompts are shared, most are far from the longest, and so are responses: a fifth is what several sequences lack.
+    pool = max(sizes.longest, sequences * sizes.longest // 5) + PAGE
     return RolloutConfig(
-        max_num_seqs=sequences, max_batched_tokens=max(sequences, sizes.prompt // 3), kv_cache_tokens=pool + 64
+        max_num_seqs=sequences, max_batched_tokens=max(sequences, sizes.prompt // 3), kv_cache_tokens=pool
     )
 
 

@@ -16,6 +16,7 @@ from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 
 SAMPLES = 4  # responses that share a prompt
+PROMPTS = 64  # of a round, at most
 LENGTHS = (1, 2, 4)  # of the longest response, a round's responses are at most the whole, the half, the quarter
 TOKENS_BY_DEVICE = {"cpu": 1024, "cuda": 32_768}
 LONGEST_BY_DEVICE = {"cpu": 192, "cuda": 1024}
@@ -76,6 +77,10 @@ class Sizes:
     def longest(self) -> int:
         return self.prompt + self.response
 
+    def prompts(self, response: int) -> int:
+        """Of a round whose responses have so many tokens at most."""
+        return min(max(2, ceil(self.tokens / (SAMPLES * response))), PROMPTS)
+
 
 def sizes_of(request: Request, given: Sequence[list[int]], context: int, device: str) -> Sizes:
     """given: the user's prompts. context: the model's, in tokens. device: cpu or cuda."""
@@ -101,7 +106,7 @@ def rounds(request: Request, given: Sequence[list[int]], sizes: Sizes, vocabular
     draw, number = random.Random(request.seed), 0
     while True:
         response = max(1, sizes.response // LENGTHS[number % len(LENGTHS)])
-        count = min(max(2, ceil(sizes.tokens / (SAMPLES * response))), 64)
+        count = sizes.prompts(response)
         if given:
             prompts = [given[(number * count + i) % len(given)] for i in range(count)]
         else:
