@@ -15,14 +15,12 @@ from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder
-from qarl.policy.fused_attention import PackedAttention, PagedAttention
+from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.fused_layer import FusedLayer, Kept
 from qarl.policy.projection import gradient_of
 
 
-def fused_states(
-    decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention, rows: Tensor | None
-) -> Tensor:
+def fused_states(decoder: Decoder, ids: Tensor, attention: FusedAttention, rows: Tensor | None) -> Tensor:
     """Final hidden states of a packed batch: ids (T,) int64, and of them those in `rows` (R,) int64. Returns (R, H)."""
     if torch.is_grad_enabled():
         assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
@@ -36,9 +34,7 @@ def fused_states(
     return _last_norm(decoder, x, residual)[0]
 
 
-def _embedded(
-    decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention
-) -> tuple[Tensor, list[FusedLayer]]:
+def _embedded(decoder: Decoder, ids: Tensor, attention: FusedAttention) -> tuple[Tensor, list[FusedLayer]]:
     view = decoder.role.view
     x = view.values[decoder.embedding_name][ids]
     cos, sin = decoder.rotary.tables[x.dtype]

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from qarl_formats.prepared import PreparedWeight
 from qarl_formats.stacked import tensors_of
+from qarl_kernels.distribution import Distribution, distribution
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
 from torch import Tensor
 
@@ -113,6 +114,11 @@ class Sampler:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""
         return logits_of(hidden, self.view.head, self._kernels)
+
+    @torch.no_grad()
+    def distribution(self, hidden: Tensor, truncation: Truncation) -> Distribution:
+        """Of the tokens that follow states (R, H), with the learner's log-probs."""
+        return distribution(hidden, self.view.head, truncation, self._kernels)
 
     @torch.no_grad()
     def logprobs(self, hidden: Tensor, tokens: Tensor, truncation: Truncation) -> Tensor:

@@ -22,8 +22,10 @@ from qarl_kernels import (
     noise,
     nvfp4_weights,
     nvfp4a16,
+    paged_rotary,
     quantize,
     rotary,
+    rotary_backward,
     rows,
     swiglu,
     tile,
@@ -120,11 +122,14 @@ def norms() -> Iterator[str]:
 def rotaries() -> Iterator[str]:
     for head_dim, norms_too in ((64, False), (80, False), (128, True), (256, False)):
         qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
-        shape = (32, 4, head_dim, table, table, empty(4096, dtype=torch.int64))
+        positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
         for norm in (None, empty(head_dim)) if norms_too else (None,):
-            q, k = rotary.rotary_forward(qkv, *shape, norm, norm, 1e-6)
+            rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6)
+            q, k = rotary.rotary_forward(qkv, rotation)
             total = empty(head_dim, dtype=FP32)
-            rotary.rotary_backward(q, k, qkv, *shape, empty(4096, 40 * head_dim), norm, norm, 1e-6, total, total)
+            rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
+            for rows_ in (8, 4096):
+                paged_rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
             yield f"rotary {head_dim}{' and norm' if norm is not None else ''}"
 
 
@@ -311,7 +316,8 @@ def attention_paged() -> Iterator[str]:
     """Prefill of two spans and decode of one, pages of either order of axes. A decode of heads of 256 spills."""
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
     layouts = [
-        flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu")) for n in (1, 2)
+        flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu"))[0]
+        for n in (1, 2)
     ]
     for dim in sorted({dim for dim, _ in _attention_heads()} - {96}):  # 96 spills 84 bytes on sm_80
         for axis, shape in ((2, (8, 16)), (1, (32, 8))):
