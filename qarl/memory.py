@@ -212,7 +212,7 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
             Item(share, published + kv_cache, phase, "sampler"),
             Item("tensors staged for vLLM", staged, "always", "sampler"),
         ]
-    weights = published * (2 if delta else 1) + (operands if rollout.linear_kernels == "qarl" else 0)
+    weights = published * (2 if delta else 1) + (operands if rollout.linear_products == "qarl" else 0)
     on_the_way = published if vllm.process == "separate" else 0
     return [
         Item("vLLM process", VLLM_BYTES[vllm.process], "always", "sampler"),

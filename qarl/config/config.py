@@ -207,16 +207,18 @@ class Config(Section):
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
-        if model.device == "cpu" and self.rollout.linear_kernels == "vllm" and not scheme_of(quant).vllm_cpu:
+        if model.device == "cpu" and self.rollout.linear_products == "vllm" and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
+        if self.rollout.numerics == "exact" and model.device == "cuda":
+            yield from self._exact_faults()
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
         # bits.
         if model.dtype == "float32" and quant.scheme != "bf16":
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif scheme_of(quant).packed and self.rollout.linear_kernels == "vllm":
+            elif scheme_of(quant).packed and self.rollout.linear_products == "vllm":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
@@ -228,6 +230,15 @@ class Config(Section):
                 quant.scale_dtype,
                 f"vLLM stores the scales of int4 weights in model.dtype; must be {model.dtype}",
             )
+
+    def _exact_faults(self) -> Iterator[Fault]:
+        """Learners of a GPU that are in plain torch, whose bits depend on the batch."""
+        key, fix = ("rollout", "numerics"), "or use numerics fast"
+        if self.model.dtype == "float32":
+            text = "a GPU has no float32 kernels whose bits are the same in every batch; set model.dtype: bfloat16"
+            yield Fault(key, "exact", f"{text}, {fix}")
+        elif self.quant.kernels == "reference":
+            yield Fault(key, "exact", f"is of the Triton kernels on a GPU; leave out quant.kernels: reference, {fix}")
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:
