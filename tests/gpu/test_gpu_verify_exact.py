@@ -1,4 +1,4 @@
-"""`qarl verify-exact` on a CUDA device: every scheme is exact, and a fault is found although decodes are CUDA graphs."""
+"""`qarl verify-exact` on a CUDA device: every scheme is exact, and a fault is found, decodes being CUDA graphs."""
 
 from __future__ import annotations
 
