@@ -43,7 +43,7 @@ def verify_exact(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            parser=path_of("--prompts", stream=True),
+            parser=path_of("--prompts"),
             metavar="FILE",
             help="UTF-8, a prompt a line, taken as it is. Default: random tokens.",
         ),

@@ -77,7 +77,7 @@ def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:
     if isinstance(prompts, str | os.PathLike):
         place = f"--prompts: {prompts}"
         try:
-            prompts = read_text(user_path(prompts, "--prompts"), stream=True).splitlines()
+            prompts = read_text(user_path(prompts, "--prompts")).splitlines()
         except Unreadable as error:
             raise UserError(f"{place}: {error.reason}") from error
     found = [text for text in prompts if text.strip()]
