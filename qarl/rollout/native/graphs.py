@@ -82,7 +82,7 @@ class GraphRunner:
         self._row: dict[Sequence, int] = {}  # of each sequence's token in `_tokens`
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
-        self._graphs = Graphs(device) if captured and device.type == "cuda" else None
+        self._graphs = Graphs(device) if captured else None
 
     def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
         same = self.sampler.view is self._view and cache is self.cache and truncation == self.truncation
@@ -165,7 +165,9 @@ class GraphRunner:
             self._draw(hidden, inputs.points, slice(0, size))
             return
         if self._hidden is None:
-            self._hidden = torch.empty(ladder(self.max_num_seqs), hidden.shape[1], dtype=hidden.dtype, device=self.device)
+            self._hidden = torch.empty(
+                ladder(self.max_num_seqs), hidden.shape[1], dtype=hidden.dtype, device=self.device
+            )
         self._hidden[:size] = hidden
 
     @property
@@ -218,27 +220,34 @@ class GraphRunner:
 
 
 class Graphs:
-    """CUDA graphs by key. They share memory, as only one runs at a time and none leaves a result in it."""
+    """Work that is the same every time, by key: CUDA graphs, or without CUDA the work itself.
+
+    The graphs share memory, as only one runs at a time and none leaves a result in it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        self._replays: dict[tuple[int, int], Callable[[], None] | None] = {}
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            with torch.cuda.device(device):
+                self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
     def run(self, key: tuple[int, int], work: Callable[[], None]) -> None:
-        """Do `work`, whose launches depend on the key alone, as it is the first time and as a graph from then on."""
-        if key not in self._graphs:
+        """Do `work`, whose launches depend on the key alone: as it is the first time, from then on as a graph."""
+        if key not in self._replays:
             work()
-            self._graphs[key] = None
+            self._replays[key] = None
             return
-        graph = self._graphs[key]
-        if graph is None:
-            graph = self._graphs[key] = self._captured(work)
-        graph.replay()
+        replay = self._replays[key]
+        if replay is None:
+            replay = self._replays[key] = self._captured(work)
+        replay()
 
-    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self._device.type != "cuda":
+            return work
+        assert self._pool is not None, "no graph is made after `close`"
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -247,9 +256,9 @@ class Graphs:
                 work()
             finally:
                 graph.capture_end()
-        return graph
+        return graph.replay
 
     def close(self) -> None:
         """Give the graphs' memory back to the device."""
-        self._graphs.clear()
-        del self._pool
+        self._replays.clear()
+        self._pool = None

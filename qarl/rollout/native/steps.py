@@ -63,7 +63,7 @@ def packed(chunks: list[Chunk]) -> tuple[list[Span], list[int]]:
 
 
 def drawing(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequence], list[int]]:
-    """Note that chunks ran. Returns the sequences that now draw, and from which row of `packed` each; forks share one."""
+    """Note that chunks ran. Returns the sequences that now draw, and the row of `packed` of each; forks share one."""
     sequences: list[Sequence] = []
     rows: list[int] = []
     row = 0
