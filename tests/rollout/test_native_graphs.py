@@ -132,6 +132,14 @@ def test_graphs_go_with_a_publish_with_sleep_and_with_another_way_to_draw(make) 
     check(engine, prompts, SamplingParams(2, 0, 6))
 
 
+def test_samples_that_come_late_run_as_decodes_do(make) -> None:
+    engine = make(max_num_seqs=4)
+    prompts = random_prompts(random.Random(4), 2, 100)
+    stops = frozenset(range(0, VOCABULARY, 9))  # so that they do not all end together
+    check(engine, prompts, SamplingParams(9, 0, 60, Truncation(), (), stops))
+    assert sum(rows > 0 for rows in engine.sampler.steps) <= 4  # of 18 samples: where none of a prompt's was left
+
+
 def test_rows_are_those_of_the_ladder(make) -> None:
     engine = make()
     check(engine, random_prompts(random.Random(3), 3, 5), SamplingParams(3, 0, 4))
@@ -156,10 +164,11 @@ def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: 
 def test_parts_of_a_block_are_aligned_and_do_not_overlap(size: int, pages: int) -> None:
     block = torch.full((Inputs.words(size, pages) + 3,), -1, dtype=torch.int64)
     inputs = Inputs.of(block, size, pages)
-    parts = [inputs.previous, inputs.positions, inputs.slots, inputs.points, inputs.lengths, inputs.table]
+    parts = [inputs.given, inputs.token, inputs.positions, inputs.slots, inputs.points, inputs.lengths, inputs.table]
     assert all((part.data_ptr() - block.data_ptr()) % 16 == 0 for part in parts)
     for value, part in enumerate(parts):
         part.fill_(value)
     assert all((part == value).all() for value, part in enumerate(parts))
+    assert inputs.given.data_ptr() == block.data_ptr()
     assert inputs.table.shape == (size, pages) and inputs.points.dtype == torch.float64
     assert (block[-3:] == -1).all()
