@@ -74,15 +74,16 @@ class GraphRunner:
         self._view = sampler.view
         device = self.device = sampler.layout.device
         most, pages = ladder(max_num_seqs), chunks_of_pages(longest)
-        # Of the last step: decodes first, then what prefills drew.
-        self._tokens = torch.zeros(most + max_num_seqs, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(most + max_num_seqs, dtype=torch.float32, device=device)
-        self._block = torch.zeros(Inputs.words(most, pages), dtype=torch.int64, device=device)
+        drawn, words = most + max_num_seqs, Inputs.words(most, pages)
+        self._memory = torch.zeros(words + drawn, dtype=torch.int64, device=device)
+        # Of the last step: those of single tokens first, then what prefills drew.
+        self._block, self._tokens = self._memory.split([words, drawn])
+        self._logprobs = torch.zeros(drawn, dtype=torch.float32, device=device)
         self._hidden: Tensor | None = None  # where tokens are ranked, which no graph does
         self._row: dict[Sequence, int] = {}  # of each sequence's token in `_tokens`
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
-        self._graphs = Graphs(device) if captured and device.type == "cuda" else None
+        self._graphs = Graphs(device) if captured else None
 
     def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
         same = self.sampler.view is self._view and cache is self.cache and truncation == self.truncation
@@ -92,13 +93,13 @@ class GraphRunner:
         """Attention reads no page past a sequence's end."""
 
     def step(self, chunks: list[Chunk], computed: Computed) -> DeviceDrawn:
-        decodes = [chunk for chunk in chunks if chunk.prefill is None]
-        prefills = [chunk for chunk in chunks if chunk.prefill is not None]
-        size = self._decode(decodes) if decodes else 0
-        sequences, _ = drawing(decodes, computed)
+        singles = [chunk for chunk in chunks if chunk.single]
+        size = self._decode(singles) if singles else 0
+        sequences, _ = drawing(singles, computed)
         rows = list(range(len(sequences)))
-        if prefills:
+        if prefills := [chunk for chunk in chunks if not chunk.single]:
             drew = self._prefill(prefills, computed, size)
+            self._order = []  # one of them may have had other pages before
             sequences += drew
             rows += range(size, size + len(drew))
         self._row = dict(zip(sequences, rows, strict=True))
@@ -132,9 +133,14 @@ class GraphRunner:
         sequences = [chunk.sequence for chunk in chunks]
         lengths = np.fromiter((chunk.stop for chunk in chunks), np.int64, count)
         positions = lengths - 1
-        self._note_pages(sequences, positions)
+        joining = [row for row, chunk in enumerate(chunks) if chunk.prefill is not None]
+        self._note_pages(sequences, positions, bool(joining))
         page, offset = positions // PAGE, positions % PAGE
-        inputs.previous.numpy()[:count] = [self._row[sequence] for sequence in sequences]
+        begin = len(self._block)
+        inputs.token.numpy()[:count] = [begin + self._row.get(sequence, 0) for sequence in sequences]
+        for row in joining:
+            (inputs.given.numpy()[row],) = sequences[row].tokens(positions[row], lengths[row])
+            inputs.token.numpy()[row] = row
         inputs.positions.numpy()[:count] = positions
         inputs.slots.numpy()[:count] = self._table[np.arange(count), page].astype(np.int64) * PAGE + offset
         inputs.slots.numpy()[count:] = -1
@@ -143,9 +149,9 @@ class GraphRunner:
         table = inputs.table.numpy()
         table[:count] = self._table[:count, : table.shape[1]]
 
-    def _note_pages(self, sequences: list[Sequence], positions: np.ndarray) -> None:
+    def _note_pages(self, sequences: list[Sequence], positions: np.ndarray, joining: bool) -> None:
         """Pages of the sequences in `_table`. Where they are those of the step before, only some got one more."""
-        if sequences != self._order:
+        if joining or sequences != self._order:
             self._order = sequences
             for line, sequence in zip(self._table, sequences, strict=False):
                 line[: len(sequence.pages)] = sequence.pages
@@ -161,7 +167,7 @@ class GraphRunner:
         attention = DecodeAttention(
             inputs.positions, inputs.slots, inputs.table, inputs.lengths, pages * PAGE, self.cache.layers
         )
-        hidden = self.sampler.hidden_states(self._tokens[inputs.previous], attention)
+        hidden = self.sampler.hidden_states(self._memory[inputs.token], attention)
         if not self._ranked:
             self._draw(hidden, inputs.points, slice(0, size))
             return
@@ -183,6 +189,8 @@ class GraphRunner:
         tell(self.sampler.tracer, chunks)
         hidden = self.sampler.hidden_states(self._there(ids), self.sampler.paged(spans, self.cache.layers))
         sequences, rows = drawing(chunks, computed)
+        if not sequences:
+            return sequences
         points = self._there([float(sequence.points[sequence.drawn]) for sequence in sequences], torch.float64)
         states = hidden[self._there(rows)]
         for start in range(0, len(sequences), LOGIT_ROWS):
@@ -222,27 +230,34 @@ class GraphRunner:
 
 
 class Graphs:
-    """CUDA graphs by key. They share memory, as only one runs at a time and none leaves a result in it."""
+    """Work that is the same every time, by key: CUDA graphs, or without CUDA the work itself.
+
+    The graphs share memory, as only one runs at a time and none leaves a result in it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        self._replays: dict[tuple[int, int], Callable[[], None] | None] = {}
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            with torch.cuda.device(device):
+                self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
     def run(self, key: tuple[int, int], work: Callable[[], None]) -> None:
-        """Do `work`, whose launches depend on the key alone, as it is the first time and as a graph from then on."""
-        if key not in self._graphs:
+        """Do `work`, whose launches depend on the key alone: as it is the first time, from then on as a graph."""
+        if key not in self._replays:
             work()
-            self._graphs[key] = None
+            self._replays[key] = None
             return
-        graph = self._graphs[key]
-        if graph is None:
-            graph = self._graphs[key] = self._captured(work)
-        graph.replay()
+        replay = self._replays[key]
+        if replay is None:
+            replay = self._replays[key] = self._captured(work)
+        replay()
 
-    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self._device.type != "cuda":
+            return work
+        assert self._pool is not None, "no graph is made after `close`"
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -251,9 +266,11 @@ class Graphs:
                 work()
             finally:
                 graph.capture_end()
-        return graph
+        return graph.replay
 
     def close(self) -> None:
         """Give the graphs' memory back to the device."""
-        self._graphs.clear()
-        del self._pool
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # an interrupted generation may have left a step under way
+        self._replays.clear()
+        self._pool = None

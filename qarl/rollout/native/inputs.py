@@ -12,12 +12,14 @@ from torch import Tensor
 class Inputs:
     """Of `size` rows, one a sequence, of which the last may be empty.
 
-    block: (N,) int64, all of the others. previous: (S,) int64, which of the tokens drawn last the row runs. positions,
-    slots, lengths, table: see `DecodeAttention`. points: (S,) float64, where the row's own next token is drawn.
+    block: (N,) int64, all of the others. given: (S,) int64, at its beginning, tokens that the host knows. token: (S,)
+    int64, where the row's token is, in the memory that begins with the block. positions, slots, lengths, table: see
+    `DecodeAttention`. points: (S,) float64, where the row's own next token is drawn.
     """
 
     block: Tensor
-    previous: Tensor
+    given: Tensor
+    token: Tensor
     positions: Tensor
     slots: Tensor
     points: Tensor
@@ -29,10 +31,11 @@ class Inputs:
         """Parts of a block of `words` or more, each at a multiple of 16 bytes. pages: columns of the page table."""
         sizes = _words(size, pages)
         block = block[: sum(sizes)]
-        previous, positions, slots, points, lengths, table = block.split(sizes)
+        given, token, positions, slots, points, lengths, table = block.split(sizes)
         return cls(
             block,
-            previous[:size],
+            given[:size],
+            token[:size],
             positions[:size],
             slots[:size],
             points.view(torch.float64)[:size],
@@ -49,4 +52,4 @@ class Inputs:
 def _words(size: int, pages: int) -> list[int]:
     """64-bit words of each part, in the order of `Inputs.of`."""
     narrow = (-(-size // 2), -(-size * pages // 2))
-    return [-(-words // 2) * 2 for words in (size, size, size, size, *narrow)]
+    return [-(-words // 2) * 2 for words in (size, size, size, size, size, *narrow)]

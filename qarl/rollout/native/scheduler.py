@@ -2,7 +2,8 @@
 
 Every step decodes one token of each running sequence, oldest first, then fills the rest of the token budget with
 chunks of prompts. The samples of one prompt wait together: the first prefills, the others fork from its pages. A
-sample that comes later, or comes back, takes the prompt's keys and values from one that is still running.
+sample that comes later, or comes back, takes the prompt's keys and values from one that is still running; where that
+is all it needs, its prefill is one token and runs as a decode does.
 
 A prefill starts when the pool has pages for all of its tokens, so a started one can always go on. When pages run out,
 the youngest sequence is preempted: it gives its pages back and waits for them to be recomputed. The oldest never is,
@@ -37,6 +38,13 @@ class Chunk:
     start: int
     stop: int
     prefill: Prefill | None
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one token, from which its sequence draws and no other."""
+        if self.prefill is None:
+            return True
+        return self.stop - self.start == 1 and self.stop == self.sequence.length and not self.prefill.siblings
 
 
 class Scheduler:
@@ -124,13 +132,17 @@ class Scheduler:
         full = known // PAGE
         if lead.pages_missing(lead.length) - full > self.pool.free - self._reserve():
             return False
+        prefill = self.waiting.popleft()
         if donor:
             lead.pages = [self.pool.share(page) for page in donor.pages[:full]]
             lead.computed = known
+            if prefill.siblings:  # they have the donor too
+                self.waiting.appendleft(Prefill(prefill.siblings[0], prefill.siblings[1:]))
+                prefill.siblings = []
         self._take_pages(lead, lead.length)
         if known % PAGE:
             self.copy_page(donor.pages[full], lead.pages[full], known % PAGE)
-        self.prefilling.append(self.waiting.popleft())
+        self.prefilling.append(prefill)
         return True
 
     def _reserve(self) -> int:

@@ -75,7 +75,7 @@ def tell(tracer: Tracer | None, chunks: list[Chunk]) -> None:
 
 
 def drawing(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequence], list[int]]:
-    """Note that chunks ran. Returns the sequences that now draw, and from which row of `packed` each; forks share one."""
+    """Note that chunks ran. Returns the sequences that now draw, and the row of `packed` of each; forks share one."""
     sequences: list[Sequence] = []
     rows: list[int] = []
     row = 0
