@@ -46,9 +46,7 @@ class CachedLayer(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         assert vllm_config.cache_config.block_size == PAGE, "the sampler asks for blocks of PAGE tokens"
-        return FullAttentionSpec(
-            block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype
-        )
+        return FullAttentionSpec(block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype)
 
 
 class PolicyAttention(AttentionBackend):
