@@ -158,6 +158,9 @@ def _pass(
             "log_min_p": logits.log_min_p or 0.0,
             "CUT": top is not None,
         }
+        written = None if kept is None else kept[0][part]
+        if written is not None and tma:
+            written = descriptor(written, (tile.block_m, tile.block_n // 4))
         launch(
             statistics_kernel,
             (started,),
@@ -166,7 +169,7 @@ def _pass(
             x=descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
             w=descriptor(weight, (tile.block_n, tile.block_k)) if tma else weight,
             targets=None if targets is None else targets[part],
-            logits=None if kept is None else kept[0][part],
+            logits=written,
             V=vocabulary,
             K=features,
             stride_xm=x.stride(0),

@@ -28,6 +28,25 @@ def _cut(y, highest, log_min_p):
     return y < (highest + log_min_p)[:, None]
 
 
+@triton.jit
+def _halves(y):
+    """Left and right columns of (M, N); each thread's stay its own."""
+    return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _store_quarters(out, y, m, n):
+    """Store a tile (M, N) at [m, n] by a descriptor of N / 4 columns: the pipeline leaves no memory to stage more."""
+    left, right = _halves(y)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    width: tl.constexpr = y.shape[1] // 4
+    out.store([m, n], first)
+    out.store([m, n + width], second)
+    out.store([m, n + 2 * width], third)
+    out.store([m, n + 3 * width], fourth)
+
+
 @triton.jit(do_not_specialize=["M", "programs"])
 def statistics_kernel(
     x,  # (M, K) 16-bit, or its descriptor
@@ -36,7 +55,7 @@ def statistics_kernel(
     top,  # (M,) f32, the largest logit of each row; None unless CUT
     partial,  # (3, tiles, padded) f32: maximum, sum of e = exp(z - maximum), sum of (z - maximum) e
     target_logit,  # (M,) f32; None unless there are targets
-    logits,  # (M, V) f32, every z; or None
+    logits,  # (M, V) f32, every z, or its descriptor; or None
     M,
     V,
     K,
@@ -80,8 +99,11 @@ def statistics_kernel(
             highest = tl.load(top + rm, mask=rm < M, other=0.0)
             y = tl.where(_cut(y, highest, log_min_p), (highest - _GAP)[:, None], y)
         if logits is not None:
-            at = logits + rm.to(tl.int64)[:, None] * stride_logits + (n + column)[None, :]
-            tl.store(at, y, mask=(rm < M)[:, None] & (n + column < V)[None, :])
+            if TMA:
+                _store_quarters(logits, y, m, n)
+            else:
+                at = logits + rm.to(tl.int64)[:, None] * stride_logits + (n + column)[None, :]
+                tl.store(at, y, mask=(rm < M)[:, None] & (n + column < V)[None, :])
         if RAGGED:  # finite, so that its product with exp(it) = 0 is 0
             y = tl.where((n + column < V)[None, :], y, _FAR_BELOW)
         maximum = tl.max(y, axis=1)
@@ -224,7 +246,7 @@ def gradient_kernel(
             result = tl.where(_cut(y, highest, log_min_p), 0.0, result)
         if TMA_OUT:
             if HALVES:  # half of the tile at a time: the smaller staging buffer leaves room for a pipeline stage
-                left, right = tl.split(result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+                left, right = _halves(result)
                 out.store([m, n], narrow(left, out.dtype))
                 out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
             else:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_batches import Batch
 from products import random, relative_error
+from qarl_kernels.flash import decode
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
@@ -94,8 +95,10 @@ def test_decode_of_grouped_heads(device, heads, kv_heads, dim) -> None:
     assert torch.equal(alone, out[2:])
 
 
+@pytest.mark.parametrize("programs", [0, 8, 528])  # one program a sequence; two for four chunks; one a chunk
 @pytest.mark.parametrize("window", [None, 70])
-def test_decode_from_tables_on_the_device(device, window) -> None:
+def test_decode_from_tables_on_the_device(device, monkeypatch, window, programs) -> None:
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     paged = Paged(2, 1, 64, 16, device)
     table = torch.full((4, 13), 1_000_000, dtype=torch.int32)
     for line, pages in zip(table, paged.pages, strict=False):

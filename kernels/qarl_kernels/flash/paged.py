@@ -1,7 +1,7 @@
 """Causal attention over a paged KV cache: prefill, chunked prefill and decode, with the bits of the packed forward.
 
-Spans of several tokens run the packed forward's kernel on gathered pages. A decode has one query token: a program takes
-the query heads of one kv head and one CHUNK of keys, and a second kernel merges the chunks in order.
+Spans of several tokens run the packed forward's kernel on gathered pages; a decode, of one query token, has a kernel of
+its own, whose programs take all query heads of a kv head.
 """
 
 from __future__ import annotations
