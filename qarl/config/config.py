@@ -210,8 +210,8 @@ class Config(Section):
         if model.device == "cpu" and self.rollout.linear_products == "vllm" and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
-        if self.rollout.numerics == "exact" and model.device == "cuda":
-            yield from self._exact_faults()
+        if self.rollout.numerics == "exact" and model.device == "cuda" and (reason := self.inexact_on_gpu):
+            yield Fault(("rollout", "numerics"), "exact", reason)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
         # bits.
         if model.dtype == "float32" and quant.scheme != "bf16":
@@ -231,14 +231,15 @@ class Config(Section):
                 f"vLLM stores the scales of int4 weights in model.dtype; must be {model.dtype}",
             )
 
-    def _exact_faults(self) -> Iterator[Fault]:
-        """Learners of a GPU that are in plain torch, whose bits depend on the batch."""
-        key, fix = ("rollout", "numerics"), "or use numerics fast"
+    @property
+    def inexact_on_gpu(self) -> str | None:
+        """Why a GPU cannot run `rollout.numerics: exact`, and what would do; None where it can."""
+        fix = "or use numerics fast"
         if self.model.dtype == "float32":
-            text = "a GPU has no float32 kernels whose bits are the same in every batch; set model.dtype: bfloat16"
-            yield Fault(key, "exact", f"{text}, {fix}")
-        elif self.quant.kernels == "reference":
-            yield Fault(key, "exact", f"is of the Triton kernels on a GPU; leave out quant.kernels: reference, {fix}")
+            return f"a GPU has no float32 kernels whose bits are the same in every batch; use bfloat16, {fix}"
+        if self.quant.kernels == "reference":
+            return f"quant.kernels: reference has bits that depend on the batch on a GPU; leave it out, {fix}"
+        return None
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:

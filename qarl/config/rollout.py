@@ -38,8 +38,8 @@ class RolloutConfig(Section):
     )
     linear_kernels: Literal["vllm", "qarl"] | None = Field(
         None,
-        description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM; null: vLLM's, and qarl's where "
-        "numerics is exact.",
+        description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM; null: vLLM's, or qarl's with "
+        "numerics exact.",
     )
     n: int = Field(
         8, ge=1, le=SAMPLES, description="Responses per prompt (the group size of group-relative advantages)."

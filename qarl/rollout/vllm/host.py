@@ -31,6 +31,8 @@ from qarl.weight_sync.verify import PublishError
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from qarl.rollout.vllm.exact.model import Forward
+
 Progress = Callable[[int, int], None]
 
 
@@ -42,13 +44,14 @@ class Host:
     qarl's kernels cannot serve one.
     """
 
+    _policy: Forward | None = None  # the policy's forward, where that is what vLLM runs
+
     def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
         _prepare_environment(settings)
         self.settings, self._expected = settings, expected
         self._llm = _start(settings)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
-        self._policy = None
         if settings.numerics == "exact":
             from qarl.rollout.vllm.exact.start import take_over
 
@@ -213,7 +216,8 @@ class Host:
     def close(self) -> None:
         """Let go of the engine and its memory."""
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._worker, self.held, self._loader, self._head, self._policy
+        del self._llm, self._worker, self.held, self._loader, self._head
+        self._policy = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -58,6 +58,8 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
             f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
             "bfloat16 or float16"
         )
+    if device.type == "cuda" and config.rollout.numerics == "exact" and (reason := config.inexact_on_gpu):
+        raise UserError(f"rollout.numerics: {reason}")
     scheme = scheme_of(config.quant)
     if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
         raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")

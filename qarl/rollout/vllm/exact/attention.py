@@ -1,4 +1,4 @@
-"""vLLM's KV cache under the policy's attention: what vLLM must know of a layer's keys, and what a batch tells of itself.
+"""vLLM's KV cache under the policy's attention: what vLLM must know of a layer's keys, and what a batch says of itself.
 
 vLLM allots blocks of `PAGE` tokens to sequences. Its metadata builder is asked once a step, and what it makes of block
 tables, slots and lengths is the attention object that the policy's decoder takes.
@@ -6,7 +6,7 @@ tables, slots and lengths is the attention object that the policy's decoder take
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from qarl_kernels.attention import PAGE
@@ -46,15 +46,13 @@ class CachedLayer(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         assert vllm_config.cache_config.block_size == PAGE, "the sampler asks for blocks of PAGE tokens"
-        return FullAttentionSpec(
-            block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype
-        )
+        return FullAttentionSpec(block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype)
 
 
 class PolicyAttention(AttentionBackend):
     """Tells vLLM how the KV cache looks and who reads a batch's metadata; it computes nothing."""
 
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
 
     @staticmethod
     def get_name() -> str:

@@ -1,4 +1,4 @@
-"""vLLM's models with the policy's forward: vLLM loads and holds the weights, the policy's decoder computes with them."""
+"""vLLM's models with the policy's forward: vLLM loads and holds the weights, the policy's decoder computes."""
 
 from __future__ import annotations
 
@@ -67,12 +67,9 @@ class Forward:
     def states(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Final hidden states (T, H) of vLLM's current batch. ids: (T,) integers; positions: (T,) int64."""
         batch = get_forward_context().attn_metadata
-        if batch is None:
-            attention = self._measured(positions)
-        else:
-            attention = next(iter(batch.values()))  # one for all layers
-            if self._tell is not None:
-                self._tell(ids)
+        attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
+        if self._tell is not None:
+            self._tell(ids)
         return self._decoder(ids.long(), attention)
 
     @contextmanager
