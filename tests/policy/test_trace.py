@@ -101,22 +101,22 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(t
     if fused and not (INTERPRETED or device.type == "cuda"):
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: fused)
-    policy = make_policy(tiny_model("qwen3", num_hidden_layers=1), "w4a16", torch.bfloat16, 32, device)
+    policy = make_policy(tiny_model("llama", num_hidden_layers=1), "bf16", torch.bfloat16, None, device)
     policy.sampler.install(policy.current)
-    prompt, response = [7, 11, 13], [17, 19, 23]
+    prompt, response = [7, 11, 13], [17, 19]
     contexts = pack([prompt], [response]).contexts([prompt], [response])
     tokens = prompt + response[:-1]
     learner = traced(policy, lambda: policy.logprobs([prompt], [response], Truncation(), 128), contexts, tokens)
     ends = [(1, "final_stream"), (1, "final_norm")]
     assert list(learner.found) == [(-1, "embedding"), *((0, name) for name in LAYER), *ends]
-    assert all(set(places) == set(range(5)) for step, places in learner.found.items() if step[0] == 0)
+    assert all(set(places) == set(range(4)) for step, places in learner.found.items() if step[0] == 0)
 
     config = policy.config
     shape = (1, config.num_key_value_heads, 64, config.head_dim)
     caches = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")]
     tracer = Tracer(tokens)
     with policy.sampler.traced(tracer), policy.sampler.running():
-        for start, stop in ((0, 2), (2, 4), (4, 5)):
+        for start, stop in ((0, 3), (3, 4)):
             tracer.expect([Context(0, start, tokens[:stop])])
             attention = policy.sampler.paged([Span(0, stop - start, start, [0])], caches)
             policy.sampler.hidden_states(torch.tensor(tokens[start:stop], device=device), attention)
@@ -126,8 +126,8 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(t
     assert all(places == tracer.found[step] for step, places in learner.found.items() if step[0] == 0)
     caches[0][0][:, :, 1] += 1.0
     with policy.sampler.traced(damaged := Tracer(tokens)), policy.sampler.running():
-        damaged.expect([Context(0, 4, tokens)])
-        attention = policy.sampler.paged([Span(0, 1, 4, [0])], caches)
-        policy.sampler.hidden_states(torch.tensor(tokens[4:], device=device), attention)
+        damaged.expect([Context(0, 3, tokens)])
+        attention = policy.sampler.paged([Span(0, 1, 3, [0])], caches)
+        policy.sampler.hidden_states(torch.tensor(tokens[3:], device=device), attention)
     damaged.settle()
-    assert parting(learner.found, damaged.found) == Parting(4, 0, "attention")
+    assert parting(learner.found, damaged.found) == Parting(3, 0, "attention")
