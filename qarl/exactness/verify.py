@@ -98,10 +98,12 @@ class Check:
         sampler.settle()
         place = parting(learner.found, sampler.found)
         same = redrawn.responses[response][: token + 1] == own[: token + 1]
-        differs = same and not torch.equal(redrawn.logprobs[response][token], again[token])
+        differs = same and _reported(redrawn, response, token) != float(again[token])
         if place is None and differs:
             place = Parting(len(sequence) - 1, None, "head")
-        note = _explained(place is not None, same, float(again[token]) == self.found.first.learner)
+        untraced = None if place is not None else Drawn.of(drawn.round, self.engine.draw(drawn.round))
+        repeats = untraced is not None and _reported(untraced, response, token) == self.found.first.sampler
+        note = _explained(place is not None, same, float(again[token]) == self.found.first.learner, repeats)
         first = replace(self.found.first, place=None if place is None else str(place), note=note)
         if place is not None:
             first = replace(first, layer=place.layer, operation=place.operation, operation_position=place.position)
@@ -155,15 +157,23 @@ class Check:
         return sum(row[0] for row in counted) / sum(float(row[part]) for row in counted)
 
 
-def _explained(found: bool, same_tokens: bool, same_learner: bool) -> str:
-    """What the second drawing says beside the place, one line or none."""
+def _reported(drawn: Drawn, response: int, token: int) -> float | None:
+    """The log-prob of a token; None where the response has ended before."""
+    values = drawn.logprobs[response]
+    return float(values[token]) if token < len(values) else None
+
+
+def _explained(found: bool, same_tokens: bool, same_learner: bool, repeats: bool) -> str:
+    """What drawing again says beside the place, one line or none. repeats: without a trace it differs as it did."""
     if not same_learner:
         return "the learner's own log-prob was another one the second time: its forward does not repeat"
     if found:
         return ""
+    if repeats:
+        return "drawing again differs, but not where operations run one by one for a trace: look at the CUDA graphs"
     if not same_tokens:
         return "drawing again gave other tokens before a difference showed: the engine does not draw the same twice"
-    return "drawing again did not differ: what happened does not repeat, or not where operations are traced"
+    return "drawing again did not differ: what happened does not repeat"
 
 
 def _device_name(device: torch.device) -> str:

@@ -85,7 +85,8 @@ class Tracer:
             held, positions = [i for i, _ in pairs], [position for _, position in pairs]
         if not held:
             return
-        given = [tensor for tensor in tensors if tensor is not None]
+        # What holds codes of 8 bits is looked at as bytes, which every operation takes.
+        given = [t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors if t is not None]
         chosen = torch.tensor(held, device=given[0].device)
         self._fresh.append(((layer, operation), positions, digest([tensor[chosen] for tensor in given])))
 
