@@ -39,6 +39,7 @@ from qarl_kernels.flash import forward as flash_forward
 from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
+from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -321,8 +322,20 @@ def attention_backward() -> Iterator[str]:
             yield f"attention backward {dim} {dtype} window {window}"
 
 
+def attention_decode() -> Iterator[str]:
+    """Decodes whose chunks are shared out, and of so many sequences that they are not; heads of every model known."""
+    for dim, heads, kv_heads in ((64, 9, 3), (128, 16, 8), (128, 32, 8), (256, 16, 8)):
+        for sequences in (8, 512):
+            cache, lengths = empty(300, kv_heads, 64, dim), empty(sequences, dtype=torch.int32)
+            table = empty(sequences, 128, dtype=torch.int32)
+            for window in (None, 300) if (dim, heads) == (128, 32) else (None,):
+                q = empty(sequences, heads, dim)
+                flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, window, 8192)
+                yield f"decode {dim} {heads} {sequences} window {window}"
+
+
 def attention_paged() -> Iterator[str]:
-    """Prefill of two spans and decode of one, pages of either order of axes. A decode of heads of 256 spills."""
+    """Prefill of two spans and decode of one, pages of either order of axes."""
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
     layouts = [
         flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu"))[0]
@@ -347,6 +360,10 @@ def head_statistics() -> Iterator[str]:
         for vocabulary in (151_936, 128_000):
             head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
             yield f"head {vocabulary} {tile_}"
+    for truncation in (Truncation(0.7), Truncation(min_p=0.05)):
+        for vocabulary in (151_936, 128_000, 49_152):
+            head.fused_distribution(empty(64, 2048), empty(vocabulary, 2048), truncation)
+            yield f"distribution {vocabulary} {truncation}"
     fp16 = {"dtype": torch.float16}
     head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
     yield "head float16, pointers"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
@@ -143,7 +144,8 @@ class NativeEngine:
         for response, token, logprob in zip(drawn.sequences, *drawn.read(), strict=True):
             response.pending -= 1
             if response.finish_reason is None:
-                require_finite([logprob], response.prompt, self.version)
+                if not isfinite(logprob):
+                    require_finite([logprob], response.prompt, self.version)
                 response.response.append(token)
                 response.logprobs.append(logprob)
                 stopping.check(response)

@@ -125,7 +125,7 @@ class GraphRunner:
             self._graphs.run((size, pages), lambda: self._run(there))
         if self._ranked:
             assert self._hidden is not None
-            self._draw(self._hidden[:size], there.points, slice(0, size))
+            self._draw_parts(self._hidden[: len(chunks)], there.points[: len(chunks)], 0)
         return size
 
     def _fill(self, inputs: Inputs, chunks: list[Chunk]) -> None:
@@ -192,16 +192,19 @@ class GraphRunner:
         if not sequences:
             return sequences
         points = self._there([float(sequence.points[sequence.drawn]) for sequence in sequences], torch.float64)
-        states = hidden[self._there(rows)]
-        for start in range(0, len(sequences), LOGIT_ROWS):
-            stop = min(start + LOGIT_ROWS, len(sequences))
-            self._draw(states[start:stop], points[start:stop], slice(first + start, first + stop))
+        self._draw_parts(hidden[self._there(rows)], points, first)
         return sequences
 
     def _there(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return upload(torch.tensor(values, dtype=dtype), self.device)
 
     # --- tokens ------------------------------------------------------------------------------------------------
+
+    def _draw_parts(self, hidden: Tensor, points: Tensor, first: int) -> None:
+        """Tokens into rows from `first` on, with the logits of a few rows at a time."""
+        for start in range(0, len(hidden), LOGIT_ROWS):
+            part = slice(start, min(start + LOGIT_ROWS, len(hidden)))
+            self._draw(hidden[part], points[part], slice(first + part.start, first + part.stop))
 
     def _draw(self, hidden: Tensor, points: Tensor, into: slice) -> None:
         """A token from each state (R, H), and its log-prob. points: (R,) float64."""

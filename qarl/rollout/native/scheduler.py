@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qarl_kernels.attention import PAGE
 
@@ -30,8 +31,7 @@ class Prefill:
     siblings: list[Sequence]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, stop) of a sequence that run in this step; `prefill` is set unless it is a decode."""
 
     sequence: Sequence
@@ -80,7 +80,9 @@ class Scheduler:
     @property
     def tight(self) -> bool:
         """Whether the next step takes pages from a sequence."""
-        return sum(s.pages_missing(s.length) for s in self.running) > self.pool.free
+        return (
+            self.pool.free < len(self.running) and sum(s.pages_missing(s.length) for s in self.running) > self.pool.free
+        )
 
     def plan(self) -> list[Chunk]:
         """The next step's chunks, each sequence at most once, with pages taken for them. Empty only when idle."""
@@ -89,8 +91,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:  # victims are taken from the end: a planned one is never one
             sequence = self.running[index]
-            if self._make_room(sequence):
-                chunks.append(Chunk(sequence, sequence.length - 1, sequence.length, None))
+            length = sequence.length
+            if length <= PAGE * len(sequence.pages) or self._make_room(sequence):
+                chunks.append(Chunk(sequence, length - 1, length, None))
                 budget -= 1
             index += 1
         index = 0

@@ -38,7 +38,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        return len(self.prompt.token_ids) + self.drawn
+        return len(self.prompt.token_ids) + len(self.response) + self.pending
 
     def tokens(self, start: int, stop: int) -> list[int]:
         assert stop <= self.length - self.pending, "a token that the host has not read"
