@@ -36,12 +36,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+SHAPED = ["none", "temperature", "min_p", "top_k", "top_p", "greedy", "all"]
+
+
 @pytest.fixture(scope="module")
 def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `exact_in_vllm.py` saw, by case."""
     directory = tmp_path_factory.mktemp("exact")
     orders = {
-        name: [str(tiny_model(family, **changes)), sections | {"rollout": ROLLOUT}]
+        name: {
+            "model": str(tiny_model(family, **changes)),
+            "sections": sections | {"rollout": ROLLOUT},
+            "lengths": [2, 63, 65, 130],  # within a page of the KV cache, at its end and beyond
+            "response": 40,
+            "shaped": SHAPED if name == "bf16" else SHAPED[-1:],
+        }
         for name, (family, changes, sections) in CASES.items()
     }
     cases, answer = directory / "cases.json", directory / "answer.json"

@@ -61,13 +61,9 @@ def _exact_arguments(settings: SamplerSettings) -> dict[str, Any]:
     if settings.cuda is None:
         arguments["enforce_eager"] = True
     elif not settings.enforce_eager:  # nothing is compiled by torch: the policy's kernels are what they are
-        given = settings.args.get("cudagraph_capture_sizes")
-        sizes = graph_sizes(settings.max_num_seqs) if given is None else given
-        arguments["compilation_config"] = {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_num_of_warmups": 1,
-            "cudagraph_capture_sizes": sizes,
+        arguments |= {
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_num_of_warmups": 1},
+            "cudagraph_capture_sizes": graph_sizes(settings.max_num_seqs),
         }
     return arguments
 

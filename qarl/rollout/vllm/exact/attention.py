@@ -89,13 +89,14 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
         self._layers: list[CachedLayer] = sorted(layers, key=lambda layer: layer.index)
         graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._bound = vllm_config.model_config.max_model_len if graphs else None
+        self._fused = device.type != "cpu"
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Attention:
         batch = common_attn_metadata
         caches = [layer.pages for layer in self._layers]
-        if self.device.type == "cpu":
+        if not self._fused:
             return paged(_spans(batch), self.device, caches, fused=False)
         if batch.max_query_len == 1:
             return self._decode(batch, caches)
