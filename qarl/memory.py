@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import Scheme, is_ignored
 
-from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, uses_kernels
+from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
@@ -29,6 +29,7 @@ PROCESS_BYTES = 600 * 2**20
 VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 # Two buckets of AdamW's moments, which pass through a GPU in a step where the host keeps them (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
+DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
 def master_bytes(parameters: int) -> int:
@@ -144,6 +145,7 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         *sampler_items(config, kv_cache, version, sampler_operands + head, device),
+        *([decode_item(config, a.vocab_size)] if kernels and config.rollout.engine == "native" else []),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
         *([Item("version in training, beside the sampler's", between, "always")] if several else []),
         Item("next version, beside the one in use", following, "publish"),
@@ -212,7 +214,7 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
             Item(share, published + kv_cache, phase, "sampler"),
             Item("tensors staged for vLLM", staged, "always", "sampler"),
         ]
-    weights = published * (2 if delta else 1) + (operands if rollout.linear_kernels == "qarl" else 0)
+    weights = published * (2 if delta else 1) + (operands if rollout.linear_products == "qarl" else 0)
     on_the_way = published if vllm.process == "separate" else 0
     return [
         Item("vLLM process", VLLM_BYTES[vllm.process], "always", "sampler"),
@@ -220,6 +222,16 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
         Item(f"vLLM {cache}", kv_cache, "always", "sampler"),
         Item("tensors on their way to vLLM", on_the_way, "publish", "sampler"),
     ]
+
+
+def decode_item(config: Config, vocabulary: int) -> Item:
+    """Logits of the native engine's decodes on a GPU: those of a CUDA graph, and of a step that is not captured yet.
+
+    Where tokens are ranked no graph has them, and a few rows are drawn at a time.
+    """
+    ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    rows = min(config.sequences, DRAWN_ROWS) if ranked else config.sequences
+    return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "always", "sampler")
 
 
 def certain_bytes(config: Config, architecture: Architecture, device: Device) -> int:

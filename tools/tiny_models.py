@@ -30,14 +30,14 @@ def save_tokenizer(directory: Path, chat_template: bool = True) -> None:
 def save_tiny_model(
     directory: Path, family: str = "llama", *, chat_template: bool = True, seed: int = 0, **changes: Any
 ) -> Path:
-    """A random model of `family` (llama, qwen2, qwen3) with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
+    """A random model of `family` (llama, mistral, qwen2, qwen3) with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
 
     qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. Returns the directory.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    kinds = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     settings = {
         "vocab_size": 259,
         "hidden_size": 64,

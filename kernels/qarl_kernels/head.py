@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from qarl_kernels.backward import weight_grad
+from qarl_kernels.distribution import Distribution
 from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
 from qarl_kernels.logprob import Truncation, weight_sum
@@ -107,9 +108,30 @@ def statistics(
     return kept, kept.lse.sub(whole.lse).exp_().clamp_(max=1.0)
 
 
+def fused_distribution(hidden: Tensor, weight: Tensor, truncation: Truncation) -> Distribution:
+    """See `qarl_kernels.distribution`. A pass stores its logits too, so that the weight is not read again."""
+    hidden, weight, how = hidden.contiguous(), weight.contiguous(), Logits.of(truncation)
+    # rows of 16 bytes, as the tensor memory accelerator wants them
+    pitch = triton.cdiv(weight.shape[0], 4) * 4
+    stored = torch.empty(hidden.shape[0], pitch, dtype=torch.float32, device=hidden.device)[:, : weight.shape[0]]
+    log_sum = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    top = None
+    if how.log_min_p is not None:
+        top = _pass(hidden, weight, None, Logits(how.scale, None), None, None).largest
+    found = _pass(hidden, weight, None, how, top, None, (stored, log_sum))
+    return Distribution(stored, top is not None, (found.largest, log_sum))
+
+
 def _pass(
-    hidden: Tensor, weight: Tensor, targets: Tensor, logits: Logits, top: Tensor | None, tile: Tile | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    logits: Logits,
+    top: Tensor | None,
+    tile: Tile | None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Statistics:
+    """kept: gets the logits (R, V), and of each row the logarithm of the sum of exp(logit - largest) (R,)."""
     rows, features = hidden.shape
     vocabulary = weight.shape[0]
     chosen, tma = _tile(STATISTICS_TILES[0], hidden, weight)
@@ -117,7 +139,7 @@ def _pass(
     assert PITCH % tile.block_m == 0, tile
     tiles = triton.cdiv(vocabulary, tile.block_n)
     found = Statistics.empty(rows, hidden.device)
-    target_logit = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+    target_logit = None if targets is None else torch.empty_like(found.logp)
     step = max(PARTIAL // (12 * tiles) // PITCH, 1) * PITCH
     padded = min(step, triton.cdiv(rows, PITCH) * PITCH)
     partial = torch.empty(3, tiles, padded, dtype=torch.float32, device=hidden.device)
@@ -131,11 +153,14 @@ def _pass(
             "M": count,
             "padded": padded,
             "partial": partial,
-            "target_logit": target_logit[part],
+            "target_logit": None if target_logit is None else target_logit[part],
             "top": None if top is None else top[part],
             "log_min_p": logits.log_min_p or 0.0,
             "CUT": top is not None,
         }
+        written = None if kept is None else kept[0][part]
+        if written is not None and tma:
+            written = descriptor(written, (tile.block_m, tile.block_n // 4))
         launch(
             statistics_kernel,
             (started,),
@@ -143,11 +168,13 @@ def _pass(
             num_stages=tile.stages,
             x=descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
             w=descriptor(weight, (tile.block_n, tile.block_k)) if tma else weight,
-            targets=targets[part],
+            targets=None if targets is None else targets[part],
+            logits=written,
             V=vocabulary,
             K=features,
             stride_xm=x.stride(0),
             stride_wn=weight.stride(0),
+            stride_logits=0 if kept is None else kept[0].stride(0),
             scale=logits.scale,
             programs=started,
             BLOCK_M=tile.block_m,
@@ -162,6 +189,7 @@ def _pass(
             merge_kernel,
             (triton.cdiv(count, MERGED[0]),),
             num_warps=4,
+            log_sum=None if kept is None else kept[1][part],
             logp=out.logp,
             entropy=out.entropy,
             lse=out.lse,

@@ -28,20 +28,41 @@ def _cut(y, highest, log_min_p):
     return y < (highest + log_min_p)[:, None]
 
 
+@triton.jit
+def _halves(y):
+    """Left and right columns of (M, N); each thread's stay its own."""
+    return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _store_quarters(out, y, m, n):
+    """Store a tile (M, N) at [m, n] by a descriptor of N / 4 columns: the pipeline leaves no memory to stage more."""
+    left, right = _halves(y)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    width: tl.constexpr = y.shape[1] // 4
+    out.store([m, n], first)
+    out.store([m, n + width], second)
+    out.store([m, n + 2 * width], third)
+    out.store([m, n + 3 * width], fourth)
+
+
 @triton.jit(do_not_specialize=["M", "programs"])
 def statistics_kernel(
     x,  # (M, K) 16-bit, or its descriptor
     w,  # (V, K) of x's dtype, or its descriptor
-    targets,  # (M,) i64
+    targets,  # (M,) i64, or None
     top,  # (M,) f32, the largest logit of each row; None unless CUT
     partial,  # (3, tiles, padded) f32: maximum, sum of e = exp(z - maximum), sum of (z - maximum) e
-    target_logit,  # (M,) f32
+    target_logit,  # (M,) f32; None unless there are targets
+    logits,  # (M, V) f32, every z, or its descriptor; or None
     M,
     V,
     K,
     padded,
     stride_xm,
     stride_wn,
+    stride_logits,
     scale,
     log_min_p,
     programs,
@@ -70,12 +91,19 @@ def statistics_kernel(
         y = acc * scale
         rm = m + tl.arange(0, BLOCK_M)
         column = tl.arange(0, BLOCK_N)
-        target = (tl.load(targets + rm, mask=rm < M, other=-1) - n).to(tl.int32)
-        chosen = tl.sum(tl.where(column[None, :] == target[:, None], y, 0.0), axis=1)
-        tl.store(target_logit + rm, chosen, mask=(rm < M) & (target >= 0) & (target < BLOCK_N))
+        if targets is not None:
+            target = (tl.load(targets + rm, mask=rm < M, other=-1) - n).to(tl.int32)
+            chosen = tl.sum(tl.where(column[None, :] == target[:, None], y, 0.0), axis=1)
+            tl.store(target_logit + rm, chosen, mask=(rm < M) & (target >= 0) & (target < BLOCK_N))
         if CUT:
             highest = tl.load(top + rm, mask=rm < M, other=0.0)
             y = tl.where(_cut(y, highest, log_min_p), (highest - _GAP)[:, None], y)
+        if logits is not None:
+            if TMA:
+                _store_quarters(logits, y, m, n)
+            else:
+                at = logits + rm.to(tl.int64)[:, None] * stride_logits + (n + column)[None, :]
+                tl.store(at, y, mask=(rm < M)[:, None] & (n + column < V)[None, :])
         if RAGGED:  # finite, so that its product with exp(it) = 0 is 0
             y = tl.where((n + column < V)[None, :], y, _FAR_BELOW)
         maximum = tl.max(y, axis=1)
@@ -92,9 +120,10 @@ def statistics_kernel(
 @triton.jit(do_not_specialize=["M", "tiles"])
 def merge_kernel(
     partial,  # (3, tiles, padded) f32, fewer than 2^31
-    target_logit,  # (M,) f32
+    target_logit,  # (M,) f32, or None
     top,  # (M,) f32, None unless CUT
-    logp,  # (M,) f32
+    log_sum,  # (M,) f32, the logarithm of the sum of exp(z - largest); or None
+    logp,  # (M,) f32, written where there is a target_logit
     entropy,  # (M,) f32
     lse,  # (M,) f32, the logarithm of the sum of exp(z)
     largest,  # (M,) f32, the largest z
@@ -128,12 +157,15 @@ def merge_kernel(
         total += tl.sum(weight * sums, axis=0)
         product += tl.sum(weight * (products + below * sums), axis=0)
     log_total = tl.log(total)
-    chosen = tl.load(target_logit + row, mask=row < M, other=0.0)
-    result = (chosen - highest) - log_total
-    if CUT:
-        floor = tl.load(top + row, mask=row < M, other=0.0) + log_min_p
-        result = tl.where(chosen < floor, float("-inf"), result)
-    tl.store(logp + row, result, mask=row < M)
+    if target_logit is not None:
+        chosen = tl.load(target_logit + row, mask=row < M, other=0.0)
+        result = (chosen - highest) - log_total
+        if CUT:
+            floor = tl.load(top + row, mask=row < M, other=0.0) + log_min_p
+            result = tl.where(chosen < floor, float("-inf"), result)
+        tl.store(logp + row, result, mask=row < M)
+    if log_sum is not None:
+        tl.store(log_sum + row, log_total, mask=row < M)
     tl.store(entropy + row, log_total - product / total, mask=row < M)
     tl.store(lse + row, highest + log_total, mask=row < M)
     tl.store(largest + row, highest, mask=row < M)
@@ -214,7 +246,7 @@ def gradient_kernel(
             result = tl.where(_cut(y, highest, log_min_p), 0.0, result)
         if TMA_OUT:
             if HALVES:  # half of the tile at a time: the smaller staging buffer leaves room for a pipeline stage
-                left, right = tl.split(result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+                left, right = _halves(result)
                 out.store([m, n], narrow(left, out.dtype))
                 out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))
             else:

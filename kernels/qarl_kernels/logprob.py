@@ -228,14 +228,14 @@ def token_logprobs(
     if retained is not None and truncation.active:
         mass = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         retained.append(mass)
-    if kernels and _fused(hidden, weight, truncation):
+    if kernels and fused(hidden, weight, truncation):
         from qarl_kernels.head import FusedTokenLogProbs
 
         return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sums)
     return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sums)
 
 
-def _fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:
+def fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:
     """Whether `qarl_kernels.head` serves: 16-bit operands on a GPU, no ranking of tokens."""
     ranked = truncation.active and (truncation.top_k > 0 or truncation.top_p < 1.0)
     narrow = hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype

@@ -104,12 +104,14 @@ class Config(Section):
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     @property
+    def sequences(self) -> int:
+        """Decoded together. Where that is left to the device, those of a CPU, which are the fewest."""
+        return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], self.responses_per_step)
+
+    @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of the KV pool, at least one full sequence. Where the number of sequences is left to the device, the
-        pool of a CPU, which is the least."""
-        most = self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"]
-        sequences = min(most, self.responses_per_step)
-        return self.rollout.kv_cache_tokens or sequences * self.max_sequence_length
+        """Tokens of the KV pool, at least one full sequence."""
+        return self.rollout.kv_cache_tokens or self.sequences * self.max_sequence_length
 
     @property
     def eval_response_length(self) -> int:
@@ -207,16 +209,18 @@ class Config(Section):
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
-        if model.device == "cpu" and self.rollout.linear_kernels == "vllm" and not scheme_of(quant).vllm_cpu:
+        if model.device == "cpu" and self.rollout.linear_products == "vllm" and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
+        if self.rollout.numerics == "exact" and model.device == "cuda" and (reason := self.inexact_on_gpu):
+            yield Fault(("rollout", "numerics"), "exact", reason)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
         # bits.
         if model.dtype == "float32" and quant.scheme != "bf16":
             valid = "use bfloat16 or float16"
             if model.device == "cuda":
                 yield Fault(("model", "dtype"), model.dtype, f"vLLM has no float32 {quant.scheme} on a GPU; {valid}")
-            elif scheme_of(quant).packed and self.rollout.linear_kernels == "vllm":
+            elif scheme_of(quant).packed and self.rollout.linear_products == "vllm":
                 yield Fault(
                     ("model", "dtype"),
                     model.dtype,
@@ -228,6 +232,16 @@ class Config(Section):
                 quant.scale_dtype,
                 f"vLLM stores the scales of int4 weights in model.dtype; must be {model.dtype}",
             )
+
+    @property
+    def inexact_on_gpu(self) -> str | None:
+        """Why a GPU cannot run `rollout.numerics: exact`, and what would do; None where it can."""
+        fix = "or use numerics fast"
+        if self.model.dtype == "float32":
+            return f"a GPU has no float32 kernels whose bits are the same in every batch; use bfloat16, {fix}"
+        if self.quant.kernels == "reference":
+            return f"quant.kernels: reference has bits that depend on the batch on a GPU; leave it out, {fix}"
+        return None
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:

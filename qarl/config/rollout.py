@@ -19,7 +19,7 @@ from qarl.config.limits import (
     TOKENS,
     VOCABULARY,
 )
-from qarl.config.vllm import VLLMConfig
+from qarl.config.vllm import EXACT_ARGS, VLLMConfig
 
 
 class RolloutConfig(Section):
@@ -31,8 +31,15 @@ class RolloutConfig(Section):
         description="native: in process, on the policy's own modules and quantized tensors; vllm: vLLM, to which each "
         "version is published.",
     )
-    linear_kernels: Literal["vllm", "qarl"] = Field(
-        "vllm", description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM."
+    numerics: Literal["exact", "fast"] = Field(
+        "fast",
+        description="With engine vllm: vLLM's own model, attention and sampler (fast), or inside vLLM the policy's own "
+        "forward and log-probs, bit for bit the learner's (exact). Engine native is always exact.",
+    )
+    linear_kernels: Literal["vllm", "qarl"] | None = Field(
+        None,
+        description="With engine vllm: vLLM's own linear kernels, or qarl's inside vLLM; null: vLLM's, or qarl's with "
+        "numerics exact.",
     )
     n: int = Field(
         8, ge=1, le=SAMPLES, description="Responses per prompt (the group size of group-relative advantages)."
@@ -77,6 +84,11 @@ class RolloutConfig(Section):
     )
     vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM, where it is the engine.")
 
+    @property
+    def linear_products(self) -> Literal["vllm", "qarl"]:
+        """Whose linear kernels run inside vLLM."""
+        return "qarl" if self.numerics == "exact" else self.linear_kernels or "vllm"
+
     def faults(self) -> Iterator[Fault]:
         if self.linear_kernels == "qarl" and self.engine == "native":
             yield Fault(
@@ -84,6 +96,8 @@ class RolloutConfig(Section):
                 self.linear_kernels,
                 "engine native runs qarl's kernels anyway; leave vllm, or use engine vllm",
             )
+        if self.engine == "vllm" and self.numerics == "exact":
+            yield from self._exact_faults()
         both = self.max_batched_tokens is not None and self.max_num_seqs is not None
         if self.engine == "vllm" and both and self.max_batched_tokens < self.max_num_seqs:
             yield Fault(
@@ -92,3 +106,13 @@ class RolloutConfig(Section):
                 f"vLLM gives each of the rollout.max_num_seqs = {self.max_num_seqs} sequences a token; must be as many "
                 "or more",
             )
+
+    def _exact_faults(self) -> Iterator[Fault]:
+        if self.linear_kernels == "vllm":
+            yield Fault(
+                ("linear_kernels",), "vllm", "rollout.numerics: exact multiplies with qarl's kernels; leave null"
+            )
+        for name, value in self.vllm.args.items():
+            if name not in EXACT_ARGS:
+                text = "may change what is computed, and rollout.numerics is exact; leave it out, or use numerics fast"
+                yield Fault(("vllm", "args", name), value, text)

@@ -62,6 +62,16 @@ ARGS_OF_ONE = (
     "decode_context_parallel_size",
     "nnodes",
 )
+# Those that say when and how many at a time, and not what is computed.
+EXACT_ARGS = (
+    "async_scheduling",
+    "cudagraph_capture_sizes",
+    "long_prefill_token_threshold",
+    "max_long_partial_prefills",
+    "max_num_partial_prefills",
+    "prefix_caching_hash_algo",
+    "scheduling_policy",
+)
 
 
 class VLLMConfig(Section):

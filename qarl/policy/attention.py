@@ -19,7 +19,7 @@ from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qarl.policy.fused_attention import PackedAttention, PagedAttention
+    from qarl.policy.fused_attention import DecodeAttention, PackedAttention, PagedAttention
 
 Caches: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # per layer (k, v), each (P, H_kv, PAGE, D)
 
@@ -81,7 +81,7 @@ class PlainAttention:
         return _write_and_attend(q, k, v, self, self.caches[layer], scale, window)
 
 
-Attention: TypeAlias = "PlainAttention | PackedAttention | PagedAttention"
+Attention: TypeAlias = "PlainAttention | PackedAttention | PagedAttention | DecodeAttention"
 
 
 def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: bool) -> Attention:

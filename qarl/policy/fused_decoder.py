@@ -15,14 +15,12 @@ from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder
-from qarl.policy.fused_attention import PackedAttention, PagedAttention
+from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.fused_layer import FusedLayer, Kept
 from qarl.policy.projection import gradient_of
 
 
-def fused_states(
-    decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention, rows: Tensor | None
-) -> Tensor:
+def fused_states(decoder: Decoder, ids: Tensor, attention: FusedAttention, rows: Tensor | None) -> Tensor:
     """Final hidden states of a packed batch: ids (T,) int64, and of them those in `rows` (R,) int64. Returns (R, H)."""
     if torch.is_grad_enabled():
         assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
@@ -33,23 +31,26 @@ def fused_states(
         x, residual, _ = layer.forward(x, residual, attention)
     if rows is not None:
         x, residual = x[rows], None if residual is None else residual[rows]
-    return _last_norm(decoder, x, residual)[0]
+    return _last_norm(decoder, x, residual, rows)[0]
 
 
-def _embedded(
-    decoder: Decoder, ids: Tensor, attention: PackedAttention | PagedAttention
-) -> tuple[Tensor, list[FusedLayer]]:
+def _embedded(decoder: Decoder, ids: Tensor, attention: FusedAttention) -> tuple[Tensor, list[FusedLayer]]:
     view = decoder.role.view
     x = view.values[decoder.embedding_name][ids]
+    decoder.note(-1, "embedding", x)
     cos, sin = decoder.rotary.tables[x.dtype]
     layers = [FusedLayer(modules, view, cos, sin, attention.positions, decoder) for modules in decoder.layers]
     return x, layers
 
 
-def _last_norm(decoder: Decoder, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(normed, stream, inverse)."""
+def _last_norm(
+    decoder: Decoder, x: Tensor, residual: Tensor | None, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed, stream, inverse) of the rows of a batch that x and residual are; None: all."""
     last = add_rms_norm(x, residual, decoder.role.view.values[decoder.norm_name], decoder.norm.eps)
     assert last.normed is not None, "a norm without quantization gives its values"
+    decoder.note(len(decoder.layers), "final_stream", last.hidden, rows=rows)
+    decoder.note(len(decoder.layers), "final_norm", last.normed, rows=rows)
     return last.normed, last.hidden, last.inverse
 
 
@@ -70,7 +71,7 @@ class _Fused(torch.autograd.Function):
             kept.append(intermediates.drop(decoder.recompute))
             del intermediates
         stream = x[rows], None if residual is None else residual[rows]
-        normed, ctx.hidden, ctx.inverse = _last_norm(decoder, *stream)
+        normed, ctx.hidden, ctx.inverse = _last_norm(decoder, *stream, rows)
         ctx.kept = kept
         return normed
 

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 import torch
 from qarl_kernels.column_sum import column_sum
 from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward, rms_norm_again
-from qarl_kernels.rotary import rotary_backward, rotary_forward
+from qarl_kernels.rotary import Rotation
+from qarl_kernels.rotary_backward import rotary_backward
 from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder, Recompute
-from qarl.policy.fused_attention import PackedAttention, PagedAttention
+from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
+from qarl.policy.trace import unnoted
 from qarl.policy.view import View
 
 
@@ -67,34 +69,37 @@ class FusedLayer:
         self, modules: LayerModules, view: View, cos: Tensor, sin: Tensor, positions: Tensor, decoder: Decoder
     ) -> None:
         self.modules, self.view, self.decoder = modules, view, decoder
-        self.cos, self.sin, self.positions = cos, sin, positions
+        q_norm, k_norm = (None if name is None else view.values[name] for name in (modules.q_norm, modules.k_norm))
+        sizes = modules.heads, modules.kv_heads, modules.head_dim
+        self.rotation = Rotation(*sizes, cos, sin, positions, q_norm, k_norm, modules.eps)
         self.qkv, self.o, self.gate_up, self.down = (view.projections[stack.names] for stack in modules.stacks)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, attention: PackedAttention | PagedAttention
-    ) -> tuple[Tensor, Tensor, Kept]:
+    def forward(self, x: Tensor, residual: Tensor | None, attention: FusedAttention) -> tuple[Tensor, Tensor, Kept]:
         """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and the rest."""
         hidden, inverse, qkv = self._into_qkv(x, residual)
         out, lse = self._attend(qkv, attention)
-        middle, middle_inverse, gate_up = self._into_gate_up(self.o(out.flatten(1)), hidden)
+        middle, middle_inverse, gate_up = self._into_gate_up(self._noted("o", self.o(out.flatten(1))), hidden)
         product = swiglu(gate_up, self.down.input_codes, want_product=self.down.input_codes is None)
+        self._note("activation", product.product, product.codes, product.scale)
         down = self._product(self.down, product.product, product.codes, product.scale, x.dtype)
-        return down, middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
+        return self._noted("down", down), middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
 
     def _into_qkv(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._normed(x, residual, self.modules.input_norm, self.qkv)
+        return self._normed(x, residual, self.modules.input_norm, self.qkv, ("stream", "input_norm", "qkv"))
 
     def _into_gate_up(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._normed(x, residual, self.modules.mlp_norm, self.gate_up)
+        return self._normed(x, residual, self.modules.mlp_norm, self.gate_up, ("mlp_stream", "mlp_norm", "gate_up"))
 
     def _normed(
-        self, x: Tensor, residual: Tensor | None, norm: str, projection: Projection
+        self, x: Tensor, residual: Tensor | None, norm: str, projection: Projection, names: tuple[str, str, str]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(stream, inverse, product of the normed stream)."""
+        """(stream, inverse, product of the normed stream). names: of stream, normed and product in a trace."""
         codes = projection.input_codes
         normed = add_rms_norm(x, residual, self.view.values[norm], self.modules.eps, codes, want_normed=codes is None)
+        self._note(names[0], normed.hidden)
+        self._note(names[1], normed.normed, normed.codes, normed.scale)
         y = self._product(projection, normed.normed, normed.codes, normed.scale, x.dtype)
-        return normed.hidden, normed.inverse, y
+        return normed.hidden, normed.inverse, self._noted(names[2], y)
 
     def _product(
         self, projection: Projection, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
@@ -104,20 +109,19 @@ class FusedLayer:
             return projection(x)
         return projection.of_codes(codes, scale, dtype)
 
-    def _rotated(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        m, values = self.modules, self.view.values
-        q_norm, k_norm = (None if name is None else values[name] for name in (m.q_norm, m.k_norm))
-        return rotary_forward(
-            qkv, m.heads, m.kv_heads, m.head_dim, self.cos, self.sin, self.positions, q_norm, k_norm, m.eps
-        )
-
-    def _values(self, qkv: Tensor) -> Tensor:
+    def _attend(self, qkv: Tensor, attention: FusedAttention) -> tuple[Tensor, Tensor | None]:
         m = self.modules
-        return qkv[:, (m.heads + m.kv_heads) * m.head_dim :].unflatten(1, (m.kv_heads, m.head_dim))
+        out, lse = attention.forward(qkv, self.rotation, m.index, m.scale, m.window)
+        if self.decoder.note is not unnoted:
+            self._note("rotary", *attention.keys_and_values(qkv, self.rotation, m.index))
+        return self._noted("attention", out), lse
 
-    def _attend(self, qkv: Tensor, attention: PackedAttention | PagedAttention) -> tuple[Tensor, Tensor | None]:
-        m = self.modules
-        return attention.forward(*self._rotated(qkv), self._values(qkv), m.index, m.scale, m.window)
+    def _note(self, operation: str, *tensors: Tensor | None) -> None:
+        self.decoder.note(self.modules.index, operation, *tensors)
+
+    def _noted(self, operation: str, tensor: Tensor) -> Tensor:
+        self._note(operation, tensor)
+        return tensor
 
     # --- backward ----------------------------------------------------------------------------------------------
 
@@ -155,32 +159,14 @@ class FusedLayer:
 
     def _attention_backward(self, grad: Tensor, kept: Kept, attention: PackedAttention) -> Tensor:
         """The gradient of `qkv`, from that of the attention's output (T, H, D)."""
-        m, values = self.modules, self.view.values
+        m, rotation = self.modules, self.rotation
         qkv, out, lse = kept.qkv, kept.out, kept.lse
         assert qkv is not None and out is not None and lse is not None
         grad_qkv = torch.empty_like(qkv)
-        q, k = self._rotated(qkv)
-        v, dv = self._values(qkv), self._values(grad_qkv)
-        dq, dk = attention.backward(grad, q, k, v, out, lse, m.scale, m.window, dv)
-        q_norm, k_norm = (None if name is None else values[name] for name in (m.q_norm, m.k_norm))
+        dv = rotation.values(grad_qkv)
+        dq, dk = attention.backward(grad, qkv, rotation, out, lse, m.scale, m.window, dv)
         q_sums, k_sums = (None if name is None else gradient_of([m.masters[name]]) for name in (m.q_norm, m.k_norm))
-        rotary_backward(
-            dq,
-            dk,
-            qkv,
-            m.heads,
-            m.kv_heads,
-            m.head_dim,
-            self.cos,
-            self.sin,
-            self.positions,
-            grad_qkv,
-            q_norm,
-            k_norm,
-            m.eps,
-            q_sums,
-            k_sums,
-        )
+        rotary_backward(dq, dk, qkv, rotation, grad_qkv, q_sums, k_sums)
         return grad_qkv
 
     def _complete(self, kept: Kept, attention: PackedAttention) -> None:

@@ -9,11 +9,13 @@ from itertools import accumulate
 import torch
 from qarl_formats.prepared import PreparedWeight
 from qarl_formats.stacked import tensors_of
+from qarl_kernels.distribution import Distribution, distribution
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
 from torch import Tensor
 
 from qarl.policy.attention import Attention, Caches, Span, packed, paged
 from qarl.policy.decoder import Decoder
+from qarl.policy.trace import Tracer
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
@@ -27,10 +29,12 @@ class Sampler:
     """Runs one version of a policy in the sampler's arithmetic, and shows what it multiplies with.
 
     The policy offers each new version (`offer`); `install` takes it over, and a publish proves `held` against it.
-    layout: of the model. head: the name of the output layer's weight. view: what the forward reads.
+    layout: of the model. head: the name of the output layer's weight. view: what the forward reads. tracer: is told
+    what every operation gives, and by the engine what rows it is about to run; None: nobody is.
     """
 
     view: View
+    tracer: Tracer | None = None
 
     def __init__(self, layout: ModelLayout, decoder: Decoder, role: Role, head: str, kernels: bool) -> None:
         self.layout, self._decoder, self._role, self._head, self._kernels = layout, decoder, role, head, kernels
@@ -102,6 +106,16 @@ class Sampler:
         with self._role.as_(self.view), torch.no_grad():
             yield
 
+    @contextmanager
+    def traced(self, tracer: Tracer) -> Iterator[None]:
+        """Inside, forwards are told to `tracer`; an engine runs them one by one, in no CUDA graph."""
+        self.tracer = tracer
+        try:
+            with self._decoder.noting(tracer):
+                yield
+        finally:
+            self.tracer = None
+
     def paged(self, spans: list[Span], caches: Caches) -> Attention:
         """Attention of a forward over the KV cache."""
         return paged(spans, self.layout.device, caches, self.view.fused)
@@ -113,6 +127,11 @@ class Sampler:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""
         return logits_of(hidden, self.view.head, self._kernels)
+
+    @torch.no_grad()
+    def distribution(self, hidden: Tensor, truncation: Truncation) -> Distribution:
+        """Of the tokens that follow states (R, H), with the learner's log-probs."""
+        return distribution(hidden, self.view.head, truncation, self._kernels)
 
     @torch.no_grad()
     def logprobs(self, hidden: Tensor, tokens: Tensor, truncation: Truncation) -> Tensor:

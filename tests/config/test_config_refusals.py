@@ -8,6 +8,7 @@ from qarl.config import load_config
 from qarl.errors import UserError
 
 VLLM = ["rollout.engine=vllm"]
+EXACT = [*VLLM, "rollout.numerics=exact"]
 
 # overrides, key and value as they stand in the message, part of what says what is valid
 REFUSALS = [
@@ -286,6 +287,15 @@ REFUSALS = [
         'model.dtype = "float32"',
         "no float32 fp8 on a GPU",
     ),
+    ([*EXACT, "rollout.linear_kernels=vllm"], 'rollout.linear_kernels = "vllm"', "qarl's kernels; leave null"),
+    ([*EXACT, "rollout.vllm.args.kv_cache_dtype=fp8"], 'args.kv_cache_dtype = "fp8"', "or use numerics fast"),
+    ([*EXACT, "rollout.vllm.args.speculative_config.method=ngram"], "args.speculative_config", "numerics is exact"),
+    ([*EXACT, "model.device=cuda", "quant.kernels=reference"], 'rollout.numerics = "exact"', "leave it out, or use"),
+    (
+        [*EXACT, "model.device=cuda", "model.dtype=float32", "quant.scheme=bf16"],
+        'rollout.numerics = "exact"',
+        "use bfloat16, or use numerics fast",
+    ),
     # across sections
     (["rollout.n=1"], "rollout.n = 1", "must be 2 or more, or use objective.advantage: reinforce"),
     (["rollout.n=1", "objective.advantage=rloo"], "rollout.n = 1", "advantage rloo compares"),
@@ -336,6 +346,9 @@ ACCEPTED = [
     [*VLLM, "quant.scheme=w8a8", "quant.scale_dtype=float32"],
     [*VLLM, "quant.symmetric=false"],
     ["quant.scale_dtype=float32"],
+    [*EXACT, "rollout.linear_kernels=qarl", "rollout.vllm.args={async_scheduling: false}"],
+    [*EXACT, "model.dtype=float32", "quant.scale_dtype=float32"],
+    ["rollout.numerics=exact"],
 ]
 
 

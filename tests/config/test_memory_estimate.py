@@ -121,6 +121,16 @@ def test_kv_cache_holds_keys_and_values_of_every_layer():
     assert sizes()["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
 
 
+def test_decodes_hold_logits_on_a_gpu_and_ranked_ones_of_a_few_rows():
+    many = {"max_response_length": 8, "max_num_seqs": 200}
+    train = {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "prompts_per_step": 50}
+    assert "logits of decodes" not in sizes()
+    assert sizes("cuda")["logits of decodes"] == 2 * 4 * 2 * 100
+    assert sizes("cuda", rollout=many, train=train)["logits of decodes"] == 2 * 4 * 200 * 100
+    ranked = sizes("cuda", rollout={**many, "top_p": 0.9}, train=train)
+    assert ranked["logits of decodes"] == 41 * 128 * 100
+
+
 def vllm(**settings):
     kernels = settings.pop("kernels", "vllm")
     return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "linear_kernels": kernels, "vllm": settings}

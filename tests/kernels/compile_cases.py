@@ -13,6 +13,7 @@ from qarl_kernels import (
     column_sum,
     dequantize,
     digest,
+    draw,
     embedding,
     fp8_backward,
     fp8_block,
@@ -22,8 +23,10 @@ from qarl_kernels import (
     noise,
     nvfp4_weights,
     nvfp4a16,
+    paged_rotary,
     quantize,
     rotary,
+    rotary_backward,
     rows,
     swiglu,
     tile,
@@ -36,6 +39,7 @@ from qarl_kernels.flash import forward as flash_forward
 from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
+from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -89,6 +93,14 @@ def exponentials() -> Iterator[str]:
     yield "exponentials"
 
 
+def draws() -> Iterator[str]:
+    """Drawing tokens from logits, of a small and a large vocabulary."""
+    for vocabulary in (1000, 151_936):
+        logits, row = empty(256, vocabulary, dtype=FP32), empty(256, dtype=FP32)
+        draw.draw(logits, row, empty(256, dtype=torch.float64))
+        yield f"draw of {vocabulary}"
+
+
 ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (BF16, 28_672), (torch.float16, 4096), (FP32, 4096))
 
 
@@ -120,11 +132,14 @@ def norms() -> Iterator[str]:
 def rotaries() -> Iterator[str]:
     for head_dim, norms_too in ((64, False), (80, False), (128, True), (256, False)):
         qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
-        shape = (32, 4, head_dim, table, table, empty(4096, dtype=torch.int64))
+        positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
         for norm in (None, empty(head_dim)) if norms_too else (None,):
-            q, k = rotary.rotary_forward(qkv, *shape, norm, norm, 1e-6)
+            rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6)
+            q, k = rotary.rotary_forward(qkv, rotation)
             total = empty(head_dim, dtype=FP32)
-            rotary.rotary_backward(q, k, qkv, *shape, empty(4096, 40 * head_dim), norm, norm, 1e-6, total, total)
+            rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
+            for rows_ in (8, 4096):
+                paged_rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
             yield f"rotary {head_dim}{' and norm' if norm is not None else ''}"
 
 
@@ -307,11 +322,24 @@ def attention_backward() -> Iterator[str]:
             yield f"attention backward {dim} {dtype} window {window}"
 
 
+def attention_decode() -> Iterator[str]:
+    """Decodes whose chunks are shared out, and of so many sequences that they are not; heads of every model known."""
+    for dim, heads, kv_heads in ((64, 9, 3), (128, 16, 8), (128, 32, 8), (256, 16, 8)):
+        for sequences in (8, 512):
+            cache, lengths = empty(300, kv_heads, 64, dim), empty(sequences, dtype=torch.int32)
+            table = empty(sequences, 128, dtype=torch.int32)
+            for window in (None, 300) if (dim, heads) == (128, 32) else (None,):
+                q = empty(sequences, heads, dim)
+                flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, window, 8192)
+                yield f"decode {dim} {heads} {sequences} window {window}"
+
+
 def attention_paged() -> Iterator[str]:
-    """Prefill of two spans and decode of one, pages of either order of axes. A decode of heads of 256 spills."""
+    """Prefill of two spans and decode of one, pages of either order of axes."""
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
     layouts = [
-        flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu")) for n in (1, 2)
+        flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu"))[0]
+        for n in (1, 2)
     ]
     for dim in sorted({dim for dim, _ in _attention_heads()} - {96}):  # 96 spills 84 bytes on sm_80
         for axis, shape in ((2, (8, 16)), (1, (32, 8))):
@@ -332,6 +360,10 @@ def head_statistics() -> Iterator[str]:
         for vocabulary in (151_936, 128_000):
             head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
             yield f"head {vocabulary} {tile_}"
+    for truncation in (Truncation(0.7), Truncation(min_p=0.05)):
+        for vocabulary in (151_936, 128_000, 49_152):
+            head.fused_distribution(empty(64, 2048), empty(vocabulary, 2048), truncation)
+            yield f"distribution {vocabulary} {truncation}"
     fp16 = {"dtype": torch.float16}
     head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
     yield "head float16, pointers"

@@ -24,6 +24,7 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:fp8_activations", {(8, 9): None, (9, 0): None}),
     ("compile_cases:digests", {(8, 0): None, (8, 9): None, (9, 0): None}),
     ("compile_cases:exponentials", {(8, 0): None, (8, 9): None, (9, 0): None}),
+    ("compile_cases:draws", {(8, 0): None, (9, 0): None}),
     ("compile_cases:norms", {(8, 0): None, (9, 0): None}),
     ("compile_cases:rotaries", {(8, 0): None, (9, 0): None}),
     ("compile_cases:gates", {(8, 0): None, (9, 0): None}),
@@ -44,6 +45,7 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:attention_forward", {(8, 0): "HMMA", (9, 0): "HGMMA"}),
     ("compile_cases:attention_backward", {(8, 0): None, (8, 9): None, (9, 0): None}),
     ("compile_cases:attention_paged", {(8, 0): None, (9, 0): None}),
+    ("compile_cases:attention_decode", {(8, 0): None, (8, 9): None, (9, 0): None}),
     ("compile_cases:fp4", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
 ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_batches import Batch
 from products import random, relative_error
+from qarl_kernels.flash import decode
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
@@ -57,7 +58,7 @@ class Paged:
         rows = [self.first[s] + position + i for s, position, count in spans for i in range(count)]
         starts = [sum(count for _, _, count in spans[:i]) for i in range(len(spans))]
         q = self.batch.q[rows]
-        layout = paged_layout(
+        layout, _ = paged_layout(
             starts,
             [count for _, _, count in spans],
             [position for _, position, _ in spans],
@@ -94,8 +95,10 @@ def test_decode_of_grouped_heads(device, heads, kv_heads, dim) -> None:
     assert torch.equal(alone, out[2:])
 
 
+@pytest.mark.parametrize("programs", [0, 8, 528])  # one program a sequence; two for four chunks; one a chunk
 @pytest.mark.parametrize("window", [None, 70])
-def test_decode_from_tables_on_the_device(device, window) -> None:
+def test_decode_from_tables_on_the_device(device, monkeypatch, window, programs) -> None:
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
     paged = Paged(2, 1, 64, 16, device)
     table = torch.full((4, 13), 1_000_000, dtype=torch.int32)
     for line, pages in zip(table, paged.pages, strict=False):
@@ -112,14 +115,14 @@ def test_decode_from_tables_on_the_device(device, window) -> None:
 def test_pages_may_be_a_table_on_the_device(device) -> None:
     paged = Paged(2, 1, 64, 64, device)
     table = torch.tensor([paged.pages[0], [*paged.pages[2], 0, 0]], dtype=torch.int32, device=device)
-    layout = paged_layout([0, 1], [1, 2], [130, 7], table, device)
+    layout, _ = paged_layout([0, 1], [1, 2], [130, 7], table, device)
     out = paged_attention(paged.batch.q[[130, 208, 209]], *paged.cache, layout, paged.batch.scale)
     assert torch.equal(out, paged.packed()[[130, 208, 209]])
 
 
 def test_errors_name_what_is_wrong(device) -> None:
     paged = Paged(2, 1, 64, 16, device)
-    layout = paged_layout([0], [1], [0], [[0]], device)
+    layout, _ = paged_layout([0], [1], [0], [[0]], device)
     with pytest.raises(ValueError, match="q has 2 rows and the layout 1"):
         paged_attention(paged.batch.q[:2], *paged.cache, layout, 1.0)
     with pytest.raises(ValueError, match="token_axis 0"):

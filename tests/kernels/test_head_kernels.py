@@ -251,7 +251,7 @@ def test_what_is_ranked_stays_with_the_chunks(device, monkeypatch, truncation) -
         logp, _ = token_logprobs(hidden, None, wide, targets, truncation, 3, kernels, retained)
         assert bool(seen) == (kernels and device.type == "cuda" and not ranked)
         assert logp.shape == (5,) and len(retained) == truncation.active
-    assert not logprob._fused(hidden.float(), weight, truncation)
+    assert not logprob.fused(hidden.float(), weight, truncation)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory and compiled tiles are a GPU's")

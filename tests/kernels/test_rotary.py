@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from products import random
 from qarl_kernels import pointwise
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.rotary import rotary_backward, rotary_forward
+from qarl_kernels.rotary import Rotation, rotary_forward
+from qarl_kernels.rotary_backward import rotary_backward
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -56,11 +57,12 @@ class Case:
         )
 
     @property
-    def arguments(self) -> tuple:
-        return self.qkv, self.heads, self.kv_heads, self.head_dim, self.cos, self.sin, self.positions
+    def rotation(self) -> Rotation:
+        sizes = self.heads, self.kv_heads, self.head_dim
+        return Rotation(*sizes, self.cos, self.sin, self.positions, *self.norms, EPS)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return rotary_forward(*self.arguments, *self.norms, EPS)
+        return rotary_forward(self.qkv, self.rotation)
 
     def heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of a fused product, (T, heads, D) each."""
@@ -77,7 +79,7 @@ class Case:
 
     def backward(self, dq: Tensor, dk: Tensor, into: Tensor, sums: list[Tensor] | None, **options: int) -> None:
         grads = sums if sums is not None else (None, None)
-        rotary_backward(dq, dk, *self.arguments, into, *self.norms, EPS, *grads, **options)
+        rotary_backward(dq, dk, self.qkv, self.rotation, into, *grads, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -194,6 +196,6 @@ def test_wrong_tensors_are_errors(device: torch.device) -> None:
     case = Case.random(3, 4, 2, 64, device, False)
     q, k = case.forward()
     with pytest.raises(ValueError, match=r"^qkv must be a 16-bit matrix of 448 columns"):
-        rotary_forward(case.qkv, 3, 2, 64, case.cos, case.sin, case.positions)
+        rotary_forward(case.qkv, replace(case.rotation, heads=3))
     with pytest.raises(ValueError, match=r"^dk must have contiguous heads"):
         case.backward(q, k.transpose(0, 1).contiguous().transpose(0, 1), torch.empty_like(case.qkv), None)

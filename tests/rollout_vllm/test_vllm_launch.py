@@ -12,6 +12,7 @@ from tiny_runs import parts
 from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.stopping import Stopping
+from qarl.rollout.vllm.arguments import engine_arguments, graph_sizes
 from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_settings
 from qarl.rollout.vllm.settings import Drawing, request_seed
 from qarl.types import Prompt
@@ -40,6 +41,25 @@ def test_settings_follow_the_configuration(tiny) -> None:
 def test_settings_on_the_cpu_neither_compile_nor_sleep_nor_stage(tiny) -> None:
     found = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
     assert found.enforce_eager and not found.sleep and not found.staging and found.cuda is None
+
+
+def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny, monkeypatch) -> None:
+    monkeypatch.setattr("qarl.rollout.vllm.arguments._exact_architecture", lambda settings: "ExactLlamaForCausalLM")
+    exact = changed(tiny, numerics="exact", linear_kernels=None)
+    settings = sampler_settings(exact, tiny.policy.sampler.layout, Path("here"))
+    assert (settings.numerics, settings.linear_kernels) == ("exact", "qarl")
+    found = engine_arguments(settings)
+    assert found["hf_overrides"] == {"architectures": ["ExactLlamaForCausalLM"]}
+    assert (found["block_size"], found["enforce_eager"]) == (64, True) and "compilation_config" not in found
+    on_gpu = engine_arguments(replace(settings, cuda=0, enforce_eager=False, max_num_seqs=40))
+    graphs = on_gpu["compilation_config"]
+    assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
+    assert on_gpu["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 40]
+
+
+def test_graphs_are_captured_up_to_the_largest_batch_or_their_limit() -> None:
+    assert graph_sizes(1) == [1] and graph_sizes(8) == [1, 2, 4, 8] and graph_sizes(9)[-2:] == [8, 9]
+    assert graph_sizes(256)[-2:] == [224, 256] and graph_sizes(2048)[-1] == 512
 
 
 def test_a_kv_cache_smaller_than_the_context_is_refused(tiny, monkeypatch) -> None:

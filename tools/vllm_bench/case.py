@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,17 @@ import torch
 from qarl.config import Config, QuantConfig
 
 Record = dict[str, Any]
+KERNELS = ("vllm", "qarl", "invariant", "exact")
+INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One scheme on one set of kernels, and where. place: directory for the sampler's log and checkpoint."""
+    """One scheme on one set of kernels, and where.
+
+    kernels: vllm, qarl (linear ones alone), exact (`rollout.numerics`), or invariant (vLLM's own that do not depend on
+    the batch). place: directory for the sampler's log and checkpoint.
+    """
 
     scheme: str
     kernels: str
@@ -54,7 +62,8 @@ def engine_config(
     }
     rollout = {
         "engine": "vllm",
-        "linear_kernels": case.kernels,
+        "linear_kernels": case.kernels if case.kernels in ("vllm", "qarl") else None,
+        "numerics": "exact" if case.kernels == "exact" else "fast",
         "max_response_length": new_tokens,
         "max_num_seqs": max_seqs,
         "max_batched_tokens": max(8192 if on_gpu else 512, max_seqs),
@@ -74,6 +83,19 @@ def engine_config(
             "train": train,
         }
     )
+
+
+@contextmanager
+def environment(case: Case) -> Iterator[None]:
+    """What vLLM's process is to inherit."""
+    if case.kernels != "invariant":
+        yield
+        return
+    os.environ[INVARIANT] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[INVARIANT]
 
 
 def with_vllm(config: Config, **values: Any) -> Config:

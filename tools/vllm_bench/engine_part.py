@@ -16,7 +16,7 @@ from qarl.rollout.vllm.engine import VLLMEngine
 from qarl.types import Prompt
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.sender import WeightSender
-from vllm_bench.case import Case, Record, engine_config, seconds_of, wait, with_vllm
+from vllm_bench.case import Case, Record, engine_config, environment, seconds_of, wait, with_vllm
 from vllm_bench.models import (
     GROUPS,
     SHAPES,
@@ -36,7 +36,9 @@ def engine_records(case: Case, shape: str, options: argparse.Namespace) -> Itera
     """Everything about one start, a record at a time. The engine is closed when the iteration ends, however it does."""
     session = Session(case, shape, options)
     try:
-        yield session.start()
+        with environment(case):
+            started = session.start()
+        yield started
         yield from session.learner_parts()
         yield session.publish("publish_full", "full", (0,))
         # In mode delta, so that afterwards both sides know what patches are against.
@@ -137,26 +139,36 @@ class Session:
             yield self._record(what, [seconds_of(action, self.device) for _ in range(self.options.reps)])
 
     def generate(self, batch: int) -> Record:
-        """Tokens per second; prompts are new each time, so that none is in the prefix cache."""
-        options = self.options
-        seconds, tokens = [], 0
-        for turn in range(options.generations + 1):
-            prompts = [Prompt(i, ids, "") for i, ids in enumerate(self._tokens(batch, options.prompt_tokens))]
-            sampling = SamplingParams(n=1, seed=options.seed + turn, max_response_length=options.new_tokens)
-            begin = time.perf_counter()
-            rollouts = self.engine.generate(prompts, sampling, self.version)
-            seconds.append(time.perf_counter() - begin)
-            tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-            assert tokens == batch * options.new_tokens, "nothing ends a response early"
-        middle = statistics.median(seconds[1:])
+        """Tokens per second, seconds to all first tokens, and of each later one.
+
+        Prompts are new each time, so that none is in the prefix cache.
+        """
+        options, new = self.options, self.options.new_tokens
+        turns = range(options.generations + 1)
+        first = [self._generate(batch, 1, turn) for turn in turns]
+        seconds = [self._generate(batch, new, turn) for turn in turns]
+        until_first, middle = (statistics.median(times[1:]) for times in (first, seconds))
         return self._record(
             "generate",
             seconds[1:],
             batch=batch,
             prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens,
-            tokens_per_s=tokens / middle,
+            new_tokens=new,
+            tokens_per_s=batch * new / middle,
+            first_token_s=until_first,
+            later_token_s=(middle - until_first) / max(new - 1, 1),
         )
+
+    def _generate(self, batch: int, new_tokens: int, turn: int) -> float:
+        """Seconds of responses of so many tokens to a batch of new prompts."""
+        prompts = [Prompt(i, ids, "") for i, ids in enumerate(self._tokens(batch, self.options.prompt_tokens))]
+        sampling = SamplingParams(n=1, seed=self.options.seed + turn, max_response_length=new_tokens)
+        begin = time.perf_counter()
+        rollouts = self.engine.generate(prompts, sampling, self.version)
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        assert tokens == batch * new_tokens, "nothing ends a response early"
+        return seconds
 
     def sleep(self, level: int) -> Record:
         """Seconds to sleep and to be up to date again, and GiB of the GPU that are free meanwhile.

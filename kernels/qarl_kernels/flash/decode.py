@@ -1,4 +1,10 @@
-"""Attention of one query token a sequence over a paged KV cache: kernels and their launches, see `paged.py`."""
+"""Attention of one query token a sequence over a paged KV cache: kernels and their launches, see `paged.py`.
+
+A program takes the query heads of one kv head of one sequence. Where that makes few programs for a GPU several share a
+sequence's chunks of keys, and a second kernel merges what they found; where it makes enough, each walks over all of
+them. How many share is a matter of shapes, and a sequence's length one of the device: a program of a short sequence
+has less to do, but a launch is as large for a longest sequence of 40,000 tokens as for one of 2,000.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +27,30 @@ from qarl_kernels.flash.steps import (
     probabilities,
     row_total,
 )
-from qarl_kernels.launch import launch
+from qarl_kernels.launch import capability_of, launch
 
-# By head size padded to a power of two: threads and loads ahead of a decode program.
-DECODE = {64: (4, 4), 128: (4, 3), 256: (8, 2)}
-DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (2, 3, 4, 5)]
+# By head size padded to a power of two: warps and stages of a decode program. Looking up a page takes a stage for each
+# block that is under way, so that 7 stages have three blocks of keys and values on their way. The bits are the same
+# whatever stands here.
+DECODE = {64: (4, 7), 128: (4, 7), 256: (8, 3)}
+BEFORE_HOPPER = {64: (4, 5), 128: (4, 5), 256: (8, 2)}
+PROGRAMS = 528  # up to which chunks are shared out: four for each of Hopper's 132 multiprocessors
+DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3, 5, 7, 9)]
 
 
-@triton.jit(do_not_specialize=["rows", "sequences", "lengths", "window", "stride_lengths", "stride_pages"])
+@triton.jit(do_not_specialize=["rows", "sequences", "lengths", "chunks", "window", "stride_lengths", "stride_pages"])
 def decode_kernel(
     q,  # (T, H, D) 16-bit
     k,  # cache
     v,
     out,  # (T, H, D) contiguous
-    partial,  # (S, H, C, D) fp32, or None where one chunk is all
+    partial,  # (S, H, C, D) fp32, or None where a program walks over all chunks
     state,  # (S, H, C, 2) fp32: top and total
     pages,  # (S, P) int32
     rows,  # (S,) int32 row of q, None: the sequence's number
     sequences,  # (S,) int32 line of pages, None: the sequence's number
     lengths,  # (S,) int32 keys of each sequence
+    chunks,
     scale,
     rep,
     window,
@@ -60,20 +71,14 @@ def decode_kernel(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    chunks = tl.num_programs(0)
     groups = tl.cdiv(rep, HEADS)
     kv_head = tl.program_id(1) // groups
     number = tl.program_id(2)
     heads = tl.num_programs(1) // groups * rep
     length = tl.load(lengths + number * stride_lengths)
-    first = chunk * CHUNK
-    end = tl.minimum(length, first + CHUNK)
     lowest = 0
     if WINDOW:
         lowest = tl.maximum(length - window, 0)
-    if (chunks > 1) & ((first >= length) | (end <= lowest)):
-        return
     line = number
     row = number
     if rows is not None:
@@ -91,31 +96,38 @@ def decode_kernel(
     here = columns(in_group < rep, d, D)
     query = tl.load(q + row.to(tl.int64) * stride_q + head[:, None] * D + d[None, :], mask=here, other=0.0)
 
-    top = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS, 16), tl.float32)
-    acc = tl.zeros((HEADS, D_PAD), tl.float32)
-    for start in tl.range(tl.maximum(first, lowest // BLOCK * BLOCK), end, BLOCK):
-        at = start + n
-        page = page_of(pages, at, end, PAGE)
-        seen = columns(at < end, d, D)
-        k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
-        v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
-        keys = tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0)
-        values = tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0)
-        scores = dot(query, keys.T, tl.zeros((HEADS, BLOCK), tl.float32))
-        scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
-        p, factor, top = probabilities(scores, top, scale)
-        total, acc = accumulate(p, values, factor, total, acc)
-
-    sums = row_total(total)
+    all_top = tl.full((HEADS,), float("-inf"), tl.float32)
+    all_total = tl.zeros((HEADS,), tl.float32)
+    all_acc = tl.zeros((HEADS, D_PAD), tl.float32)
+    for chunk in tl.range(lowest // CHUNK + tl.program_id(0), tl.cdiv(length, CHUNK), tl.num_programs(0)):
+        end = tl.minimum(length, (chunk + 1) * CHUNK)
+        top = tl.full((HEADS,), float("-inf"), tl.float32)
+        # Wider than it is high, or every warp would compute all products (Triton gives warps to rows before columns).
+        total = tl.zeros((HEADS, 2 * HEADS), tl.float32)
+        acc = tl.zeros((HEADS, D_PAD), tl.float32)
+        for start in tl.range(tl.maximum(chunk * CHUNK, lowest // BLOCK * BLOCK), end, BLOCK):
+            at = start + n
+            page = page_of(pages, at, end, PAGE)
+            seen = columns(at < end, d, D)
+            k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
+            v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
+            keys = tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0)
+            values = tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0)
+            scores = dot(query, keys.T, tl.zeros((HEADS, BLOCK), tl.float32))
+            scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
+            p, factor, top = probabilities(scores, top, scale)
+            total, acc = accumulate(p, values, factor, total, acc)
+        sums = row_total(total)
+        if partial is None:
+            all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, sums, acc)
+        else:
+            slot = (number.to(tl.int64) * heads + head) * chunks + chunk
+            tl.store(partial + slot[:, None] * D + d[None, :], acc, mask=here)
+            tl.store(state + slot * 2, top, mask=in_group < rep)
+            tl.store(state + slot * 2 + 1, sums, mask=in_group < rep)
     if partial is None:
         at_out = out + row.to(tl.int64) * heads * D + head[:, None] * D + d[None, :]
-        tl.store(at_out, narrow(normalised(acc, sums), out.dtype.element_ty), mask=here)
-    else:
-        slot = (number.to(tl.int64) * heads + head) * chunks + chunk
-        tl.store(partial + slot[:, None] * D + d[None, :], acc, mask=here)
-        tl.store(state + slot * 2, top, mask=in_group < rep)
-        tl.store(state + slot * 2 + 1, sums, mask=in_group < rep)
+        tl.store(at_out, narrow(normalised(all_acc, all_total), out.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["rows", "lengths", "chunks", "window", "stride_lengths"])
@@ -177,14 +189,16 @@ def decode(
     rep = heads // k.shape[head_axis]
     together = min(64, max(16, triton.next_power_of_2(rep)))
     sequences_count, chunks = lengths.shape[0], max(1, triton.cdiv(max_length, tables.CHUNK))
+    programs = k.shape[head_axis] * triton.cdiv(rep, together)
+    shared = min(chunks, PROGRAMS // max(1, programs * sequences_count))
     partial = state = None
-    if chunks > 1:
+    if shared > 1:
         partial = torch.empty(sequences_count, heads, chunks, dim, dtype=torch.float32, device=q.device)
         state = torch.empty(sequences_count, heads, chunks, 2, dtype=torch.float32, device=q.device)
-    warps, stages = DECODE[padded(dim)]
+    warps, stages = (DECODE if capability_of(q) >= (9, 0) else BEFORE_HOPPER)[padded(dim)]
     launch(
         decode_kernel,
-        (chunks, k.shape[head_axis] * triton.cdiv(rep, together), sequences_count),
+        (max(1, shared), programs, sequences_count),
         num_warps=warps,
         num_stages=stages,
         q=q,
@@ -197,6 +211,7 @@ def decode(
         rows=rows,
         sequences=sequences,
         lengths=lengths,
+        chunks=chunks,
         scale=scale * LOG2E,
         rep=rep,
         window=window or 0,
@@ -217,7 +232,7 @@ def decode(
         CHUNK=tables.CHUNK,
         WINDOW=window is not None,
     )
-    if chunks > 1:
+    if shared > 1:
         launch(
             merge_kernel,
             (heads, sequences_count),

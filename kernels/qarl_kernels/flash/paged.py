@@ -1,7 +1,7 @@
 """Causal attention over a paged KV cache: prefill, chunked prefill and decode, with the bits of the packed forward.
 
-Spans of several tokens run the packed forward's kernel on gathered pages. A decode has one query token: a program takes
-the query heads of one kv head and one CHUNK of keys, and a second kernel merges the chunks in order.
+Spans of several tokens run the packed forward's kernel on gathered pages; a decode, of one query token, has a kernel of
+its own, whose programs take all query heads of a kv head.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ class PagedLayout:
 
 
 def paged_layout(
-    rows: Sequence[int],
-    counts: Sequence[int],
-    positions: Sequence[int],
+    rows: Sequence[int] | np.ndarray,
+    counts: Sequence[int] | np.ndarray,
+    positions: Sequence[int] | np.ndarray,
     pages: Sequence[Sequence[int]] | Tensor,
     device: torch.device,
-) -> PagedLayout:
+    beside: Sequence[np.ndarray] = (),
+) -> tuple[PagedLayout, list[Tensor]]:
     """Layout of spans, one a sequence: first row in the batch, tokens, position of the first token, pages.
 
     pages: per sequence the pages of all tokens up to the span's last, or an (S, P) int32 table on the device.
+    beside: int64 tables that go to the device in the same copy; they are returned.
     """
-    row, count, position = (np.asarray(list(column), np.int64).reshape(-1) for column in (rows, counts, positions))
+    row, count, position = (np.asarray(column, np.int64).reshape(-1) for column in (rows, counts, positions))
     sequence = np.arange(row.size)
     many = np.flatnonzero(count > 1)
     pieces = -(-count[many] // tables.TILE)
@@ -66,22 +68,22 @@ def paged_layout(
     queries = queries[np.argsort(-end, kind="stable")]
     one = np.flatnonzero(count == 1)
     decodes = np.stack([row[one], sequence[one], position[one] + 1], axis=1).astype(np.int32)
-    if isinstance(pages, Tensor):
-        queries_there, decodes_there = upload(device, queries, decodes)
-        pages_there = pages
-    else:
+    own = [queries, decodes]
+    if not isinstance(pages, Tensor):
         table = np.zeros((len(pages), max(map(len, pages), default=0)), np.int32)
         for line, listed in zip(table, pages, strict=True):
             line[: len(listed)] = listed
-        queries_there, decodes_there, pages_there = upload(device, queries, decodes, table)
-    return PagedLayout(
+        own.append(table)
+    there = upload(device, *own, *beside)
+    layout = PagedLayout(
         tokens=int(count.sum()),
-        pages=pages_there,
-        queries=queries_there,
+        pages=pages if isinstance(pages, Tensor) else there[2],
+        queries=there[0],
         long_tiles=int((end > tables.CHUNK).sum()),
-        decodes=decodes_there,
+        decodes=there[1],
         longest=int(decodes[:, 2].max(initial=0)),
     )
+    return layout, there[len(own) :]
 
 
 def paged_attention(

@@ -5,7 +5,7 @@ it; the weighted values. It starts as (-inf, 0, 0) and takes BLOCK keys a step. 
 it as it is. CHUNK keys are summed from zero; `merge` adds the chunks in order, so a program may compute one alone.
 
 The sum of probabilities is a product with ones: the tensor core adds in one order whatever the tile's shape, threads
-do not. Its 16 columns are the same number.
+do not. Its columns, 16 or more, are the same number.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def probabilities(scores, top, scale):
 
 @triton.jit
 def accumulate(p, v, factor, total, acc):
-    """The sums with one more block. p (M, N) fp32; v (N, D) 16-bit; total (M, 16) and acc (M, D) fp32."""
+    """The sums with one more block. p (M, N) fp32; v (N, D) 16-bit; total (M, 16 or more) and acc (M, D) fp32."""
     p = narrow(p, v.dtype)
-    ones = tl.full((p.shape[1], 16), 1.0, v.dtype)
+    ones = tl.full((p.shape[1], total.shape[1]), 1.0, v.dtype)
     acc = dot(p, v, acc * factor[:, None])
     total = dot(p, ones, total * factor[:, None])
     return total, acc
@@ -53,7 +53,7 @@ def merge(top, total, acc, chunk_top, chunk_total, chunk_acc):
 
 @triton.jit
 def row_total(total):
-    """(M, 16) fp32 of equal columns -> (M,)."""
+    """(M, N) fp32 of equal columns -> (M,)."""
     return tl.max(total, 1)
 
 

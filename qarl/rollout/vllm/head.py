@@ -45,10 +45,15 @@ class Float32Head(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: VocabParallelEmbedding) -> None:
         """Nothing: vLLM calls it in the middle of a load, and not for a layer whose weight is another's."""
 
+    @property
+    def weight(self) -> Tensor:
+        """What multiplies, (V, H): the layer's weight, on the CPU in float32."""
+        return self._weight(self._layer) if self.wide is None else self.wide
+
     def apply(self, layer: VocabParallelEmbedding, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (..., H) of the model's dtype. Returns (..., V) float32, without vLLM's padding of the vocabulary."""
         assert bias is None, "output layers with a bias are not among the learner's models"
-        logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self._weight(layer) if self.wide is None else self.wide)
+        logits = logprob.logits_of(x.reshape(-1, x.shape[-1]), self.weight)
         return logits.view(*x.shape[:-1], logits.shape[-1])
 
     @staticmethod

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from qarl_kernels.logprob import Truncation
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.policy.trace import Tracer
 from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
+from qarl.rollout.vllm.arguments import engine_arguments
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader
@@ -27,6 +30,8 @@ from qarl.weight_sync.verify import PublishError
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from qarl.rollout.vllm.exact.model import Forward
 
 Progress = Callable[[int, int], None]
 
@@ -39,13 +44,20 @@ class Host:
     qarl's kernels cannot serve one.
     """
 
+    _policy: Forward | None = None  # the policy's forward, where that is what vLLM runs
+
     def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
         _prepare_environment(settings)
         self.settings, self._expected = settings, expected
         self._llm = _start(settings)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
-        if settings.linear_kernels == "qarl" or settings.cuda is None:
+        if settings.numerics == "exact":
+            from qarl.rollout.vllm.exact.start import take_over
+
+            self._policy = take_over(self._worker.model_runner)
+            self._head = self._policy.head
+        elif settings.linear_kernels == "qarl" or settings.cuda is None:
             # Without it vLLM's packed copy of a tied output layer would outlive its reloads on the CPU.
             from qarl.rollout.vllm.head import use_float32_head
 
@@ -94,6 +106,8 @@ class Host:
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
             if self._head is not None:
                 self._head.refresh()
+            if self._policy is not None:
+                self._policy.follow()
         loaded = self._now()
         self.held.check(version, expected)
         if self._head is not None and not self._head.fresh():
@@ -110,6 +124,7 @@ class Host:
         """Natural-log probabilities of every token but the first of each sequence, at temperature 1."""
         from vllm import SamplingParams
 
+        self._shape(Truncation())
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._run([(tokens, params) for tokens in sequences])
         return [
@@ -139,8 +154,23 @@ class Host:
             "ignore_eos": True,  # what ends a response is in stop_token_ids
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
+        self._shape(Truncation(drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p))
         outputs = self._run([(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests], progress)
         return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
+
+    def trace(self, requests: Sequence[Request], drawing: Drawing, tracer: Tracer) -> list[Response]:
+        """`generate`, with every operation of its forwards told to the tracer; where numerics are exact."""
+        from qarl.rollout.vllm.exact.tracing import traced
+
+        assert self._policy is not None, "only the policy's own forward is traced"
+        self._llm.reset_prefix_cache()  # or the prompts' forwards would not run again
+        with traced(self._worker.model_runner, self._policy, tracer):
+            return self.generate(requests, drawing, lambda finished, tokens: None)
+
+    def _shape(self, truncation: Truncation) -> None:
+        """How distributions are shaped from now on, where that is not vLLM's own task."""
+        if self._policy is not None:
+            self._policy.truncation = truncation
 
     def _run(self, requests: Iterable[tuple[list[int], Any]], progress: Progress | None = None) -> dict[int, Any]:
         """Final outputs by index."""
@@ -186,7 +216,8 @@ class Host:
     def close(self) -> None:
         """Let go of the engine and its memory."""
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._worker, self.held, self._loader
+        del self._llm, self._worker, self.held, self._loader, self._head
+        self._policy = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -211,35 +242,7 @@ def _start(settings: SamplerSettings) -> LLM:
     batch_seeded_noise()
     register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
     with no_way_in("gloo" if settings.cuda is None else "nccl"):
-        return LLM(str(settings.checkpoint), **_arguments(settings), **settings.args)
-
-
-def _arguments(settings: SamplerSettings) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "max_model_len": settings.context,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_batched_tokens,
-        "enforce_eager": settings.enforce_eager,
-        "enable_prefix_caching": True,  # the responses to a prompt share its prefill
-        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
-        "generation_config": "vllm",  # no sampling parameters from the model's directory
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "seed": 0,
-    }
-    if settings.cuda is None:
-        # vLLM cannot take back the random numbers that a seeded request uses up in the middle of its prompt on the CPU
-        # (0.24 to 0.32), so prompts are not cut.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(settings.max_batched_tokens, settings.context)
-    else:
-        arguments |= {"gpu_memory_utilization": settings.memory_frac, "enable_sleep_mode": settings.sleep}
-    if settings.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
-        arguments["hf_overrides"] = {"quantization_config": {"quant_method": "qarl-dense"}}
-    return arguments
+        return LLM(str(settings.checkpoint), **engine_arguments(settings))
 
 
 def _require_served(model: nn.Module) -> None:

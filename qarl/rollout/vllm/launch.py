@@ -37,7 +37,8 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep_level > 0,
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
-        linear_kernels=rollout.linear_kernels,
+        linear_kernels=rollout.linear_products,
+        numerics=rollout.numerics,
         cuda=(learner_gpu(layout.device) if vllm.device is None else vllm.device) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),
@@ -57,8 +58,10 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
             f"model.dtype: vLLM has no float32 kernels for scheme {config.quant.scheme} on a GPU; use "
             "bfloat16 or float16"
         )
+    if device.type == "cuda" and config.rollout.numerics == "exact" and (reason := config.inexact_on_gpu):
+        raise UserError(f"rollout.numerics: {reason}")
     scheme = scheme_of(config.quant)
-    if device.type == "cpu" and config.rollout.linear_kernels == "vllm" and not scheme.vllm_cpu:
+    if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
         raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:

@@ -31,8 +31,9 @@ class SamplerSettings:
 
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
-    staging: the published tensors of repacked layers are kept. linear_kernels: whose. cuda: index of the GPU,
-    None on the CPU. threads: on the CPU. args: further engine arguments.
+    staging: the published tensors of repacked layers are kept. linear_kernels: whose; numerics: exact is the policy's
+    own forward, with qarl's. cuda: index of the GPU, None on the CPU. threads: on the CPU. args: further engine
+    arguments.
     """
 
     checkpoint: Path
@@ -48,6 +49,7 @@ class SamplerSettings:
     staging: bool
     linear_kernels: Literal["vllm", "qarl"]
     cuda: int | None
+    numerics: Literal["exact", "fast"] = "fast"
     threads: int | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,0 +1,129 @@
+"""Rotary embedding as `qarl_kernels.rotary` has it, whose keys and values go straight into a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.launch import launch
+from qarl_kernels.rotary import HEADS, WARPS, Rotation, exists, halves, store_halves, tile_of_heads, turned_heads
+from qarl_kernels.rows import VECTOR, inside
+
+FEW_ROWS = 512  # up to which a program has one head and one warp, so that there are enough programs
+
+_VECTOR = tl.constexpr(VECTOR)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _paged_kernel(
+    qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
+    q,  # (rows, heads, D)
+    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous
+    v_cache,  # the same
+    slots,  # (rows,) i64, page * PAGE + offset; negative: nothing is written
+    cos,  # (positions, D)
+    sin,  # (positions, D)
+    positions,  # (rows,) i64
+    q_norm,  # (D,), or None
+    k_norm,  # (D,), or None
+    rows,
+    heads,
+    kv_heads,
+    stride,
+    stride_k_page,
+    stride_k_head,
+    stride_k,
+    stride_v_page,
+    stride_v_head,
+    stride_v,
+    eps,
+    PAGE: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    RAGGED: tl.constexpr,  # HALF is not a multiple of 8
+):
+    t = tl.arange(0, TOKENS * VECTORS)
+    token = (tl.program_id(0) * TOKENS + t // VECTORS).to(tl.int64)
+    column = t % VECTORS * _VECTOR
+    keep = inside(token < rows, column, HALF, RAGGED)
+    position = tl.load(positions + token, token < rows, other=0) * (2 * HALF) + column
+    slot = tl.load(slots + token, token < rows, other=-1)
+    page, offset = slot // PAGE, slot % PAGE
+    stored = keep & (slot >= 0)[:, None]
+    source = qkv + token * stride
+    block, blocks, kv_blocks = tl.program_id(1), tl.cdiv(heads, HEADS), tl.cdiv(kv_heads, HEADS)
+    if block < blocks + kv_blocks:
+        cosines, sines = halves(cos + position, keep, HALF), halves(sin + position, keep, HALF)
+        if block < blocks:
+            turned_heads(
+                source, q + token * (heads * 2 * HALF), 2 * HALF, q_norm, block * HEADS, heads, column, keep, keep,
+                cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS,
+            )  # fmt: skip
+        else:
+            turned_heads(
+                source + heads * (2 * HALF), k_cache + page * stride_k_page + offset * stride_k, stride_k_head, k_norm,
+                (block - blocks) * HEADS, kv_heads, column, keep, stored, cosines, sines, eps,
+                HALF, HEADS, TOKENS, VECTORS,
+            )  # fmt: skip
+    else:
+        source += (heads + kv_heads) * (2 * HALF) + column
+        into = v_cache + page * stride_v_page + offset * stride_v + column
+        for i in tl.static_range(HEADS):
+            head = (block - blocks - kv_blocks) * HEADS + i
+            present = stored & exists(head, kv_heads, column)
+            first, second = halves(source + head * (2 * HALF), present, HALF)
+            store_halves(into + head * stride_v_head, present, first, second, HALF)
+
+
+def rotary_into_pages(
+    qkv: Tensor,
+    rotation: Rotation,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    tile: tuple[int, int] | None = None,
+) -> Tensor:
+    """Queries (T, heads, D) as of `rotary_forward`; its keys, and the values, are written to their slots.
+
+    Args:
+        k_cache, v_cache: (P, kv_heads, PAGE, D) of qkv's dtype, D contiguous, the rest any strides.
+        slots: (T,) int64, page * PAGE + offset of each token, no two the same; negative: nothing is written.
+        tile: heads and warps of a program, for tuning; changes no bit.
+    """
+    for cache in (k_cache, v_cache):
+        if cache.dtype != qkv.dtype or cache.shape[1::2] != (rotation.kv_heads, rotation.head_dim):
+            raise ValueError(
+                f"a cache of {cache.dtype} {tuple(cache.shape)} does not take {rotation.kv_heads} heads of "
+                f"{rotation.head_dim} {qkv.dtype}"
+            )
+        if cache.stride(3) != 1:
+            raise ValueError(f"a cache's heads must be contiguous, not of strides {cache.stride()}")
+    rows = qkv.shape[0]
+    per_program, warps = tile or ((1, 1) if rows <= FEW_ROWS else (HEADS, WARPS))
+    q = torch.empty(rows, rotation.heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
+    shape = tile_of_heads(rotation.head_dim, warps)
+    blocks = triton.cdiv(rotation.heads, per_program) + 2 * triton.cdiv(rotation.kv_heads, per_program)
+    launch(
+        _paged_kernel,
+        (triton.cdiv(rows, shape["TOKENS"]), blocks),
+        num_warps=warps,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slots=slots,
+        stride_k_page=k_cache.stride(0),
+        stride_k_head=k_cache.stride(1),
+        stride_k=k_cache.stride(2),
+        stride_v_page=v_cache.stride(0),
+        stride_v_head=v_cache.stride(1),
+        stride_v=v_cache.stride(2),
+        PAGE=k_cache.shape[2],
+        HEADS=per_program,
+        **rotation.arguments(qkv),
+        **shape,
+    )
+    return q

@@ -1,0 +1,142 @@
+"""vLLM's KV cache under the policy's attention: what vLLM must know of a layer's keys, and what a batch says of itself.
+
+vLLM allots blocks of `PAGE` tokens to sequences. Its metadata builder is asked once a step, and what it makes of block
+tables, slots and lengths is the attention object that the policy's decoder takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from qarl_kernels.attention import PAGE
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from qarl.policy.attention import Attention, Caches, Span, paged
+
+
+class CachedLayer(AttentionLayerBase):
+    """The keys and values of one layer, in the place of vLLM's attention.
+
+    kv_cache: vLLM sets it, (P, H_kv, PAGE, 2 D): of each token its key, then its value.
+    A layer that sees a window of its sequence keeps all of it, like the others: blocks are the same for all layers.
+    """
+
+    def __init__(self, index: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.index, self.kv_heads, self.head_dim, self.dtype = index, kv_heads, head_dim, dtype
+        self.kv_cache = torch.empty(0)
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (P, H_kv, PAGE, D) each."""
+        keys, values = self.kv_cache.split(self.head_dim, -1)
+        return keys, values
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return PolicyAttention
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+        assert vllm_config.cache_config.block_size == PAGE, "the sampler asks for blocks of PAGE tokens"
+        return FullAttentionSpec(block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype)
+
+
+class PolicyAttention(AttentionBackend):
+    """Tells vLLM how the KV cache looks and who reads a batch's metadata; it computes nothing."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionBuilder]:
+        return AttentionBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """As later versions of vLLM have it without being told."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+class AttentionBuilder(AttentionMetadataBuilder[Any]):
+    """Makes the attention of each batch.
+
+    Batches of one token a sequence run from tensors on the device alone, whose addresses vLLM keeps from step to step,
+    so that its CUDA graphs capture them. Rows that fill up a graph's batch have length 0 and negative slots.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = (vllm_config.compilation_config.static_forward_context[name] for name in layer_names)
+        self._layers: list[CachedLayer] = sorted(layers, key=lambda layer: layer.index)
+        graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        self._bound = vllm_config.model_config.max_model_len if graphs else None
+        self._fused = device.type != "cpu"
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Attention:
+        batch = common_attn_metadata
+        caches = [layer.pages for layer in self._layers]
+        if not self._fused:
+            return paged(_spans(batch), self.device, caches, fused=False)
+        if batch.max_query_len == 1:
+            return self._decode(batch, caches)
+        return _mixed(batch, caches)
+
+    def _decode(self, batch: CommonAttentionMetadata, caches: Caches) -> Attention:
+        from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
+
+        assert batch.positions is not None and batch.num_reqs == batch.num_actual_tokens
+        # A graph serves all lengths, and what runs before it is captured must launch what it does.
+        longest = batch.max_seq_len if self._bound is None else self._bound
+        return DecodeAttention(
+            batch.positions, batch.slot_mapping, batch.block_table_tensor, batch.seq_lens, longest, caches
+        )
+
+
+def _mixed(batch: CommonAttentionMetadata, caches: Caches) -> Attention:
+    """Prefills, their chunks and decodes in one batch."""
+    from qarl.policy.fused_attention import PagedAttention
+
+    counts, lengths = _counts_and_lengths(batch)
+    return PagedAttention.of_tables(
+        counts.numpy(), (lengths - counts).numpy(), batch.block_table_tensor, caches, batch.slot_mapping
+    )
+
+
+def _spans(batch: CommonAttentionMetadata) -> list[Span]:
+    counts, lengths = _counts_and_lengths(batch)
+    rows = batch.query_start_loc_cpu.tolist()
+    spans = []
+    for row, count, length, table in zip(
+        rows, counts.tolist(), lengths.tolist(), batch.block_table_tensor, strict=False
+    ):
+        pages = table[: -(-length // PAGE)].tolist()
+        spans.append(Span(row, count, length - count, pages))
+    return spans
+
+
+def _counts_and_lengths(batch: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Tokens of each sequence in the batch, and its tokens with those before: (S,) integers of the host."""
+    lengths = batch.seq_lens_cpu_upper_bound
+    assert lengths is not None, "vLLM knows its sequences' lengths"
+    return batch.query_start_loc_cpu.diff(), lengths

@@ -1,0 +1,57 @@
+"""vLLM's sampler on the policy's distributions: tokens are drawn as ever, and reported as the learner scores them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from qarl_kernels.distribution import Distribution
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from qarl.rollout.vllm.exact.model import Forward
+
+
+class PolicySampler(Sampler):
+    """Draws with each request's own noise from logits that are truncated already.
+
+    Of vLLM's sampling parameters it reads no others than seeds and whether the likeliest token is wanted: how a
+    distribution is shaped is the same for all requests of a call, and `Forward.truncation` says it.
+    """
+
+    def __init__(self, policy: Forward) -> None:
+        super().__init__("raw_logprobs")
+        self._policy = policy
+        self._scored: Distribution | None = None
+
+    def forward(self, logits: Tensor, sampling_metadata: SamplingMetadata, *rest: Any, **options: Any) -> SamplerOutput:
+        """logits: (R, V) float32, of `Forward.logits`."""
+        drawn_from = self._policy.take(logits)
+        if sampling_metadata.all_greedy:
+            tokens = logits.argmax(-1)
+        else:
+            tokens, _ = self.topk_topp_sampler(logits, sampling_metadata.generators, None, None)
+        tokens = tokens.long()
+        return SamplerOutput(tokens.int()[:, None], _reported(drawn_from, tokens))
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        """Of prompt tokens; `gather_logprobs` follows with the same rows."""
+        self._scored = self._policy.take(logits)
+        return logits
+
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        assert num_logprobs == 0, "qarl asks for the log-probs of given tokens alone"
+        scored, self._scored = self._scored, None
+        assert scored is not None and scored.logits is logprobs
+        return _reported(scored, token_ids)
+
+
+def _reported(drawn_from: Distribution, tokens: Tensor) -> LogprobsTensors:
+    """tokens: (R,) int64. Without their ranks, which nobody reads."""
+    return LogprobsTensors(
+        tokens.int()[:, None],
+        drawn_from.logprobs(tokens)[:, None],
+        torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device),
+    )

@@ -1,0 +1,92 @@
+"""`rollout.numerics: exact` on a GPU: under CUDA graphs, chunked prefill, preemption and sleep no log-prob is off."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+SIZES = {  # whole blocks of 128 in every layer, fused ones too
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+LENGTHS = [2, 63, 65, 130, 700, 3000]
+# Prompts come in chunks, and two long sequences do not fit the KV cache together.
+ROLLOUT = {
+    "engine": "vllm",
+    "numerics": "exact",
+    "max_num_seqs": 12,
+    "max_batched_tokens": 200,
+    "kv_cache_tokens": 4096,
+}
+EAGER = {"vllm": {"enforce_eager": True}}
+# name -> (family, scheme, group, more of the rollout)
+CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
+    "bf16": ("qwen3", "bf16", None, {}),
+    "bf16 without graphs": ("llama", "bf16", None, EAGER),
+    "w4a16": ("qwen3", "w4a16", 32, {}),
+    "w8a8": ("llama", "w8a8", None, {}),
+    "fp8": ("qwen3", "fp8", None, {}),
+    "fp8_block": ("llama", "fp8_block", None, {}),
+    "w4a8": ("llama", "w4a8", 32, {}),
+    "nvfp4a16": ("qwen3", "nvfp4a16", None, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_log_prob_is_off_by_a_bit(case: str, tiny_model, tmp_path: Path) -> None:
+    family, scheme, group, more = CASES[case]
+    found = run(tmp_path, str(tiny_model(family, **SIZES)), scheme, group, more)
+    print(json.dumps(found))
+    rounds = {name: seen for name, seen in found.items() if name != "proved_frac"}
+    assert len(rounds) == 4
+    for name, seen in rounds.items():
+        assert not any(seen["wrong"].values()), (name, seen)
+        assert seen["events"].get("preempted", 0) > 0 and seen["events"].get("cached", 0) > 0, (name, seen)
+    assert found["proved_frac"] > 0.99
+    sums = [seen["sum"] for seen in rounds.values()]
+    assert sums[0] != sums[2] != sums[3]
+
+
+def run(directory: Path, model: str, scheme: str, group: int | None, more: dict[str, Any]) -> dict[str, Any]:
+    """What `exact_in_vllm.py` sees in a process of its own."""
+    cases, answer = directory / "cases.json", directory / "answer.json"
+    arguments = {
+        "model": model,
+        "sections": {"quant": {"scheme": scheme, "group_size": group}, "rollout": ROLLOUT | more},
+        "lengths": LENGTHS,
+        "response": 70,
+        "shaped": ["none", "top_p", "greedy", "min_p"],
+    }
+    cases.write_text(json.dumps({"case": arguments}))
+    paths = [str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests", "tests/training")]
+    script = ROOT / "tests/rollout_vllm/exact_in_vllm.py"
+    child = subprocess.run(
+        [sys.executable, str(script), str(cases), str(answer)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths + sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert child.returncode == 0, child.stdout[-3000:] + child.stderr[-5000:]
+    return json.loads(answer.read_text())["case"]

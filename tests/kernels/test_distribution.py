@@ -1,0 +1,134 @@
+"""The distribution that a token is drawn from: its log-probs are the learner's, to the bit, with either of its ways."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from products import random
+from qarl_kernels import head
+from qarl_kernels.distribution import Distribution, distribution
+from qarl_kernels.head import FusedTokenLogProbs, fused_distribution
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, logits_of, token_logprobs, truncate_
+from qarl_kernels.tuning import Tile
+from torch import Tensor
+
+UNRANKED = [Truncation(), Truncation(0.7), Truncation(0.0), Truncation(min_p=0.05), Truncation(1.3, min_p=0.02)]
+RANKED = [Truncation(top_k=5), Truncation(0.8, top_p=0.9), Truncation(top_k=20, top_p=0.8, min_p=0.01)]
+# (rows, vocabulary, features): one tile and a bit, one row, whole tiles, rows of logits and features that only pointers
+# can read
+SHAPES = [(37, 301, 48), (1, 61, 16), (64, 256, 32), (5, 259, 20)]
+
+needs_triton = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"
+)
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy names every NaN
+]
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_its_size(monkeypatch) -> None:
+    """The interpreter has tiles of which the small cases here make several."""
+    if INTERPRETED:
+        monkeypatch.setattr(head, "STATISTICS_TILES", (Tile("x_first", 64, 64, 16),))
+        monkeypatch.setattr(head, "POINTERS", Tile("x_first", 16, 32, 16))
+
+
+def _case(rows: int, vocabulary: int, features: int, device: torch.device, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
+    hidden = random(rows, features, seed=1, device=device, dtype=dtype)
+    weight = (random(vocabulary, features, seed=2, device=device) * (2.5 / math.sqrt(features))).to(dtype)
+    return hidden, weight
+
+
+def _check(found: Distribution, of_token, truncation: Truncation, logits: Tensor, vocabulary: int) -> None:
+    """of_token: the learner's log-probs of tokens (R,). logits: near to those that were truncated."""
+    rows = logits.shape[0]
+    every = found.all_logprobs()
+    assert every.shape == found.logits.shape == (rows, vocabulary) and found.lse.shape == (rows,)
+    cut = torch.isneginf(every)
+    assert cut.any() == truncation.active, "the cases cut tokens"
+    top = found.logits.amax(-1, keepdim=True)
+    assert torch.equal(found.logits == top - CUT_LOGIT_GAP, cut)
+    torch.testing.assert_close(found.logits[~cut], logits[~cut], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.lse, torch.logsumexp(found.logits.double(), -1).float(), rtol=1e-5, atol=1e-5)
+    step = max(1, vocabulary // 8)
+    for first in range(0, vocabulary, step):
+        tokens = torch.arange(first, first + rows, device=logits.device) * 7 % vocabulary
+        expected = of_token(tokens)
+        assert torch.equal(found.logprobs(tokens), expected)
+        assert torch.equal(every.gather(-1, tokens[:, None])[:, 0], expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("truncation", UNRANKED, ids=str)
+@pytest.mark.parametrize(("rows", "vocabulary", "features"), SHAPES)
+def test_tiles_of_the_vocabulary(device, rows, vocabulary, features, truncation) -> None:
+    hidden, weight = _case(rows, vocabulary, features, device, torch.float16 if rows == 5 else torch.bfloat16)
+    logits = logits_of(hidden, weight.float() if device.type == "cpu" else weight)
+    truncate_(logits, truncation)
+    found = fused_distribution(hidden, weight, truncation)
+    _check(
+        found,
+        lambda tokens: FusedTokenLogProbs.apply(hidden, None, weight, tokens, truncation, None, None)[0],
+        truncation,
+        logits,
+        vocabulary,
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("truncation", [Truncation(0.7), Truncation(min_p=0.05)], ids=str)
+def test_a_rows_bits_are_its_own(device, monkeypatch, truncation) -> None:
+    hidden, weight = _case(150, 301, 16, device)
+    whole = fused_distribution(hidden, weight, truncation)
+
+    def assert_same(part: slice) -> None:
+        found = fused_distribution(hidden[part], weight, truncation)
+        assert torch.equal(found.logits, whole.logits[part])
+        assert torch.equal(found.all_logprobs(), whole.all_logprobs()[part])
+
+    for part in (slice(0, 1), slice(37, 39), slice(11, 141), slice(5, 5)):
+        assert_same(part)
+    monkeypatch.setattr(head, "PARTIAL", 1)  # rows go by in blocks of 128
+    assert_same(slice(0, 150))
+
+
+@pytest.mark.parametrize("truncation", [*UNRANKED, *RANKED], ids=str)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_whatever_serves_agrees_with_the_learners_function(device, kernels, truncation) -> None:
+    hidden, weight = _case(37, 301, 48, device)
+    weight = weight.float() if device.type == "cpu" else weight
+    logits = logits_of(hidden, weight, kernels)
+    truncate_(logits, truncation)
+    _check(
+        distribution(hidden, weight, truncation, kernels),
+        lambda tokens: token_logprobs(hidden, None, weight, tokens, truncation, 9, kernels)[0],
+        truncation,
+        logits,
+        301,
+    )
+
+
+@needs_triton
+def test_a_min_p_that_cuts_next_to_nothing(device) -> None:
+    hidden, weight = _case(5, 301, 48, device)
+    found = fused_distribution(hidden, weight * 40, Truncation(min_p=1e-40))
+    every = found.all_logprobs()
+    tokens = every.argmin(-1)
+    assert torch.isneginf(every).any() and torch.isneginf(found.logprobs(tokens)).any()
+    expected, _ = FusedTokenLogProbs.apply(hidden, None, weight * 40, tokens, Truncation(min_p=1e-40), None, None)
+    assert torch.equal(found.logprobs(tokens), expected)
+
+
+@needs_triton
+def test_a_row_that_is_not_finite_spoils_only_itself(device) -> None:
+    hidden, weight = _case(37, 301, 48, device)
+    expected = fused_distribution(hidden, weight, Truncation(min_p=0.05)).all_logprobs()
+    hidden[4, 3] = torch.nan
+    found = fused_distribution(hidden, weight, Truncation(min_p=0.05)).all_logprobs()
+    finite = torch.arange(37, device=device) != 4
+    assert found[4].isnan().all() and torch.equal(found[finite], expected[finite])

@@ -1,0 +1,96 @@
+"""Keys and values that the rotary kernel writes into a paged cache: those of the kernel that returns them, copied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from products import random
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.paged_rotary import rotary_into_pages
+from qarl_kernels.rotary import Rotation, rotary_forward
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+# (rows, heads, kv_heads, head size)
+SHAPES = [(7, 4, 2, 64), (9, 5, 1, 80), (5, 3, 3, 96), (19, 2, 1, 128), (3, 2, 1, 8)]
+
+
+def _case(shape: tuple[int, ...], device: torch.device, norms: bool, dtype=torch.bfloat16) -> tuple[Tensor, Rotation]:
+    rows, heads, kv_heads, dim = shape
+    qkv = random(rows, (heads + 2 * kv_heads) * dim + 16, seed=0, device=device, dtype=dtype)[:, :-16]
+    angles = random(50, dim, seed=1, device=device) * 3
+    positions = torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(2)).to(device)
+    weights = [random(dim, seed=seed, device=device, dtype=dtype) if norms else None for seed in (3, 4)]
+    return qkv, Rotation(
+        heads, kv_heads, dim, angles.cos().to(dtype), angles.sin().to(dtype), positions, *weights, 1e-6
+    )
+
+
+def _cache(pages: int, heads: int, page: int, dim: int, device: torch.device, apart: bool, dtype) -> Tensor:
+    """(pages, heads, page, dim) of 7s; apart: a view into memory that has keys and values of a token side by side."""
+    if apart:
+        return torch.full((pages, page, heads, 2 * dim), 7.0, dtype=dtype, device=device)[..., dim:].transpose(1, 2)
+    return torch.full((pages, heads, page, dim), 7.0, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("shape", "page", "apart"), [(s, (16, 64)[i % 2], i % 3 == 0) for i, s in enumerate(SHAPES)])
+def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, apart, norms) -> None:
+    dtype = torch.float16 if shape[0] == 5 else torch.bfloat16
+    qkv, rotation = _case(shape, device, norms, dtype)
+    rows, _, kv_heads, dim = shape
+    slots = torch.randperm(4 * page, generator=torch.Generator().manual_seed(5))[:rows].to(device)
+    slots[1] = -1
+    caches = [_cache(4, kv_heads, page, dim, device, apart, dtype) for _ in "kv"]
+    expected = [cache.clone() for cache in caches]
+    q, k = rotary_forward(qkv, rotation)
+    written = slots >= 0
+    for cache, values in zip(expected, (k, rotation.values(qkv)), strict=True):
+        cache[slots[written] // page, :, slots[written] % page] = values[written]
+    for tile in (None, (4, 4)):
+        for cache in caches:
+            cache.fill_(7.0)
+        assert torch.equal(rotary_into_pages(qkv, rotation, *caches, slots, tile), q), tile
+        for cache, wanted in zip(caches, expected, strict=True):
+            assert torch.equal(cache, wanted), tile
+
+
+def test_a_tokens_bits_are_its_own(device) -> None:
+    qkv, rotation = _case((21, 3, 1, 80), device, True)
+    slots = torch.arange(21, device=device)
+    whole, alone = ([_cache(2, 1, 16, 80, device, False, qkv.dtype) for _ in "kv"] for _ in "ab")
+    q = rotary_into_pages(qkv, rotation, *whole, slots)
+    for part in (slice(0, 1), slice(1, 14), slice(14, 21)):
+        own = replace(rotation, positions=rotation.positions[part].clone())
+        assert torch.equal(rotary_into_pages(qkv[part].clone(), own, *alone, slots[part].clone()), q[part])
+    assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
+
+
+def test_no_rows_write_nothing(device) -> None:
+    qkv, rotation = _case((0, 3, 1, 64), device, True)
+    caches = [_cache(2, 1, 16, 64, device, False, qkv.dtype) for _ in "kv"]
+    assert rotary_into_pages(qkv, rotation, *caches, torch.zeros(0, dtype=torch.int64, device=device)).shape == (
+        0,
+        3,
+        64,
+    )
+    assert all(cache.eq(7.0).all() for cache in caches)
+
+
+def test_a_cache_that_does_not_fit_is_an_error(device) -> None:
+    qkv, rotation = _case((3, 3, 1, 64), device, False)
+    slots = torch.arange(3, device=device)
+    fitting = _cache(2, 1, 16, 64, device, False, qkv.dtype)
+    for cache, why in (
+        (fitting.half(), "does not take 1 heads of 64"),
+        (_cache(2, 2, 16, 64, device, False, qkv.dtype), "does not take 1 heads of 64"),
+        (_cache(2, 1, 64, 16, device, False, qkv.dtype).transpose(2, 3), "heads must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            rotary_into_pages(qkv, rotation, fitting, cache, slots)

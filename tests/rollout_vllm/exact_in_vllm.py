@@ -1,0 +1,152 @@
+"""`python exact_in_vllm.py CASES ANSWER`: vLLM with `rollout.numerics: exact`, one start after the other.
+
+CASES (JSON): name -> arguments of `checked`. ANSWER (JSON): name -> what it found. On a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from qarl_kernels.logprob import Truncation
+from tiny_runs import settings
+
+from qarl.config import Config
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.host import Host
+from qarl.rollout.vllm.launch import drawing_of, sampler_settings
+from qarl.rollout.vllm.settings import Request
+from qarl.sizes import decide_sizes
+from qarl.training.setup import build_policy
+from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TRUNCATIONS = {
+    "none": Truncation(),
+    "temperature": Truncation(0.7),
+    "min_p": Truncation(0.7, min_p=0.3),
+    "top_k": Truncation(1.3, top_k=20),
+    "top_p": Truncation(top_p=0.8),
+    "all": Truncation(0.8, top_k=20, top_p=0.9, min_p=0.05),
+    "greedy": Truncation(0.0),
+}
+EVENTS: Counter[str] = Counter()
+
+
+def main(cases: str, answer: str) -> None:
+    found = {}
+    count_events()
+    for name, arguments in json.loads(Path(cases).read_text()).items():
+        found[name] = checked(**arguments)
+    Path(answer).write_text(json.dumps(found))
+
+
+def count_events() -> None:
+    """Count vLLM's preemptions, and the prompts of which it had a part in its cache."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt, look_up = Scheduler._preempt_request, KVCacheManager.get_computed_blocks
+
+    def preempting(*args: Any, **options: Any) -> Any:
+        EVENTS["preempted"] += 1
+        return preempt(*args, **options)
+
+    def looking_up(*args: Any) -> Any:
+        result = look_up(*args)
+        EVENTS["cached"] += result[1] > 0
+        return result
+
+    Scheduler._preempt_request, KVCacheManager.get_computed_blocks = preempting, looking_up
+
+
+@dataclass
+class Asked:
+    """lengths: of prompts, each with two responses of `response` tokens. shaped: of TRUNCATIONS."""
+
+    lengths: list[int]
+    response: int
+    shaped: list[str]
+
+
+def checked(
+    model: str, sections: dict[str, Any], lengths: list[int], response: int, shaped: list[str]
+) -> dict[str, Any]:
+    """For the policy, for a later version of it, and on a GPU after each kind of sleep: what `different` finds."""
+    config = decide_sizes(Config.model_validate(settings(Path(model), **sections)), DEVICE.type)
+    policy, tokenizer = build_policy(config, load_model(config.model), DEVICE), load_tokenizer(config.model)
+    with tempfile.TemporaryDirectory() as place:
+        checkpoint = Path(place, "checkpoint")
+        write_snapshot_checkpoint(checkpoint, policy.current, policy.sampler.layout, tokenizer)
+        host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints())
+    found: dict[str, Any] = {"proved_frac": host.held.proved_frac}
+    found["version 0"] = different(host, policy, Asked(lengths, response, shaped))
+    fewer = Asked(lengths, response, shaped[-1:])
+    if DEVICE.type == "cuda":
+        host.sleep(1)
+        host.wake()
+        found["version 0, after a sleep"] = different(host, policy, fewer)
+    publish_something(host, policy)
+    found["version 1"] = different(host, policy, fewer)
+    if DEVICE.type == "cuda":
+        host.sleep(2)
+        host.wake()
+        publish_something(host, policy)
+        found["version 2, after a deep sleep"] = different(host, policy, fewer)
+    host.close()
+    return found
+
+
+def publish_something(host: Host, policy: Policy) -> None:
+    """A next version of all parameters, as if it were learned."""
+    generator = torch.Generator().manual_seed(policy.version + 1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(DEVICE))
+    policy.refresh(policy.version + 1)
+    policy.sampler.install(policy.current)
+    host.publish(policy.version, policy.current.tensors.items(), policy.current.fingerprints())
+
+
+@torch.no_grad()
+def different(host: Host, policy: Policy, asked: Asked) -> dict[str, Any]:
+    """Tokens whose log-prob is not, bit for bit, what the learner gives them, of each kind; and what vLLM did.
+
+    Responses that are drawn again, in another order of requests, must be the same.
+    """
+    EVENTS.clear()
+    generator = torch.Generator().manual_seed(policy.version)
+    prompts = [torch.randint(3, 259, (n,), generator=generator).tolist() for n in asked.lengths for _ in range(2)]
+    prompts[1::2] = prompts[::2]
+    whole = prompts[::2]
+    scored = torch.tensor([logprob for one in host.score(whole) for logprob in one])
+    wrong = {"scored": off(scored, policy.sampler.score(whole))}
+    for name in asked.shaped:
+        cut = TRUNCATIONS[name]
+        drawing = drawing_of(SamplingParams(1, 0, asked.response, cut))
+        requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts)]
+        responses = host.generate(requests, drawing, lambda done, tokens: None)
+        reported = torch.tensor([logprob for response in responses for logprob in response.logprobs])
+        wrong[name] = off(reported, policy.logprobs(prompts, [r.token_ids for r in responses], cut, 64)[0])
+        again = host.generate(requests[::-1], drawing, lambda done, tokens: None)[::-1]
+        wrong[f"{name}, in another order"] = sum(a != b for a, b in zip(responses, again, strict=True))
+    return {"wrong": wrong, "sum": scored.sum().item(), "events": dict(EVENTS)}
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> int:
+    assert found.shape == expected.shape and found.isfinite().all()
+    return int((found != expected.cpu()).sum())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)  # taking all of vLLM down takes a second

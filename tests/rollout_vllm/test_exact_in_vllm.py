@@ -1,0 +1,99 @@
+"""`rollout.numerics: exact` in real vLLM: every log-prob is the learner's, whatever the scheduler does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import ROOT, Qarl, settings, write_config
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these are of vLLM's CPU build"),
+]
+WHOLE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}  # blocks of 128
+# Six long sequences do not fit the KV cache, so that vLLM preempts. name -> (family, changes of the model, sections).
+ROLLOUT = {"engine": "vllm", "numerics": "exact", "kv_cache_tokens": 512, "max_num_seqs": 6}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bf16": ("llama", {"head_dim": 32}, {"quant": {"scheme": "bf16", "group_size": None}}),
+    "float32": ("qwen2", {}, {"quant": {"scheme": "bf16", "group_size": None}, "model": {"dtype": "float32"}}),
+    "w4a16": ("qwen3", {}, {"quant": {"ignore": ["lm_head", "model.layers.1.mlp.down_proj"]}}),
+    "w8a8": ("qwen2", {}, {"quant": {"scheme": "w8a8", "group_size": None}}),
+    "fp8": ("llama", {"head_dim": 32}, {"quant": {"scheme": "fp8", "group_size": None}}),
+    "fp8_block": ("llama", WHOLE, {"quant": {"scheme": "fp8_block", "group_size": None}}),
+    "w4a8": ("qwen3", {}, {"quant": {"scheme": "w4a8"}}),
+    "window": ("mistral", {"sliding_window": 48}, {"quant": {"scheme": "bf16", "group_size": None}}),
+    "nvfp4a16": ("qwen2", {}, {"quant": {"scheme": "nvfp4a16", "group_size": None}}),
+}
+
+
+SHAPED = ["none", "temperature", "min_p", "top_k", "top_p", "greedy", "all"]
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `exact_in_vllm.py` saw, by case."""
+    directory = tmp_path_factory.mktemp("exact")
+    orders = {
+        name: {
+            "model": str(tiny_model(family, **changes)),
+            "sections": sections | {"rollout": ROLLOUT},
+            "lengths": [2, 63, 65, 130],  # within a page of the KV cache, at its end and beyond
+            "response": 40,
+            "shaped": SHAPED if name == "bf16" else SHAPED[-1:],
+        }
+        for name, (family, changes, sections) in CASES.items()
+    }
+    cases, answer = directory / "cases.json", directory / "answer.json"
+    cases.write_text(json.dumps(orders))
+    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests", "tests/training"))
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("exact_in_vllm.py")), str(cases), str(answer)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
+    return json.loads(answer.read_text())
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_no_log_prob_is_off_by_a_bit(found, case, version) -> None:
+    wrong = found[case][f"version {version}"]["wrong"]
+    assert wrong and not any(wrong.values()), wrong
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_preempted_and_used_its_cache_meanwhile(found, case) -> None:
+    events = found[case]["version 0"]["events"]
+    assert events.get("preempted", 0) > 0 and events.get("cached", 0) > 0, events
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_publish_is_proved_and_changes_what_is_computed(found, case) -> None:
+    case = found[case]
+    assert case["proved_frac"] > 0.99
+    assert abs(case["version 1"]["sum"] - case["version 0"]["sum"]) > 0.1
+
+
+def test_a_training_run_has_no_mismatch_in_any_step(qarl: Qarl, tiny_model, tmp_path: Path) -> None:
+    rollout = {"engine": "vllm", "numerics": "exact", "min_p": 0.05, "vllm": {"publish": "delta"}}
+    sections = {"rollout": rollout, "train": {"steps": 2}, "checkpoint": {"every": 100}}
+    config = write_config(tmp_path / "c.yaml", settings(tiny_model("qwen3"), **sections))
+    done = qarl.run("train", config, f"train.run_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["mismatch/delta_abs_max"] for record in records] == [0.0, 0.0]
+    assert [record["publish/canary_abs_max"] for record in records] == [0.0, 0.0]
+    assert 0 < records[1]["publish/sent_frac"] < 0.9
