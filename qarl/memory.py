@@ -17,7 +17,7 @@ from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, uses_
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
-from qarl.fused import FUSED
+from qarl.fused import is_fused
 from qarl.machine import machine_bytes
 
 Phase = Literal["always", "update", "publish"]
@@ -113,7 +113,7 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
         if quantized:
             stored += published
             quantized_elements += n * k
-        if name.rpartition(".")[2] in FUSED:
+        if is_fused(name):
             stacked += published
         linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
