@@ -17,17 +17,12 @@ GATE_UP = ("gate_proj", "up_proj")
 _GROUPS = {projection: group for group in (QKV, GATE_UP) for projection in group}
 
 
-def is_fused(name: str) -> bool:
-    """Whether a module, by full name, is multiplied together with others."""
-    return name.rpartition(".")[2] in _GROUPS
-
-
 def fused_groups(names: Iterable[str]) -> list[list[str]]:
     """Modules that are fused with one another, by full name; those that stand alone are left out."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
-        if is_fused(name):
-            block, _, projection = name.rpartition(".")
+        block, _, projection = name.rpartition(".")
+        if projection in _GROUPS:
             groups.setdefault((block, _GROUPS[projection]), []).append(name)
     return list(groups.values())
 
