@@ -19,6 +19,7 @@ def table(reports: Sequence[Record]) -> str:
         [head(report) for report in reports],
         learner(rows),
         canary(rows),
+        decode(rows),
         learn(rows),
         optimizer(rows),
         step(rows),
@@ -97,6 +98,20 @@ def canary(rows: Rows) -> list[str]:
         f"{1e3 * row['seconds']:.1f} ms, host {1e3 * row['host_seconds']:.1f} ms"
         for row in found
     ]
+
+
+def decode(rows: Rows) -> list[str]:
+    """One decode forward, what takes the most of it, and attention alone with each of its candidates."""
+    lines = []
+    for row in (row for row in rows if row["part"] == "decode" and "seconds" in row):
+        what = row["what"] + "".join(f" {number}" for number in row.get("candidate", []))
+        lines.append(
+            f"decode {name_of(row)} {row['scheme']}, {row['batch']} x {row['context']:,}, {what}: "
+            f"{1e3 * row['seconds']:.3f} ms, {row['tb_per_s']:.2f} TB/s" + " OTHER BITS" * (not row.get("same", True))
+        )
+        for found in row.get("kernels", []):
+            lines.append(f"  {found['ms']:9.3f} {found['calls']:6} {found['name'][:100]}")
+    return lines
 
 
 def learn(rows: Rows) -> list[str]:
