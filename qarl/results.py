@@ -124,6 +124,8 @@ class Difference:
     from 0. sampler, learner: its log-probs. place: what the trace found, as a line; None where it found nothing, and
     `note` says why. layer: None outside of the layers. operation: of `qarl.policy.trace.OPERATIONS`.
     operation_position: of the token whose row it was; it is no later than the one that `token` was predicted from.
+    values, values_differing, values_largest: of the operation's result for that token, drawn once more: how many there
+    are, how many differ, by how much at most.
     """
 
     round: int
@@ -138,6 +140,9 @@ class Difference:
     layer: int | None = None
     operation: str | None = None
     operation_position: int | None = None
+    values: int | None = None
+    values_differing: int | None = None
+    values_largest: float | None = None
     note: str = ""
 
 

@@ -14,7 +14,7 @@ from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
 from qarl.config.limits import STEPS, TOKENS, VOCABULARY
 from qarl.config.quant import GROUPED
 from qarl.inputs.json import strict
-from qarl.results import Exactness
+from qarl.results import Difference, Exactness
 from qarl.storage.disk import write_together
 
 
@@ -118,9 +118,15 @@ def lines(found: Exactness) -> list[str]:
         f"first: round {first.round + 1}, prompt {first.prompt + 1}, sample {first.sample + 1}, token "
         f"{first.token + 1} of the response (position {first.position}): sampler {first.sampler!r}, learner "
         f"{first.learner!r}",
-        *([] if first.place is None else [f"the forwards part at {first.place}"]),
+        *([] if first.place is None else [f"the forwards part at {first.place}{_values(first)}"]),
         *([first.note] if first.note else []),
     ]
+
+
+def _values(first: Difference) -> str:
+    if not first.values_differing:
+        return ""
+    return f": {first.values_differing:,} of {first.values:,} values differ, by {first.values_largest:.3g} at most"
 
 
 def register(app: typer.Typer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 import torch
@@ -37,13 +38,19 @@ class Agreement(Observer):
         first = int(differing[0])
         response = int(torch.searchsorted(ends, first, right=True))
         token = first - int(ends[response] - lengths[response])
-        engine = "" if self._config.rollout.engine == "native" else f" --engine {self._config.rollout.engine}"
         self._warn(
             f"policy version {batch.version}: sampler and learner should agree bit for bit, and {len(differing):,} of "
             f"{gap.numel():,} tokens differ, by {float(gap.max()):.3g} nats at most; the first is token {token + 1} of "
-            f"response {response + 1}. qarl verify-exact {self._config.model.path} --scheme "
-            f"{self._config.quant.scheme}{engine} finds out where"
+            f"response {response + 1}. {command(self._config)} finds out where"
         )
+
+
+def command(config: Config) -> str:
+    """The check of a run's model, scheme and engine."""
+    quant = config.quant
+    group = "" if quant.group_size is None else f" --group-size {quant.group_size}"
+    engine = "" if config.rollout.engine == "native" else f" --engine {config.rollout.engine}"
+    return f"qarl verify-exact {shlex.quote(config.model.path)} --scheme {quant.scheme}{group}{engine}"
 
 
 def promised(config: Config, policy: Policy) -> bool:

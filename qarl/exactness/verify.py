@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from qarl.exactness.engines import Engine
 from qarl.exactness.request import Round
 from qarl.policy.packing import pack
 from qarl.policy.policy import Policy
-from qarl.policy.trace import Parting, Tracer, parting
+from qarl.policy.trace import Parting, Tracer, apart, parting
 from qarl.results import Difference, Exactness
 from qarl.types import Rollout
 
@@ -90,12 +91,7 @@ class Check:
         prompt, own = drawn.prompts[response], drawn.responses[response]
         sequence = [*prompt, *own[:token]]  # what the token was predicted from
         learner, sampler = Tracer(sequence), Tracer(sequence)
-        batch = next(batch for batch in self._batches(drawn) if response in batch)
-        with self.policy.decoder.noting(learner):
-            again = self._learned(drawn, batch, learner)[batch.index(response)]
-        redrawn = Drawn.of(drawn.round, self.engine.trace(drawn.round, sampler))
-        learner.settle()
-        sampler.settle()
+        again, redrawn = self._traced(drawn, response, learner, sampler)
         place = parting(learner.found, sampler.found)
         same = redrawn.responses[response][: token + 1] == own[: token + 1]
         differs = same and _reported(redrawn, response, token) != float(again[token])
@@ -107,7 +103,27 @@ class Check:
         first = replace(self.found.first, place=None if place is None else str(place), note=note)
         if place is not None:
             first = replace(first, layer=place.layer, operation=place.operation, operation_position=place.position)
+            if place.operation != "head":
+                first = replace(first, **self._values(drawn, response, sequence, place))
         self.found = replace(self.found, first=first)
+
+    def _traced(self, drawn: Drawn, response: int, learner: Tracer, sampler: Tracer) -> tuple[Tensor, Drawn]:
+        """The learner's log-probs of the response, and the round drawn again, both told to their tracers."""
+        batch = next(batch for batch in self._batches(drawn) if response in batch)
+        with self.policy.decoder.noting(learner):
+            again = self._learned(drawn, batch, learner)[batch.index(response)]
+        redrawn = Drawn.of(drawn.round, self.engine.trace(drawn.round, sampler))
+        learner.settle()
+        sampler.settle()
+        return again, redrawn
+
+    def _values(self, drawn: Drawn, response: int, sequence: list[int], place: Parting) -> dict[str, Any]:
+        """How many values of the place's row differ, and by how much: fields of `Difference`."""
+        watched = place.step(len(self.policy.decoder.layers)), place.position
+        learner, sampler = Tracer(sequence, watched), Tracer(sequence, watched)
+        self._traced(drawn, response, learner, sampler)
+        count, differing, largest = apart(learner, sampler)
+        return {"values": count, "values_differing": differing, "values_largest": largest}
 
     def _note_first(self, drawn: Drawn, response: int, token: int, learned: Tensor) -> None:
         prompt, sample = divmod(response, drawn.round.sampling.n)

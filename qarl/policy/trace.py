@@ -58,9 +58,12 @@ class Context:
 @dataclass
 class Tracer:
     """Follows one sequence. tokens: of it. found: digest of each position's row, by operation in the order of a
-    forward; a position that ran more than once has each of its digests."""
+    forward; a position that ran more than once has each of its digests. watched: an operation and a position whose
+    values are kept, flat and in float64, each time in `values`."""
 
     tokens: Sequence[int]
+    watched: tuple[Step, int] | None = None
+    values: list[Tensor] = field(default_factory=list)
     found: dict[Step, dict[int, set[int]]] = field(default_factory=dict)
     _rows: list[int] = field(default_factory=list)
     _positions: list[int] = field(default_factory=list)
@@ -88,6 +91,9 @@ class Tracer:
         # What holds codes of 8 bits is looked at as bytes, which every operation takes.
         given = [t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors if t is not None]
         chosen = torch.tensor(held, device=given[0].device)
+        if self.watched is not None and self.watched[0] == (layer, operation) and self.watched[1] in positions:
+            row = held[positions.index(self.watched[1])]
+            self.values.append(torch.cat([t[row].flatten().double() for t in tensors if t is not None]).cpu())
         self._fresh.append(((layer, operation), positions, digest([tensor[chosen] for tensor in given])))
 
     def settle(self) -> None:
@@ -111,6 +117,11 @@ class Parting:
     layer: int | None
     operation: str
 
+    def step(self, layers: int) -> Step:
+        """As `Tracer.found` has it. layers: of the model."""
+        outside = -1 if self.operation == "embedding" else layers
+        return outside if self.layer is None else self.layer, self.operation
+
     def __str__(self) -> str:
         at = "" if self.layer is None else f"layer {self.layer}, "
         return f"{at}{self.operation} ({OPERATIONS[self.operation]}), at position {self.position}"
@@ -131,6 +142,17 @@ def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Map
                 layer, operation = step
                 return Parting(position, layer if 0 <= layer < layers else None, operation)
     return None
+
+
+def apart(one: Tracer, other: Tracer) -> tuple[int, int, float]:
+    """Of the watched values of two tracers, in their first forward that differs: how many there are, how many of them
+    differ, and by how much at most."""
+    for a in one.values:
+        for b in other.values:
+            if not torch.equal(a, b):
+                gap = (a - b).abs().nan_to_num(float("inf"))
+                return len(a), int((gap != 0).sum()), float(gap.max())
+    return max((len(a) for a in one.values), default=0), 0, 0.0
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:

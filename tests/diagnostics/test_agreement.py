@@ -38,7 +38,7 @@ def test_what_agrees_is_not_spoken_of_and_the_first_difference_is_once(run):
     assert said == [
         f"policy version {version}: sampler and learner should agree bit for bit, and 2 of {tokens} tokens differ, by "
         f"0.5 nats at most; the first is token 3 of response 4. qarl verify-exact {run.config.model.path} --scheme "
-        "w4a16 finds out where"
+        "w4a16 --group-size 32 finds out where"
     ]
 
 

@@ -127,6 +127,7 @@ def test_a_fault_is_found_in_its_layer_and_operation(opened, monkeypatch, name):
     assert not found.exact and 0 < found.differing <= found.tokens and found.largest > 0 and first is not None
     assert (first.layer, first.operation) == (layer, operation), first.place
     assert first.operation_position < first.position and first.note == ""
+    assert 0 < first.values_differing <= first.values and first.values_largest > 0
     assert first.place.startswith(operation if layer is None else f"layer {layer}, {operation}")
 
 
@@ -136,7 +137,7 @@ def test_a_fault_of_the_output_layer_is_no_layers(opened, monkeypatch):
         patch.setattr(Sampler, "logits", lambda self, hidden: real(self, hidden) * 1.01)
         first = checked(opened).found.first
     assert (first.layer, first.operation) == (None, "head")
-    assert first.operation_position == first.position - 1
+    assert first.operation_position == first.position - 1 and first.values is None
 
 
 def test_the_first_token_that_differs_is_named(opened, monkeypatch):

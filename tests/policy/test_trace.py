@@ -10,7 +10,7 @@ from qarl_kernels.logprob import Truncation
 
 from qarl.policy.attention import Span
 from qarl.policy.packing import pack
-from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, digest, parting
+from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, apart, digest, parting
 
 LAYER = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]
 
@@ -52,6 +52,23 @@ def test_a_tensor_of_some_rows_says_which_and_a_token_that_runs_again_adds_its_d
     tracer(2, "final_norm", y)
     tracer.settle()
     assert tracer.found == {(2, "final_norm"): {1: {int(digest([x])[0]), int(digest([y])[0])}}}
+
+
+def test_the_values_of_one_row_are_kept_and_compared():
+    x, y = torch.randn(2, 3), torch.randn(2, 2)
+    tracers = [Tracer([5, 6], watched=((1, "o"), 1)) for _ in range(2)]
+    for tracer, change in zip(tracers, (0.0, 0.5), strict=True):
+        tracer.expect([Context(0, 0, [5, 6])])
+        tracer(0, "o", x)
+        tracer(1, "qkv", x)
+        tracer(1, "o", x, None, y)
+        tracer.expect([Context(0, 1, [5, 6])])
+        tracer(1, "o", x[1:], None, y[1:] + change)
+    assert torch.equal(tracers[0].values[0], torch.cat([x[1], y[1]]).double()) and len(tracers[0].values) == 2
+    assert apart(tracers[0], tracers[0]) == (5, 0, 0.0)
+    assert apart(*tracers) == (5, 2, pytest.approx(0.5))
+    steps = [Parting(0, 3, "o"), Parting(0, None, "embedding"), Parting(0, None, "final_norm")]
+    assert [place.step(9) for place in steps] == [(3, "o"), (-1, "embedding"), (9, "final_norm")]
 
 
 def test_two_traces_part_at_the_earliest_position_and_there_at_the_first_operation():
