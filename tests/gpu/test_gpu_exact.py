@@ -30,6 +30,7 @@ SIZES = {  # whole blocks of 128 in every layer, fused ones too
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+SMALL = {"memory_frac": 0.1}  # several fit one GPU
 LENGTHS = [2, 63, 65, 130, 700, 3000]
 # Prompts come in chunks, and two long sequences do not fit the KV cache together.
 ROLLOUT = {
@@ -38,8 +39,9 @@ ROLLOUT = {
     "max_num_seqs": 12,
     "max_batched_tokens": 200,
     "kv_cache_tokens": 4096,
+    "vllm": SMALL,
 }
-EAGER = {"vllm": {"enforce_eager": True}}
+EAGER = {"vllm": SMALL | {"enforce_eager": True}}
 # name -> (family, scheme, group, more of the rollout)
 CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
     "bf16": ("qwen3", "bf16", None, {}),
