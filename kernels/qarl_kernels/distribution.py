@@ -15,7 +15,8 @@ from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, fused, logits_of, tr
 class Distribution:
     """Of R states. Nothing here waits for the device.
 
-    logits: float32 (R, V), after temperature; of a token that is cut CUT_LOGIT_GAP under the row's largest.
+    logits: float32 (R, V), rows any distance apart, after temperature; of a token that is cut CUT_LOGIT_GAP under the
+        row's largest.
     truncated: whether tokens may be cut.
     sums: where the learner sums over tiles of the vocabulary (`qarl_kernels.head`), its float32 (R,) each: the largest
         logit, and the logarithm of the sum of exp(logit - largest). None: it takes a softmax of whole rows.

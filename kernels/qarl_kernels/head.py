@@ -111,8 +111,7 @@ def statistics(
 def fused_distribution(hidden: Tensor, weight: Tensor, truncation: Truncation) -> Distribution:
     """See `qarl_kernels.distribution`. A pass stores its logits too, so that the weight is not read again."""
     hidden, weight, how = hidden.contiguous(), weight.contiguous(), Logits.of(truncation)
-    # rows of 16 bytes, as the tensor memory accelerator wants them
-    pitch = triton.cdiv(weight.shape[0], 4) * 4
+    pitch = triton.cdiv(weight.shape[0], 16) * 16  # rows that the tensor memory accelerator writes
     stored = torch.empty(hidden.shape[0], pitch, dtype=torch.float32, device=hidden.device)[:, : weight.shape[0]]
     log_sum = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     top = None
