@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from qarl.api import compare, compare_offline, evaluate, export, generate, quantize, train
+    from qarl.api import compare, compare_offline, evaluate, export, generate, quantize, train, verify_exact
     from qarl.config.config import Config
     from qarl.errors import UserError
 
@@ -31,6 +31,7 @@ __all__ = [
     "generate",
     "quantize",
     "train",
+    "verify_exact",
 ]
 
 

@@ -17,13 +17,23 @@ from qarl.config.check import check_inputs
 from qarl.config.source import ConfigSource, Overrides, read_source
 from qarl.errors import UserError
 from qarl.inputs.paths import user_path
-from qarl.results import Completion, EvaluationResult, ExportResult, TrainResult
+from qarl.results import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
 from qarl.threads import wait_politely
 
 if TYPE_CHECKING:
     from qarl.inference.target import Target
 
-__all__ = ["compare", "compare_offline", "evaluate", "export", "generate", "quantize", "train", "verify_export"]
+__all__ = [
+    "compare",
+    "compare_offline",
+    "evaluate",
+    "export",
+    "generate",
+    "quantize",
+    "train",
+    "verify_exact",
+    "verify_export",
+]
 
 AnyPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
@@ -269,3 +279,41 @@ def generate(
         )
         for each in completed
     ]
+
+
+def verify_exact(
+    target: AnyPath,
+    *,
+    scheme: str | None = None,
+    group_size: int | None = None,
+    engine: Literal["native", "vllm"] = "native",
+    tokens: int | None = None,
+    longest: int | None = None,
+    prompts: AnyPath | Sequence[str] | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    step: int | None = None,
+    model: str | None = None,
+    device: Device = "auto",
+    say: Callable[[str], None] = lambda line: None,
+) -> Exactness:
+    """Draw tokens with an engine, recompute their log-probs with the learner's forward, and compare them bit for bit.
+
+    target: a run, one of its checkpoints, an exported checkpoint, or a model. engine: vllm runs with exact numerics.
+    tokens: to draw, at least. longest: tokens of a prompt and its response. prompts: texts, or a file with one a line,
+    taken as they are; None: random tokens. say: gets a line before what takes long. Where something differs, `first`
+    of the result names the token, and the layer and operation at which the two forwards part.
+    """
+    from qarl.inference.target import resolve_target
+
+    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
+    wait_politely()
+    from qarl.exactness.command import check_exactness  # torch: only once the target is known
+    from qarl.exactness.request import Request
+
+    request = Request(tokens, longest, temperature, top_k, top_p, min_p, seed)
+    return check_exactness(found, request, engine, prompts, device, say)

@@ -13,11 +13,11 @@ from typing import Literal, get_args
 from qarl_formats.compressed import tensor_specs
 from qarl_formats.scheme import Scheme, is_ignored
 
-from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, uses_kernels
+from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
-from qarl.fused import FUSED
+from qarl.fused import fused_groups
 from qarl.machine import machine_bytes
 
 Phase = Literal["always", "update", "publish"]
@@ -29,6 +29,7 @@ PROCESS_BYTES = 600 * 2**20
 VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 # Two buckets of AdamW's moments, which pass through a GPU in a step where the host keeps them (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
+DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
 def master_bytes(parameters: int) -> int:
@@ -105,16 +106,15 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
     scheme = scheme_of(quant)
     width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
     own_dtype = config.learner_dtype != config.model.dtype
-    stored, stacked, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0, 0
+    stored, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0
+    published: dict[str, int] = {}
     kernels = uses_kernels(config, device)
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
-        published = quantized_weight_bytes(scheme, n, k) if quantized else width * n * k
+        published[name] = quantized_weight_bytes(scheme, n, k) if quantized else width * n * k
         if quantized:
-            stored += published
+            stored += published[name]
             quantized_elements += n * k
-        if name.rpartition(".")[2] in FUSED:
-            stacked += published
         linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or own_dtype or (quant.learner == "fake_quant" and quantized):
@@ -130,7 +130,8 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
         codes = stored if quant.learner == "fake_quant" else 0
         reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
     # Weights of one input are put under one another before operands are made of them, and are there twice meanwhile.
-    following = version + max(operands + head + rest, stacked if kernels else 0)
+    stacks = [sum(published[name] for name in group) for group in fused_groups(published)] if kernels else []
+    following = version + max(operands + head + rest, *stacks, 0)
     between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
     several = config.minibatch_size < config.responses_per_step or config.train.epochs > 1
     kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
@@ -144,6 +145,7 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         *sampler_items(config, kv_cache, version, sampler_operands + head, device),
+        *([decode_item(config, a.vocab_size)] if kernels and config.rollout.engine == "native" else []),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
         *([Item("version in training, beside the sampler's", between, "always")] if several else []),
         Item("next version, beside the one in use", following, "publish"),
@@ -220,6 +222,16 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
         Item(f"vLLM {cache}", kv_cache, "always", "sampler"),
         Item("tensors on their way to vLLM", on_the_way, "publish", "sampler"),
     ]
+
+
+def decode_item(config: Config, vocabulary: int) -> Item:
+    """Logits of the native engine's decodes on a GPU: those of a CUDA graph, and of a step that is not captured yet.
+
+    Where tokens are ranked no graph has them, and a few rows are drawn at a time.
+    """
+    ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    rows = min(config.sequences, DRAWN_ROWS) if ranked else config.sequences
+    return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "always", "sampler")
 
 
 def certain_bytes(config: Config, architecture: Architecture, device: Device) -> int:

@@ -114,3 +114,63 @@ class Completion:
     token_ids: list[int] = field(repr=False)
     logprobs: list[float] = field(repr=False)
     finish_reason: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token of a check of exactness that differs, and where the two forwards part.
+
+    round, prompt, sample: from 0, as drawn. token: its place in the response, position: in the whole sequence, both
+    from 0. sampler, learner: its log-probs. place: what the trace found, as a line; None where it found nothing, and
+    `note` says why. layer: None outside of the layers. operation: of `qarl.policy.trace.OPERATIONS`.
+    operation_position: of the token whose row it was; it is no later than the one that `token` was predicted from.
+    values, values_differing, values_largest: of the operation's result for that token, drawn once more: how many there
+    are, how many differ, by how much at most.
+    """
+
+    round: int
+    prompt: int
+    sample: int
+    token: int
+    position: int
+    token_id: int
+    sampler: float
+    learner: float
+    place: str | None = None
+    layer: int | None = None
+    operation: str | None = None
+    operation_position: int | None = None
+    values: int | None = None
+    values_differing: int | None = None
+    values_largest: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Whether the log-probs of drawn tokens are the learner's, bit for bit.
+
+    target, scheme, engine, device: what was checked, where. versions: of torch, triton, vllm. tokens, responses: drawn
+    and compared. longest: tokens of a prompt and its response. preemptions: how often a sequence lost its KV pages;
+    None where the engine does not say. differing: tokens whose log-prob differs; largest: by how much, in nats.
+    drawn_per_s, recomputed_per_s: tokens a second. first: None where nothing differs.
+    """
+
+    target: str
+    scheme: str
+    engine: str
+    device: str
+    versions: dict[str, str]
+    tokens: int = 0
+    responses: int = 0
+    longest: int = 0
+    preemptions: int | None = None
+    differing: int = 0
+    largest: float = 0.0
+    drawn_per_s: float = 0.0
+    recomputed_per_s: float = 0.0
+    first: Difference | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.differing == 0

@@ -18,8 +18,8 @@ from qarl.config.architecture import Architecture
 from qarl.config.by_device import ON_CPU
 from qarl.memory import DTYPE_BYTES, Device, estimate, kv_cache_bytes, phase_bytes
 
-# vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine's step is not
-# captured in a graph and its attention reads every page, so it gains nothing from longer prefills.
+# vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine runs prefills
+# beside decodes and not in one batch with them, so it gains nothing from longer ones.
 SEQUENCES = 256
 BATCHED_TOKENS = {"vllm": 8192, "native": 4096}
 FEWEST_SEQUENCES = 64

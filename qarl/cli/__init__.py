@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from qarl import __version__, api
-from qarl.cli import compare, diagnose, export, generate, quantize, report, runs
+from qarl.cli import compare, diagnose, export, generate, quantize, report, runs, verify_exact
 from qarl.cli import eval as evaluation
 from qarl.cli.arguments import UsageError, usage_line
 from qarl.config import Config, check_inputs, load_config
@@ -138,6 +138,7 @@ export.register(app)
 quantize.register(app)
 
 diagnose.register(app)
+verify_exact.register(app)
 report.register(app)
 runs.register(app)
 

@@ -104,12 +104,14 @@ class Config(Section):
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     @property
+    def sequences(self) -> int:
+        """Decoded together. Where that is left to the device, those of a CPU, which are the fewest."""
+        return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], self.responses_per_step)
+
+    @property
     def kv_cache_tokens(self) -> int:
-        """Tokens of the KV pool, at least one full sequence. Where the number of sequences is left to the device, the
-        pool of a CPU, which is the least."""
-        most = self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"]
-        sequences = min(most, self.responses_per_step)
-        return self.rollout.kv_cache_tokens or sequences * self.max_sequence_length
+        """Tokens of the KV pool, at least one full sequence."""
+        return self.rollout.kv_cache_tokens or self.sequences * self.max_sequence_length
 
     @property
     def eval_response_length(self) -> int:

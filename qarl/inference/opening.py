@@ -73,11 +73,13 @@ def open_policy(
     rollout: RolloutConfig | None = None,
     masters: Masters | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
 ) -> Opened:
     """Build the policy of a run's checkpoint, an exported checkpoint or a model, on its quantized tensors alone.
 
     device: auto, cpu or cuda. rollout: engine sizes (max_num_seqs, max_batched_tokens, kv_cache_tokens).
-    masters, tokenizer: of the target, where they are open already.
+    masters, tokenizer: of the target, where they are open already. max_length: of prompt and response, where it is less
+    than the context.
     The codes of a run opened in its own scheme are proved against the digest that the run recorded.
     Raises UserError for whatever cannot be read or does not fit.
     """
@@ -93,7 +95,7 @@ def open_policy(
         config, generation = masters.config, masters.generation
         dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
         snapshot = snapshot_of(target, masters, dtype, where)
-    limit = target.run.model.max_length if target.run else None
+    limit = max_length or (target.run.model.max_length if target.run else None)
     policy = Policy(skeleton(config), scheme_of(target.quant), target.quant, dtype, where, limit, snapshot)
     engine = NativeEngine(policy.sampler, tokenizer, rollout or RolloutConfig())
     engine.publish(policy.current)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -13,6 +15,7 @@ from qarl.policy.layer import read_layers
 from qarl.policy.modules import Embedding, HFModule, RMSNorm, RotaryTable
 from qarl.policy.plain_layer import plain_layer
 from qarl.policy.projection import Backward
+from qarl.policy.trace import Note, unnoted
 from qarl.policy.view import Role
 
 Recompute = Literal["elementwise", "mlp", "products", "layer"]
@@ -25,7 +28,8 @@ class Decoder:
     instead of keeping it. elementwise: norms, rotation and activation; mlp: also the products of gate and up; products:
     all products but the MLP's last, so that beside a layer's input the attention's output is kept; layer: everything.
     In plain torch, where autograd keeps what it wants, the first three keep all. backward: whether the backward's
-    products are of 16-bit or FP8 operands, which only fused layers have.
+    products are of 16-bit or FP8 operands, which only fused layers have. note: is told what each operation gives, see
+    `qarl.policy.trace`.
     """
 
     def __init__(self, model: HFModule, role: Role, dequantize_input: bool, backward: Backward) -> None:
@@ -37,6 +41,7 @@ class Decoder:
         self.layers = read_layers(model)
         self.recompute: Recompute = "elementwise"
         self.backward: Backward = backward
+        self.note: Note = unnoted
 
     def __call__(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
         """Final hidden states of a packed batch. ids: (T,) int64; rows: (R,) int64, which to return; None: all.
@@ -47,13 +52,25 @@ class Decoder:
             from qarl.policy.fused_decoder import fused_states  # imports Triton, which the CPU does not need
 
             return fused_states(self, ids, attention, rows)
-        hidden = self.embedding(ids)
+        hidden, note = self.embedding(ids), self.note
+        note(-1, "embedding", hidden)
         cos, sin = self.rotary(hidden, attention.positions)
         again = self.recompute == "layer" and torch.is_grad_enabled()
         for layer in self.layers:
             if again:
-                hidden = checkpoint(plain_layer, layer, hidden, cos, sin, attention, use_reentrant=False)
+                hidden = checkpoint(plain_layer, layer, hidden, cos, sin, attention, note, use_reentrant=False)
             else:
-                hidden = plain_layer(layer, hidden, cos, sin, attention)
+                hidden = plain_layer(layer, hidden, cos, sin, attention, note)
+        note(len(self.layers), "final_stream", hidden)
         hidden = self.norm(hidden)
+        note(len(self.layers), "final_norm", hidden)
         return hidden if rows is None else hidden[rows]
+
+    @contextmanager
+    def noting(self, note: Note) -> Iterator[None]:
+        """Inside, forwards say what they compute to `note`."""
+        before, self.note = self.note, note
+        try:
+            yield
+        finally:
+            self.note = before

@@ -41,6 +41,10 @@ class PackedAttention:
         q, k = rotary_forward(qkv, rotation)
         return attention_forward(q, k, rotation.values(qkv), self.layout, scale, window)
 
+    def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
+        """What `forward` attends to of the batch's rows: (T, H_kv, D) each, for a trace."""
+        return rotary_forward(qkv, rotation)[1], rotation.values(qkv)
+
     def backward(
         self,
         grad: Tensor,
@@ -104,6 +108,10 @@ class PagedAttention:
         q = rotary_into_pages(qkv, rotation, keys, values, self.slots)
         return paged_attention(q, keys, values, self.layout, scale, window), None
 
+    def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
+        """As of `PackedAttention`, read back from the cache after `forward`."""
+        return _read(self.caches[layer], self.slots)
+
 
 @dataclass(frozen=True)
 class DecodeAttention:
@@ -131,6 +139,17 @@ class DecodeAttention:
         q = rotary_into_pages(qkv, rotation, keys, values, self.slots)
         where = self.page_table, self.lengths
         return decode_attention(q, keys, values, *where, scale, window, self.max_length), None
+
+    def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
+        """As of `PackedAttention`, read back from the cache after `forward`."""
+        return _read(self.caches[layer], self.slots)
+
+
+def _read(cache: tuple[Tensor, Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in a layer's cache; those of a negative slot are no row's."""
+    keys, values = cache
+    page, offset = slots // keys.shape[2], slots % keys.shape[2]
+    return keys[page, :, offset], values[page, :, offset]
 
 
 FusedAttention: TypeAlias = PackedAttention | PagedAttention | DecodeAttention

@@ -28,24 +28,29 @@ def fused_states(decoder: Decoder, ids: Tensor, attention: FusedAttention, rows:
     x, layers = _embedded(decoder, ids, attention)
     residual = None
     for layer in layers:
-        x, residual, _ = layer.forward(x, residual, attention)
+        x, residual = layer.forward(x, residual, attention)[:2]  # nobody holds the rest while the next layer runs
     if rows is not None:
         x, residual = x[rows], None if residual is None else residual[rows]
-    return _last_norm(decoder, x, residual)[0]
+    return _last_norm(decoder, x, residual, rows)[0]
 
 
 def _embedded(decoder: Decoder, ids: Tensor, attention: FusedAttention) -> tuple[Tensor, list[FusedLayer]]:
     view = decoder.role.view
     x = view.values[decoder.embedding_name][ids]
+    decoder.note(-1, "embedding", x)
     cos, sin = decoder.rotary.tables[x.dtype]
     layers = [FusedLayer(modules, view, cos, sin, attention.positions, decoder) for modules in decoder.layers]
     return x, layers
 
 
-def _last_norm(decoder: Decoder, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(normed, stream, inverse)."""
+def _last_norm(
+    decoder: Decoder, x: Tensor, residual: Tensor | None, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed, stream, inverse) of the rows of a batch that x and residual are; None: all."""
     last = add_rms_norm(x, residual, decoder.role.view.values[decoder.norm_name], decoder.norm.eps)
     assert last.normed is not None, "a norm without quantization gives its values"
+    decoder.note(len(decoder.layers), "final_stream", last.hidden, rows=rows)
+    decoder.note(len(decoder.layers), "final_norm", last.normed, rows=rows)
     return last.normed, last.hidden, last.inverse
 
 
@@ -66,7 +71,7 @@ class _Fused(torch.autograd.Function):
             kept.append(intermediates.drop(decoder.recompute))
             del intermediates
         stream = x[rows], None if residual is None else residual[rows]
-        normed, ctx.hidden, ctx.inverse = _last_norm(decoder, *stream)
+        normed, ctx.hidden, ctx.inverse = _last_norm(decoder, *stream, rows)
         ctx.kept = kept
         return normed
 

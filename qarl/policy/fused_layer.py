@@ -24,6 +24,7 @@ from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
+from qarl.policy.trace import unnoted
 from qarl.policy.view import View
 
 
@@ -77,25 +78,28 @@ class FusedLayer:
         """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and the rest."""
         hidden, inverse, qkv = self._into_qkv(x, residual)
         out, lse = self._attend(qkv, attention)
-        middle, middle_inverse, gate_up = self._into_gate_up(self.o(out.flatten(1)), hidden)
+        middle, middle_inverse, gate_up = self._into_gate_up(self._noted("o", self.o(out.flatten(1))), hidden)
         product = swiglu(gate_up, self.down.input_codes, want_product=self.down.input_codes is None)
+        self._note("activation", product.product, product.codes, product.scale)
         down = self._product(self.down, product.product, product.codes, product.scale, x.dtype)
-        return down, middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
+        return self._noted("down", down), middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
 
     def _into_qkv(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._normed(x, residual, self.modules.input_norm, self.qkv)
+        return self._normed(x, residual, self.modules.input_norm, self.qkv, ("stream", "input_norm", "qkv"))
 
     def _into_gate_up(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._normed(x, residual, self.modules.mlp_norm, self.gate_up)
+        return self._normed(x, residual, self.modules.mlp_norm, self.gate_up, ("mlp_stream", "mlp_norm", "gate_up"))
 
     def _normed(
-        self, x: Tensor, residual: Tensor | None, norm: str, projection: Projection
+        self, x: Tensor, residual: Tensor | None, norm: str, projection: Projection, names: tuple[str, str, str]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(stream, inverse, product of the normed stream)."""
+        """(stream, inverse, product of the normed stream). names: of stream, normed and product in a trace."""
         codes = projection.input_codes
         normed = add_rms_norm(x, residual, self.view.values[norm], self.modules.eps, codes, want_normed=codes is None)
+        self._note(names[0], normed.hidden)
+        self._note(names[1], normed.normed, normed.codes, normed.scale)
         y = self._product(projection, normed.normed, normed.codes, normed.scale, x.dtype)
-        return normed.hidden, normed.inverse, y
+        return normed.hidden, normed.inverse, self._noted(names[2], y)
 
     def _product(
         self, projection: Projection, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
@@ -107,7 +111,17 @@ class FusedLayer:
 
     def _attend(self, qkv: Tensor, attention: FusedAttention) -> tuple[Tensor, Tensor | None]:
         m = self.modules
-        return attention.forward(qkv, self.rotation, m.index, m.scale, m.window)
+        out, lse = attention.forward(qkv, self.rotation, m.index, m.scale, m.window)
+        if self.decoder.note is not unnoted:
+            self._note("rotary", *attention.keys_and_values(qkv, self.rotation, m.index))
+        return self._noted("attention", out), lse
+
+    def _note(self, operation: str, *tensors: Tensor | None) -> None:
+        self.decoder.note(self.modules.index, operation, *tensors)
+
+    def _noted(self, operation: str, tensor: Tensor) -> Tensor:
+        self._note(operation, tensor)
+        return tensor
 
     # --- backward ----------------------------------------------------------------------------------------------
 

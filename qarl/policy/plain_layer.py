@@ -10,24 +10,42 @@ from torch import Tensor
 
 from qarl.policy.attention import PlainAttention
 from qarl.policy.layer import LayerModules
+from qarl.policy.trace import Note, unnoted
 
 
-def plain_layer(modules: LayerModules, hidden: Tensor, cos: Tensor, sin: Tensor, attention: PlainAttention) -> Tensor:
+def plain_layer(
+    modules: LayerModules, hidden: Tensor, cos: Tensor, sin: Tensor, attention: PlainAttention, note: Note = unnoted
+) -> Tensor:
     """hidden: (T, H) of the compute dtype; cos, sin: (T, D), of each row's position. Returns (T, H)."""
-    layer = modules.module
+    layer, index = modules.module, modules.index
     attend, mlp = layer.self_attn, layer.mlp
+    note(index, "stream", hidden)
     normed = layer.input_layernorm(hidden)
+    note(index, "input_norm", normed)
     q, k, v = (
         project(normed).unflatten(1, (-1, modules.head_dim))
         for project in (attend.q_proj, attend.k_proj, attend.v_proj)
     )
+    note(index, "qkv", q, k, v)
     if modules.q_norm is not None:
         q, k = attend.q_norm(q), attend.k_norm(k)
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-    out = attention(q, k, v, modules.index, modules.scale, modules.window)
-    hidden = hidden + attend.o_proj(out.flatten(1))
+    note(index, "rotary", q, k)
+    out = attention(q, k, v, index, modules.scale, modules.window)
+    note(index, "attention", out)
+    product = attend.o_proj(out.flatten(1))
+    note(index, "o", product)
+    hidden = hidden + product
+    note(index, "mlp_stream", hidden)
     normed = layer.post_attention_layernorm(hidden)
-    return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+    note(index, "mlp_norm", normed)
+    gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+    note(index, "gate_up", gate, up)
+    product = mlp.act_fn(gate) * up
+    note(index, "activation", product)
+    product = mlp.down_proj(product)
+    note(index, "down", product)
+    return hidden + product
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

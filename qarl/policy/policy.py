@@ -20,11 +20,12 @@ from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import HFModule, check_family, replace_modules
+from qarl.policy.packing import pack
 from qarl.policy.projection import InPlace
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
-from qarl.policy.views import ViewMaker, restacked
+from qarl.policy.views import ViewMaker, restack
 from qarl.transfer import upload
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
@@ -155,7 +156,7 @@ class Policy:
     def _take(self, snapshot: Snapshot) -> None:
         """The snapshot is what the masters are now: the learner's forward reads it, and the sampler's may."""
         if self.kernels:
-            snapshot = restacked(snapshot, self._stacks)
+            restack(snapshot, self._stacks)
         self.current = snapshot
         self.learner_view = self._views.learner(snapshot)
         self._shadow: View | None = None  # made where somebody asks
@@ -226,25 +227,15 @@ class Policy:
 
     def _predicting(self, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
         """The final hidden state that each response token is predicted from: (T, H), as `logprobs` packs them."""
-        groups: list[tuple[int, list[int]]] = []
-        ids: list[int] = []
-        rows: list[int] = []
-        before: list[int] | None = None
-        for prompt, response in zip(prompts, responses, strict=True):
-            if prompt != before:
-                groups.append((len(prompt), []))
-                ids += prompt
-                before, last_of_prompt = prompt, len(ids) - 1
-            # The last token of a response predicts nothing, so it is not run.
-            groups[-1][1].append(len(response) - 1)
-            rows += [last_of_prompt, *range(len(ids), len(ids) + len(response) - 1)]
-            ids += response[:-1]
+        batch = pack(prompts, responses)
+        groups, ids = batch.groups, batch.ids
         fused = self.role.view.fused
         if fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
             groups.append((missing, [0]))  # a sequence of its own that nobody reads: no other row's bits change
             ids += [0] * missing
         attention = packed(groups, self.device, fused)
-        return self.decoder(upload(torch.tensor(ids), self.device), attention, upload(torch.tensor(rows), self.device))
+        rows = upload(torch.tensor(batch.rows), self.device)
+        return self.decoder(upload(torch.tensor(ids), self.device), attention, rows)
 
     @torch.no_grad()
     def shadow_logprobs(

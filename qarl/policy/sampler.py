@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qarl.policy.attention import Attention, Caches, Span, packed, paged
 from qarl.policy.decoder import Decoder
+from qarl.policy.trace import Tracer
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot
@@ -28,10 +29,12 @@ class Sampler:
     """Runs one version of a policy in the sampler's arithmetic, and shows what it multiplies with.
 
     The policy offers each new version (`offer`); `install` takes it over, and a publish proves `held` against it.
-    layout: of the model. head: the name of the output layer's weight. view: what the forward reads.
+    layout: of the model. head: the name of the output layer's weight. view: what the forward reads. tracer: is told
+    what every operation gives, and by the engine what rows it is about to run; None: nobody is.
     """
 
     view: View
+    tracer: Tracer | None = None
 
     def __init__(self, layout: ModelLayout, decoder: Decoder, role: Role, head: str, kernels: bool) -> None:
         self.layout, self._decoder, self._role, self._head, self._kernels = layout, decoder, role, head, kernels
@@ -102,6 +105,16 @@ class Sampler:
         """Inside, forwards of the policy's modules run on the installed version, without gradient."""
         with self._role.as_(self.view), torch.no_grad():
             yield
+
+    @contextmanager
+    def traced(self, tracer: Tracer) -> Iterator[None]:
+        """Inside, forwards are told to `tracer`; an engine runs them one by one, in no CUDA graph."""
+        self.tracer = tracer
+        try:
+            with self._decoder.noting(tracer):
+                yield
+        finally:
+            self.tracer = None
 
     def paged(self, spans: list[Span], caches: Caches) -> Attention:
         """Attention of a forward over the KV cache."""

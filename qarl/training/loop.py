@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qarl.config import Config
+from qarl.diagnostics.agreement import Agreement
 from qarl.diagnostics.probe import Probe
 from qarl.machine import gpu_bytes
 from qarl.policy.device import pick_device
@@ -88,6 +89,7 @@ class Loop:
         self.config, self.run, self.directory, self.console, self.guard = config, run, directory, console, guard
         self.keeper = Keeper(config.checkpoint, run, directory, console)
         self.alarms = Alarms(config, run.learner.objective, console.warn)
+        self.agreement = Agreement(config, run.policy, console.warn)
 
     def run_all(self) -> int:
         """All steps that are left. Returns the exit code.
@@ -150,7 +152,14 @@ class Loop:
         record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
         # The profiler comes first: what it writes at the end is no phase's time. The record comes last: it takes the
         # probe's numbers, and once it is told the step counts as learned from.
-        watching: list[Observer] = [clock, StepDisplay(self.console), SafePoints(self.guard), probe, record]
+        watching: list[Observer] = [
+            clock,
+            StepDisplay(self.console),
+            SafePoints(self.guard),
+            probe,
+            self.agreement,
+            record,
+        ]
         if config.train.profile is not None and config.train.profile.step == step + 1:
             shape = load_architecture(config.model)
             watching.insert(0, StepProfiler(self.directory.path / "profile", step + 1, run, shape))

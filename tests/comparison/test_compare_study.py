@@ -167,10 +167,24 @@ def test_the_correction_grid_has_the_paper_s_mismatch_and_aggregation_beside_the
             assert member.config.quant.learner == ("aligned" if aligned else "full_precision")
 
 
-def test_the_four_reproductions_are_there():
+def test_the_study_of_exactness_has_a_mismatch_in_all_variants_but_the_exact_ones():
+    path = next(path for path in REPRODUCTIONS if path.stem == "exactness")
+    study = load_study(str(path))
+    for profile in (None, *study.profiles):
+        for member in plan_study(study, str(path), [], Path("out"), profile):
+            config, exact = member.config, member.name.endswith("exact")
+            aligned = config.quant.learner == "aligned" and config.learner_dtype == config.model.dtype
+            assert (config.rollout.numerics == "exact") == exact
+            assert aligned == (exact or profile is not None), member.name
+            once = config.train.minibatch_size is None or config.minibatch_size == config.responses_per_step
+            assert once == member.name.startswith("reinforce")
+
+
+def test_the_five_reproductions_are_there():
     assert {path.stem for path in REPRODUCTIONS} == {
         "phantom_clipping",
         "correction_grid",
         "dynamic_vocabulary_pruning",
+        "exactness",
         "tbpo_ablation",
     }

@@ -121,6 +121,16 @@ def test_kv_cache_holds_keys_and_values_of_every_layer():
     assert sizes()["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
 
 
+def test_decodes_hold_logits_on_a_gpu_and_ranked_ones_of_a_few_rows():
+    many = {"max_response_length": 8, "max_num_seqs": 200}
+    train = {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "prompts_per_step": 50}
+    assert "logits of decodes" not in sizes()
+    assert sizes("cuda")["logits of decodes"] == 2 * 4 * 2 * 100
+    assert sizes("cuda", rollout=many, train=train)["logits of decodes"] == 2 * 4 * 200 * 100
+    ranked = sizes("cuda", rollout={**many, "top_p": 0.9}, train=train)
+    assert ranked["logits of decodes"] == 41 * 128 * 100
+
+
 def vllm(**settings):
     kernels = settings.pop("kernels", "vllm")
     return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "linear_kernels": kernels, "vllm": settings}
@@ -175,9 +185,9 @@ def test_several_updates_a_step_hold_the_version_in_training_beside_the_samplers
     assert "version in training, beside the sampler's" not in sizes("cuda")
 
 
-def test_the_next_version_is_there_twice_where_its_weights_are_put_under_one_another():
+def test_the_largest_of_the_next_versions_weights_under_one_another_are_there_twice():
     quant = {"scheme": "bf16", "group_size": None}
-    together = 2 * 2 * (64 * 64 + 2 * 32 * 64 + 2 * 128 * 64)  # q, k, v, gate and up of two layers, in bf16
+    together = 2 * 2 * 128 * 64  # gate and up of a layer, in bf16
     assert sizes("cuda", quant=quant)["next version, beside the one in use"] == 2 * PARAMETERS + together
     reference = sizes("cuda", quant=quant | {"kernels": "reference"})
     assert reference["next version, beside the one in use"] == 2 * PARAMETERS

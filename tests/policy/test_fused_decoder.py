@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from policy_models import assert_gradients_close, make_policy, tokens
@@ -13,6 +14,7 @@ from qarl_kernels.logprob import Truncation
 
 from qarl.policy.attention import Span
 from qarl.policy.decoder import Recompute
+from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
 
@@ -191,6 +193,62 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
             )
         start += count
     assert torch.equal(torch.cat(found), states)
+
+
+def strided_caches(policy: Policy, pages: int, page: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer two views (pages, H_kv, page, D) of one tensor that has a page's keys and values side by side; NaN."""
+    config = policy.config
+    shape = (pages, 2, page, config.num_key_value_heads, config.head_dim)
+    both = [torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(config.num_hidden_layers)]
+    return [(cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)) for cache in both]
+
+
+@pytest.mark.parametrize("page", [16, 64] if ON_GPU else [16])
+def test_tables_on_the_device_give_the_learners_bits(make, page) -> None:
+    """A mixed batch of prefill and decode, then decodes beside an empty row whose slot is negative."""
+    policy = make(True, learner="aligned")
+    policy.sampler.install(policy.current)
+    sequences = [tokens(20, 7), tokens(5, 8)]
+    first, second = (policy.sampler.states([ids]) for ids in sequences)
+    caches = strided_caches(policy, 5, page)
+    table = torch.tensor([[3, 1], [2, 999]], dtype=torch.int32, device=DEVICE)
+
+    def states(attention: PagedAttention | DecodeAttention, *ids: int) -> torch.Tensor:
+        with policy.sampler.running():
+            return policy.sampler.hidden_states(torch.tensor(ids, device=DEVICE), attention)
+
+    def paged(counts: list[int], positions: list[int], slots: torch.Tensor | None = None) -> PagedAttention:
+        return PagedAttention.of_tables(np.array(counts), np.array(positions), table, caches, slots)
+
+    found = states(paged([17, 1], [0, 0]), *sequences[0][:17], sequences[1][0])
+    assert torch.equal(found, torch.cat([first[:17], second[:1]]))
+    given = torch.tensor([3 * page + 17 if page > 17 else page + 1, 2 * page + 1, 2 * page + 2], device=DEVICE)
+    found = states(paged([1, 2], [17, 1], given), sequences[0][17], *sequences[1][1:3])
+    assert torch.equal(found, torch.cat([first[17:18], second[1:3]]))
+
+    def whole(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    for step, (at, other) in enumerate([(18, 3), (19, 4)]):
+        pages = torch.stack([table[0], table[1], table[0]])[[1, 2, 0]]  # the empty row's is another's
+        slots = [2 * page + other, -1, 3 * page + at if page > at else page + at - 16]
+        positions = whole([other, 0, at], torch.int64)
+        attention = DecodeAttention(
+            positions, whole(slots, torch.int64), pages, whole([other + 1, 0, at + 1], torch.int32), 32, caches
+        )
+        found = states(attention, sequences[1][other], 9, sequences[0][at])
+        assert torch.equal(found[[0, 2]], torch.cat([second[other : other + 1], first[at : at + 1]])), step
+        assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("truncation", [PLAIN, Truncation(0.8, min_p=0.1), Truncation(top_k=9)], ids=str)
+def test_the_samplers_distribution_has_the_learners_log_probs(make, truncation) -> None:
+    policy = make(True, learner="aligned")
+    policy.sampler.install(policy.current)
+    states = policy.sampler.states([tokens(9, 4)])
+    found = policy.sampler.distribution(states, truncation)
+    for drawn in (found.logits.argmax(-1), torch.arange(9, device=DEVICE) * 20):
+        assert torch.equal(found.logprobs(drawn), policy.sampler.logprobs(states, drawn, truncation))
 
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)

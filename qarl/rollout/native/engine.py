@@ -1,68 +1,72 @@
 """The native engine: generates in process, on the policy's own modules and tensors.
 
 Because sampler and learner run the same code on the same tensors, and every operation gives a row the same bits in
-any batch, the log-probs reported here equal the learner's recomputation bit for bit on the CPU.
+any batch, the log-probs reported here equal the learner's recomputation bit for bit.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 
-import torch
 from qarl_kernels.attention import PAGE
-from qarl_kernels.logprob import log_probs_of
-from torch import Tensor
+from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
 from qarl.errors import UserError
 from qarl.machine import gpu_bytes
 from qarl.memory import kv_cache_bytes
-from qarl.policy.attention import Span
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
+from qarl.rollout.native.ahead import AheadRunner
 from qarl.rollout.native.pages import KVCache, PagePool
-from qarl.rollout.native.sampling import draw, uniforms
-from qarl.rollout.native.scheduler import Chunk, Scheduler
+from qarl.rollout.native.plain import PlainRunner
+from qarl.rollout.native.sampling import uniforms
+from qarl.rollout.native.scheduler import Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
+from qarl.rollout.native.steps import Drawn, Runner
 from qarl.rollout.stopping import Stopping
 from qarl.sizes import sampler_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError, verify_in_process
 
-LOGIT_ROWS = 128  # rows of logits held at once
-
 
 class NativeEngine:
     """Continuous batching over a paged KV cache. See `RolloutEngine` for the contract.
 
-    sampler: the policy's forward, which runs on the version that is published. preemptions: how often a sequence lost
-    its pages in the last `generate`.
+    sampler: the policy's forward, which runs on the version that is published. graphs: whether a GPU runs decodes as
+    CUDA graphs. preemptions: how often a sequence lost its pages in the last `generate`.
     """
 
-    def __init__(self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig) -> None:
-        self.sampler, self.tokenizer, self.config = sampler, tokenizer, config
+    def __init__(
+        self, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, config: RolloutConfig, graphs: bool = True
+    ) -> None:
+        self.sampler, self.tokenizer, self.config, self.graphs = sampler, tokenizer, config, graphs
         self.version: int | None = None
         self.preemptions = 0
         self.metrics: dict[str, float] = {}
         self._cache: KVCache | None = None
+        self._runner: Runner | None = None
 
     def publish(self, snapshot: Snapshot) -> None:
         self.version = None  # until proven, nothing is held
+        self._close_runner()  # its graphs read the version before
         self.sampler.install(snapshot)
         verify_in_process(snapshot.version, snapshot.tensors, self.sampler.held())
         self.version = snapshot.version
 
     def sleep(self) -> None:
+        self._close_runner()
         self._cache = None
 
     def wake(self) -> None:
         """Nothing to do: `generate` makes the KV cache that it needs."""
 
     def close(self) -> None:
-        self._cache = None
+        self.sleep()
         self.version = None
 
     def generate(
@@ -78,11 +82,12 @@ class NativeEngine:
             return []
         longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
         sizes = self._sizes(longest)
-        cache, pool = self._kv_cache(longest, min(sizes.max_num_seqs, len(prompts) * sampling.n))
+        cache = self._kv_cache(longest, min(sizes.max_num_seqs, len(prompts) * sampling.n))
+        runner = self._runner_of(cache, sampling.truncation, sizes, longest)
+        pool = PagePool(cache.count, runner.take_page)
         scheduler = Scheduler(
-            pool, sizes.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
+            pool, runner.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
         )
-        stopping = Stopping(self.tokenizer, sampling)
         responses: list[Response] = []
         occurrences: Counter[int] = Counter()
         for prompt in prompts:
@@ -95,22 +100,77 @@ class NativeEngine:
             ]
             scheduler.add(samples)
             responses += samples
-        tokens = finished = 0
         with self.sampler.running():
-            while scheduler.busy:
-                drawn = self._step(scheduler, cache, sampling)
-                tokens += len(drawn)
-                for response in drawn:
-                    stopping.check(response)
-                    if response.finish_reason is not None:
-                        scheduler.finish(response)
-                        finished += 1
-                progress(finished, tokens)
+            self._run(scheduler, runner, Stopping(self.tokenizer, sampling), progress)
         self.preemptions = scheduler.preemptions
         return [
             Rollout(r.prompt.id, r.sample, r.response, r.logprobs, r.finish_reason, version, sampling.seed, r.text)
             for r in responses
         ]
+
+    def _run(self, scheduler: Scheduler, runner: Runner, stopping: Stopping, progress: Progress) -> None:
+        """Steps until every response has ended. A step of a runner that runs ahead is read when the next has started.
+
+        What is drawn after a response's end is thrown away. Before pages are taken from a sequence everything is read:
+        a response may have ended, and one that comes back is computed from tokens that the host has.
+        """
+        limit = stopping.sampling.max_response_length
+        tokens = finished = 0
+        unread: Drawn | None = None
+        while scheduler.busy or unread is not None:
+            step = None
+            if scheduler.busy and (unread is None or not scheduler.tight):
+                step = runner.step(scheduler.plan(), scheduler.computed)
+                for response in step.sequences:
+                    response.pending += 1
+                    if response.drawn == limit:
+                        scheduler.finish(response)
+                if not runner.ahead or self.sampler.tracer is not None:  # which is told of tokens that the host has
+                    unread, step = step, None
+            if unread is not None:
+                taken = self._take(unread, stopping)
+                for response in taken:
+                    if response.finish_reason is not None:
+                        finished += 1
+                        if response.drawn < limit:
+                            scheduler.finish(response)
+                tokens += len(taken)
+                progress(finished, tokens)
+            unread = step
+
+    def _take(self, drawn: Drawn, stopping: Stopping) -> list[Response]:
+        """Read a step's tokens. Returns the responses that got one: those that had not ended before."""
+        taken = []
+        for response, token, logprob in zip(drawn.sequences, *drawn.read(), strict=True):
+            response.pending -= 1
+            if response.finish_reason is None:
+                if not isfinite(logprob):
+                    require_finite([logprob], response.prompt, self.version)
+                response.response.append(token)
+                response.logprobs.append(logprob)
+                stopping.check(response)
+                taken.append(response)
+        return taken
+
+    def _runner_of(self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int) -> Runner:
+        """The runner of the generation before, with its graphs, where it serves; else a new one."""
+        ahead = self.sampler.view.fused
+        # One that runs ahead decodes every sequence in every step.
+        most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if ahead else sizes.max_num_seqs
+        runner = self._runner
+        if runner is None or not runner.serves(cache, truncation, most, longest):
+            self._close_runner()
+            if ahead:
+                runner = AheadRunner(self.sampler, cache, truncation, most, longest, self.graphs)
+            else:
+                runner = PlainRunner(self.sampler, cache, truncation, most)
+        self._runner = runner
+        return runner
+
+    def _close_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
 
     def _sizes(self, longest: int) -> RolloutConfig:
         """How much is done at once, also where that is left to the device. longest: tokens of a sequence."""
@@ -120,7 +180,7 @@ class NativeEngine:
         sequence = kv_cache_bytes(longest, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype.itemsize)
         return sampler_sizes(self.config, "cuda", sequence, gpu_bytes())
 
-    def _kv_cache(self, longest: int, sequences: int) -> tuple[KVCache, PagePool]:
+    def _kv_cache(self, longest: int, sequences: int) -> KVCache:
         """longest: tokens of one sequence. sequences: at the same time."""
         per_sequence = -(-longest // PAGE)
         pool = self.config.kv_cache_tokens
@@ -130,55 +190,8 @@ class NativeEngine:
                 f"rollout.kv_cache_tokens: {self.config.kv_cache_tokens} cannot hold one sequence of "
                 f"{longest} tokens; set at least {per_sequence * PAGE}"
             )
-        if self._cache is None or self._cache.count != count:
-            self._cache = None  # the old one goes before the new one comes
+        if self._cache is None or self._cache.count < count:
+            self.sleep()  # the old one goes before the new one comes
             layout = self.sampler.layout
             self._cache = KVCache(count, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.device)
-        return self._cache, PagePool(count, self._cache.clear)
-
-    def _step(self, scheduler: Scheduler, cache: KVCache, sampling: SamplingParams) -> list[Response]:
-        """One forward. Returns the responses that got a token."""
-        chunks = scheduler.plan()
-        hidden = self._forward(chunks, cache)
-        drawing: list[Response] = []
-        rows: list[int] = []
-        row = 0
-        for chunk in chunks:
-            row += chunk.stop - chunk.start
-            ready = scheduler.computed(chunk)
-            drawing += ready
-            rows += [row - 1] * len(ready)
-        for start in range(0, len(drawing), LOGIT_ROWS):
-            part = slice(start, start + LOGIT_ROWS)
-            self._draw(drawing[part], rows[part], hidden, sampling)
-        return drawing
-
-    def _forward(self, chunks: list[Chunk], cache: KVCache) -> Tensor:
-        spans, ids, row = [], [], 0
-        for chunk in chunks:
-            count = chunk.stop - chunk.start
-            spans.append(Span(row, count, chunk.start, chunk.sequence.pages))
-            ids += chunk.sequence.tokens(chunk.start, chunk.stop)
-            row += count
-        attention = self.sampler.paged(spans, cache.layers)
-        return self.sampler.hidden_states(torch.tensor(ids, device=self.sampler.layout.device), attention)
-
-    def _draw(self, responses: list[Response], rows: list[int], hidden: Tensor, sampling: SamplingParams) -> None:
-        """Give each response its next token, from the state in its row of `hidden` (T, H). Forks share a row."""
-        distinct = list(dict.fromkeys(rows))
-        log_probs = log_probs_of(self.sampler.logits(hidden[distinct]), sampling.truncation)
-        if len(distinct) < len(rows):
-            place = {row: i for i, row in enumerate(distinct)}
-            log_probs = log_probs[[place[row] for row in rows]]
-        if sampling.truncation.greedy:
-            chosen = log_probs.argmax(-1)
-        else:
-            chosen = draw(log_probs, [float(r.points[len(r.response)]) for r in responses])
-        if self.sampler.view.fused:  # the learner sums over tiles of the vocabulary, not over whole rows
-            logprobs = self.sampler.logprobs(hidden[rows], chosen, sampling.truncation).tolist()
-        else:
-            logprobs = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
-        for response, token, logprob in zip(responses, chosen.tolist(), logprobs, strict=True):
-            require_finite([logprob], response.prompt, self.version)
-            response.response.append(token)
-            response.logprobs.append(logprob)
+        return self._cache

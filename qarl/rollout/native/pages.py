@@ -24,7 +24,7 @@ class KVCache:
         self.layers = [(layer[0], layer[1]) for layer in self._block]
 
     def clear(self, page: int) -> None:
-        """Zero a page. Attention multiplies what lies behind a sequence's end by zero, which must not be NaN."""
+        """Zero a page."""
         self._block[:, :, page].zero_()
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -2,7 +2,8 @@
 
 Every step decodes one token of each running sequence, oldest first, then fills the rest of the token budget with
 chunks of prompts. The samples of one prompt wait together: the first prefills, the others fork from its pages. A
-sample that comes later, or comes back, takes the prompt's keys and values from one that is still running.
+sample that comes later, or comes back, takes the prompt's keys and values from one that is still running; where that
+is all it needs, its prefill is one token and runs as a decode does.
 
 A prefill starts when the pool has pages for all of its tokens, so a started one can always go on. When pages run out,
 the youngest sequence is preempted: it gives its pages back and waits for them to be recomputed. The oldest never is,
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qarl_kernels.attention import PAGE
 
@@ -29,14 +31,20 @@ class Prefill:
     siblings: list[Sequence]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, stop) of a sequence that run in this step; `prefill` is set unless it is a decode."""
 
     sequence: Sequence
     start: int
     stop: int
     prefill: Prefill | None
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one token, from which its sequence draws and no other."""
+        if self.prefill is None:
+            return True
+        return self.stop - self.start == 1 and self.stop == self.sequence.length and not self.prefill.siblings
 
 
 class Scheduler:
@@ -69,6 +77,13 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
+    @property
+    def tight(self) -> bool:
+        """Whether the next step takes pages from a sequence."""
+        return (
+            self.pool.free < len(self.running) and sum(s.pages_missing(s.length) for s in self.running) > self.pool.free
+        )
+
     def plan(self) -> list[Chunk]:
         """The next step's chunks, each sequence at most once, with pages taken for them. Empty only when idle."""
         budget = self.max_batched_tokens
@@ -76,8 +91,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:  # victims are taken from the end: a planned one is never one
             sequence = self.running[index]
-            if self._make_room(sequence):
-                chunks.append(Chunk(sequence, sequence.length - 1, sequence.length, None))
+            length = sequence.length
+            if length <= PAGE * len(sequence.pages) or self._make_room(sequence):
+                chunks.append(Chunk(sequence, length - 1, length, None))
                 budget -= 1
             index += 1
         index = 0
@@ -119,13 +135,17 @@ class Scheduler:
         full = known // PAGE
         if lead.pages_missing(lead.length) - full > self.pool.free - self._reserve():
             return False
+        prefill = self.waiting.popleft()
         if donor:
             lead.pages = [self.pool.share(page) for page in donor.pages[:full]]
             lead.computed = known
+            if prefill.siblings:  # they have the donor too
+                self.waiting.appendleft(Prefill(prefill.siblings[0], prefill.siblings[1:]))
+                prefill.siblings = []
         self._take_pages(lead, lead.length)
         if known % PAGE:
             self.copy_page(donor.pages[full], lead.pages[full], known % PAGE)
-        self.prefilling.append(self.waiting.popleft())
+        self.prefilling.append(prefill)
         return True
 
     def _reserve(self) -> int:

@@ -14,9 +14,10 @@ from qarl.types import FinishReason, Prompt
 class Sequence:
     """A prompt and the response so far.
 
-    points: the random numbers that decide its tokens. computed: tokens whose keys and values are in `pages`. When a
-    response is preempted it keeps its tokens and log-probs and loses its pages; the forward is bit-reproducible, so
-    computing them again changes nothing.
+    points: the random numbers that decide its tokens. pending: tokens drawn on the device that the host has not read
+    yet, after those of `response`. computed: tokens whose keys and values are in `pages`. When a response is preempted
+    it keeps its tokens and log-probs and loses its pages; the forward is bit-reproducible, so computing them again
+    changes nothing.
     """
 
     prompt: Prompt
@@ -24,16 +25,23 @@ class Sequence:
     points: np.ndarray
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    pending: int = 0
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     finish_reason: FinishReason | None = None
     text: str = ""
 
     @property
+    def drawn(self) -> int:
+        """Tokens of the response so far."""
+        return len(self.response) + self.pending
+
+    @property
     def length(self) -> int:
-        return len(self.prompt.token_ids) + len(self.response)
+        return len(self.prompt.token_ids) + len(self.response) + self.pending
 
     def tokens(self, start: int, stop: int) -> list[int]:
+        assert stop <= self.length - self.pending, "a token that the host has not read"
         split = len(self.prompt.token_ids)
         if start >= split:
             return self.response[start - split : stop - split]

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.policy.trace import Tracer
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.inline import InlineSampler
@@ -43,8 +44,10 @@ class VLLMEngine:
 
     weights: brings the policy's versions to vLLM and proves them. place: directory for the log (`sampler.log`) and,
     while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
-    far.
+    far. tracer: is told what the forwards of `generate` compute, where vLLM is in this process with exact numerics.
     """
+
+    tracer: Tracer | None = None
 
     def __init__(
         self,
@@ -100,6 +103,8 @@ class VLLMEngine:
                 assert self._snapshot is not None
                 self._publish(self._snapshot)  # a new process, or one whose weights slept away
             assert self._sampler is not None
+            if self.tracer is not None:
+                return self._sampler.call("trace", (requests, drawing, self.tracer), progress)
             return self._sampler.call("generate", (requests, drawing), progress)
 
         responses = self._again_after_faults(draw)

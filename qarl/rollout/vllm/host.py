@@ -17,6 +17,7 @@ from qarl_kernels.logprob import Truncation
 from torch import nn
 
 from qarl.errors import UserError
+from qarl.policy.trace import Tracer
 from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.arguments import engine_arguments
 from qarl.rollout.vllm.held import HeldModel
@@ -156,6 +157,15 @@ class Host:
         self._shape(Truncation(drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p))
         outputs = self._run([(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests], progress)
         return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
+
+    def trace(self, requests: Sequence[Request], drawing: Drawing, tracer: Tracer) -> list[Response]:
+        """`generate`, with every operation of its forwards told to the tracer; where numerics are exact."""
+        from qarl.rollout.vllm.exact.tracing import traced
+
+        assert self._policy is not None, "only the policy's own forward is traced"
+        self._llm.reset_prefix_cache()  # or the prompts' forwards would not run again
+        with traced(self._worker.model_runner, self._policy, tracer):
+            return self.generate(requests, drawing, lambda finished, tokens: None)
 
     def _shape(self, truncation: Truncation) -> None:
         """How distributions are shaped from now on, where that is not vLLM's own task."""

@@ -53,6 +53,8 @@ def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: 
             drawing: Drawing
             requests, drawing = payload
             return host.generate(requests, drawing, progress)
+        case "trace":
+            return host.trace(*payload)
         case "sleep":
             return host.sleep(payload)
         case "wake":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +20,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from qarl.policy.attention import Attention
 from qarl.policy.decoder import Decoder
+from qarl.policy.trace import Context, Tracer
 from qarl.rollout.vllm.exact.attention import CachedLayer
 from qarl.rollout.vllm.exact.view import addresses, bare_decoder, held_view
 from qarl.rollout.vllm.head import Float32Head, use_float32_head
@@ -39,6 +42,7 @@ class Forward:
         self._shape = AutoConfig.from_pretrained(self._config.model, trust_remote_code=False)  # later it may be gone
         self.truncation = Truncation()
         self._drawn_from: Distribution | None = None
+        self._tell: Callable[[Tensor], None] | None = None
 
     @cached_property
     def head(self) -> Float32Head:
@@ -64,7 +68,19 @@ class Forward:
         """Final hidden states (T, H) of vLLM's current batch. ids: (T,) integers; positions: (T,) int64."""
         batch = get_forward_context().attn_metadata
         attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
+        if self._tell is not None:
+            self._tell(ids)
         return self._decoder(ids.long(), attention)
+
+    @contextmanager
+    def traced(self, tracer: Tracer, rows: Callable[[Tensor], Iterable[Context]]) -> Iterator[None]:
+        """Inside, forwards are told to the tracer. rows: what those of the batch that runs now are, by its ids."""
+        self._tell = lambda ids: tracer.expect(rows(ids))
+        try:
+            with self._decoder.noting(tracer):
+                yield
+        finally:
+            self._tell = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (R, V) of states (R, H), as tokens are drawn from them."""

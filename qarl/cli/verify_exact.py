@@ -1,0 +1,133 @@
+"""`qarl verify-exact`: whether sampler and learner agree bit for bit on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from qarl import api
+from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
+from qarl.config.limits import STEPS, TOKENS, VOCABULARY
+from qarl.config.quant import GROUPED
+from qarl.inputs.json import strict
+from qarl.results import Difference, Exactness
+from qarl.storage.disk import write_together
+
+
+def verify_exact(
+    target: Annotated[
+        str,
+        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to run."),
+    ],
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            "--scheme",
+            parser=text_of("--scheme"),
+            metavar="SCHEME",
+            help="Default: the run's or checkpoint's; for a model bf16.",
+        ),
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
+    engine: Annotated[
+        Literal["native", "vllm"], typer.Option(help="What draws; vllm with rollout.numerics exact.")
+    ] = "native",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=TOKENS, help="To draw, at least; default 1,024 on a CPU, 32,768 on CUDA.")
+    ] = None,
+    longest: Annotated[
+        int | None,
+        typer.Option(min=2, max=TOKENS, help="Tokens of a prompt and its response; default 192 on a CPU, else 1,024."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path_of("--prompts"),
+            metavar="FILE",
+            help="UTF-8, a prompt a line, taken as it is. Default: random tokens.",
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, max=VOCABULARY, help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of prompts and draws.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
+    ] = None,
+    model: MovedModel = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto is CUDA where there is one.")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option("--json", parser=path_of("--json"), metavar="FILE", help="Write what was found there too."),
+    ] = None,
+) -> None:
+    """Prove that the engine's log-probs are the learner's, bit for bit, on this machine and for this model.
+
+    Draws tokens, recomputes each one's log-prob with the learner's forward, and compares the bits. Where they differ,
+    it names the first token, and the layer and operation at which the two forwards part. The exit code is 0 where all
+    agree, 1 where one differs.
+    """
+    found = api.verify_exact(
+        target,
+        scheme=scheme,
+        group_size=group_size,
+        engine=engine,
+        tokens=tokens,
+        longest=longest,
+        prompts=prompts,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        step=step,
+        model=model,
+        device=device,
+        say=lambda line: typer.echo(f"{line} ...", err=True),
+    )
+    for line in lines(found):
+        typer.echo(line)
+    if out is not None:
+        contents = {"format_version": 1, "exact": found.exact, **asdict(found)}
+        write_together({out: (json.dumps(strict(contents), indent=1) + "\n").encode()}, "--json")
+    if not found.exact:
+        raise typer.Exit(1)
+
+
+def lines(found: Exactness) -> list[str]:
+    """What was found, for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    preempted = "" if found.preemptions is None else f", {found.preemptions:,} preemptions"
+    shown = [
+        f"{found.target}, {found.scheme}, engine {found.engine}, {found.device} ({versions})",
+        f"{found.tokens:,} tokens of {found.responses:,} responses, sequences of up to {found.longest:,} "
+        f"tokens{preempted}",
+        f"drawn at {found.drawn_per_s:,.0f} tokens/s, recomputed at {found.recomputed_per_s:,.0f}",
+    ]
+    first = found.first
+    if first is None:
+        return [*shown, "exact: sampler and learner agree bit for bit"]
+    return [
+        *shown,
+        f"not exact: {found.differing:,} tokens differ, by {found.largest:.3g} nats at most",
+        f"first: round {first.round + 1}, prompt {first.prompt + 1}, sample {first.sample + 1}, token "
+        f"{first.token + 1} of the response (position {first.position}): sampler {first.sampler!r}, learner "
+        f"{first.learner!r}",
+        *([] if first.place is None else [f"the forwards part at {first.place}{_values(first)}"]),
+        *([first.note] if first.note else []),
+    ]
+
+
+def _values(first: Difference) -> str:
+    if not first.values_differing:
+        return ""
+    return f": {first.values_differing:,} of {first.values:,} values differ, by {first.values_largest:.3g} at most"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify-exact")(verify_exact)

@@ -1,0 +1,59 @@
+"""The promise of an exact run, watched: sampler and learner give every drawn token the same log-prob, bit for bit."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+
+import torch
+
+from qarl.config import Config
+from qarl.diagnostics.mismatch import log_prob_gap
+from qarl.policy.policy import Policy
+from qarl.training.batch import CPU, Batch
+from qarl.training.observer import Observer
+
+
+class Agreement(Observer):
+    """Warns, once in a run, of the first step whose log-probs differ where the run promises that they do not.
+
+    It does so where the learner is aligned and the engine computes with the learner's own operations.
+    """
+
+    def __init__(self, config: Config, policy: Policy, warn: Callable[[str], None]) -> None:
+        self._config, self._warn = config, warn
+        self._watching = promised(config, policy)
+
+    def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        if not self._watching:
+            return
+        whole = batch.whole(CPU)
+        gap = log_prob_gap(whole.logp_old.double(), whole.logp_sampler.double())[0].abs()
+        differing = gap.ne(0.0).nonzero()[:, 0]  # NaN differs
+        if not len(differing):
+            return
+        self._watching = False
+        lengths = torch.tensor([len(response) for response in batch.responses])
+        ends = lengths.cumsum(0)
+        first = int(differing[0])
+        response = int(torch.searchsorted(ends, first, right=True))
+        token = first - int(ends[response] - lengths[response])
+        self._warn(
+            f"policy version {batch.version}: sampler and learner should agree bit for bit, and {len(differing):,} of "
+            f"{gap.numel():,} tokens differ, by {float(gap.max()):.3g} nats at most; the first is token {token + 1} of "
+            f"response {response + 1}. {command(self._config)} finds out where"
+        )
+
+
+def command(config: Config) -> str:
+    """The check of a run's model, scheme and engine."""
+    quant = config.quant
+    group = "" if quant.group_size is None else f" --group-size {quant.group_size}"
+    engine = "" if config.rollout.engine == "native" else f" --engine {config.rollout.engine}"
+    return f"qarl verify-exact {shlex.quote(config.model.path)} --scheme {quant.scheme}{group}{engine}"
+
+
+def promised(config: Config, policy: Policy) -> bool:
+    """Whether the run's sampler computes with the operations of its learner."""
+    exact = config.rollout.engine == "native" or config.rollout.numerics == "exact"
+    return policy.aligned and (policy.kernels or policy.device.type == "cpu") and exact

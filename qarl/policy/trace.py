@@ -1,0 +1,182 @@
+"""What each operation of a forward gives for the tokens of one sequence, as digests: to find where two forwards part.
+
+A decoder says what it computes to whoever listens (`Decoder.note`), operation by operation, for all rows of a packed
+batch. A `Tracer` keeps what belongs to one sequence, whichever rows it is in: a row is the sequence's where all tokens
+up to its own are, so that a prompt which another response ran, or a page which another request filled, counts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Note: TypeAlias = Callable[..., None]
+Step = tuple[int, str]  # (layer, operation); -1: before the first layer, the number of layers: after the last
+
+OPERATIONS = {
+    "embedding": "the embedding",
+    "stream": "the residual stream that it reads",
+    "input_norm": "the norm before attention",
+    "qkv": "the product of q, k and v",
+    "rotary": "rotation and norms of q and k, and the keys as attention reads them",
+    "attention": "attention over the keys so far",
+    "o": "the product of o",
+    "mlp_stream": "the residual stream before the MLP",
+    "mlp_norm": "the norm before the MLP",
+    "gate_up": "the product of gate and up",
+    "activation": "silu(gate) * up",
+    "down": "the product of down",
+    "final_stream": "the residual stream after the last layer",
+    "final_norm": "the last norm",
+    "head": "the output layer and the log-prob",
+}
+
+
+def unnoted(layer: int, operation: str, *tensors: Tensor | None, rows: Tensor | None = None) -> None:
+    """What a decoder calls where nobody listens.
+
+    layer: its index. operation: of `OPERATIONS`. tensors: what it gave, (T, ...) each, in the order of the batch's
+    rows; None where a scheme has no such part. rows: (R,) int64, those that the tensors hold; None: all.
+    """
+
+
+@dataclass(frozen=True)
+class Context:
+    """Consecutive rows of a packed batch that are one sequence's: the first row, the position of its token in the
+    sequence, and the sequence's tokens from its first one to that of the last row."""
+
+    row: int
+    position: int
+    tokens: Sequence[int]
+
+
+@dataclass
+class Tracer:
+    """Follows one sequence. tokens: of it. found: digest of each position's row, by operation in the order of a
+    forward; a position that ran more than once has each of its digests. watched: an operation and a position whose
+    values are kept, flat and in float64, each time in `values`."""
+
+    tokens: Sequence[int]
+    watched: tuple[Step, int] | None = None
+    values: list[Tensor] = field(default_factory=list)
+    found: dict[Step, dict[int, set[int]]] = field(default_factory=dict)
+    _rows: list[int] = field(default_factory=list)
+    _positions: list[int] = field(default_factory=list)
+    _fresh: list[tuple[Step, list[int], Tensor]] = field(default_factory=list)
+
+    def expect(self, contexts: Iterable[Context]) -> None:
+        """Say what the rows of the next forward are. Those of nobody are left out."""
+        self.settle()
+        self._rows, self._positions = [], []
+        for context in contexts:
+            same = _common(self.tokens, context.tokens)
+            positions = range(context.position, same)
+            self._positions += positions
+            self._rows += [context.row + position - context.position for position in positions]
+
+    def __call__(self, layer: int, operation: str, *tensors: Tensor | None, rows: Tensor | None = None) -> None:
+        """See `unnoted`."""
+        held, positions = self._rows, self._positions
+        if rows is not None and held:
+            places = {row: position for row, position in zip(held, positions, strict=True)}
+            pairs = [(i, places[row]) for i, row in enumerate(rows.tolist()) if row in places]
+            held, positions = [i for i, _ in pairs], [position for _, position in pairs]
+        if not held:
+            return
+        # What holds codes of 8 bits is looked at as bytes, which every operation takes.
+        given = [t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors if t is not None]
+        chosen = torch.tensor(held, device=given[0].device)
+        if self.watched is not None and self.watched[0] == (layer, operation) and self.watched[1] in positions:
+            row = held[positions.index(self.watched[1])]
+            self.values.append(torch.cat([t[row].flatten().double() for t in tensors if t is not None]).cpu())
+        self._fresh.append(((layer, operation), positions, digest([tensor[chosen] for tensor in given])))
+
+    def settle(self) -> None:
+        """Bring the digests of the last forward over from the device."""
+        if not self._fresh:
+            return
+        values = torch.cat([digests for *_, digests in self._fresh]).tolist()
+        for step, positions, _ in self._fresh:
+            places = self.found.setdefault(step, {})
+            for position, value in zip(positions, values, strict=False):
+                places.setdefault(position, set()).add(value)
+            del values[: len(positions)]
+        self._fresh.clear()
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two forwards part first. position: of the token in its sequence. layer: None outside of the layers."""
+
+    position: int
+    layer: int | None
+    operation: str
+
+    def step(self, layers: int) -> Step:
+        """As `Tracer.found` has it. layers: of the model."""
+        outside = -1 if self.operation == "embedding" else layers
+        return outside if self.layer is None else self.layer, self.operation
+
+    def __str__(self) -> str:
+        at = "" if self.layer is None else f"layer {self.layer}, "
+        return f"{at}{self.operation} ({OPERATIONS[self.operation]}), at position {self.position}"
+
+
+def parting(one: Mapping[Step, Mapping[int, set[int]]], other: Mapping[Step, Mapping[int, set[int]]]) -> Parting | None:
+    """The first place whose digests are not all one: the earliest position, there the first operation.
+
+    one, other: see `Tracer.found`; `one` has the order of operations. A row depends on earlier positions alone, so what
+    differs first is no consequence of another difference. None: what both have is the same.
+    """
+    both = {step: places for step, places in one.items() if step in other}
+    layers = 1 + max((layer for layer, operation in one if not operation.startswith("final")), default=-1)
+    for position in sorted({position for places in both.values() for position in places}):
+        for step, places in both.items():
+            seen = places.get(position, set()), other[step].get(position, set())
+            if all(seen) and len(seen[0] | seen[1]) > 1:
+                layer, operation = step
+                return Parting(position, layer if 0 <= layer < layers else None, operation)
+    return None
+
+
+def apart(one: Tracer, other: Tracer) -> tuple[int, int, float]:
+    """Of the watched values of two tracers, in their first forward that differs: how many there are, how many of them
+    differ, and by how much at most."""
+    for a in one.values:
+        for b in other.values:
+            if not torch.equal(a, b):
+                gap = (a - b).abs().nan_to_num(float("inf"))
+                return len(a), int((gap != 0).sum()), float(gap.max())
+    return max((len(a) for a in one.values), default=0), 0, 0.0
+
+
+def digest(tensors: Sequence[Tensor]) -> Tensor:
+    """(R,) int64 of what the rows of tensors (R, ...) hold, on their device: equal for equal values, 0 and -0 too.
+
+    Integers times odd constants, added up modulo 2^64: one value that differs changes the sum.
+    """
+    total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
+    for tensor in tensors:
+        rows = tensor.reshape(len(tensor), -1)
+        if rows.is_floating_point() and rows.element_size() > 1:
+            rows = rows + 0.0
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[rows.element_size()]
+        bits = rows.contiguous().view(whole).to(torch.int64)
+        total = total * 1_000_003 + (bits * _constants(bits.shape[1], bits.device)).sum(-1)
+    return total
+
+
+@cache
+def _constants(count: int, device: torch.device) -> Tensor:
+    drawn = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(count))
+    return (2 * drawn + 1).to(device)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

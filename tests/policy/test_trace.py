@@ -1,0 +1,150 @@
+"""Digests of operations: whose rows they are, what they tell apart, and that both kinds of layers give them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from policy_models import batch, make_policy
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.logprob import Truncation
+
+from qarl.policy.attention import Span
+from qarl.policy.packing import pack
+from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, apart, digest, parting
+
+LAYER = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]
+
+
+def test_a_digest_tells_any_one_value_apart_and_knows_no_sign_of_zero():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn):
+        x = torch.randn(50, 33).mul(20).to(dtype)
+        again, other = x.clone(), x.clone().view(torch.uint8)
+        place = torch.arange(50) * x.element_size()
+        other[torch.arange(50), place % other.shape[1]] ^= 1
+        assert torch.equal(digest([x]), digest([again]))
+        assert (digest([x]) != digest([other.view(dtype)])).all(), dtype
+    assert torch.equal(digest([torch.zeros(2, 3)]), digest([-torch.zeros(2, 3)]))
+
+
+def test_a_digest_is_of_all_tensors_in_their_order_and_of_a_row_alone():
+    a, b = torch.randn(9, 4, 2), torch.randn(9, 8)
+    assert (digest([a, b]) != digest([b, a])).all() and (digest([a]) != digest([a, b])).all()
+    assert torch.equal(digest([a[3:5], b[3:5]]), digest([a, b])[3:5])
+    assert torch.equal(digest([a[::2]]), digest([a])[::2])  # contiguous or not
+
+
+def test_rows_are_a_sequences_where_all_tokens_so_far_are():
+    tracer, x = Tracer([5, 6, 7, 8]), torch.randn(7, 3)
+    # rows 0 and 1: its first two tokens; 2 to 4: its third, then others; 5, 6: another sequence's
+    tracer.expect([Context(0, 0, [5, 6]), Context(2, 2, [5, 6, 7, 9, 8]), Context(5, 1, [4, 6, 7])])
+    tracer(0, "qkv", x, None)
+    tracer.expect([])
+    tracer(0, "qkv", torch.randn(7, 3))
+    digests = digest([x]).tolist()
+    assert tracer.found == {(0, "qkv"): {0: {digests[0]}, 1: {digests[1]}, 2: {digests[2]}}}
+
+
+def test_a_tensor_of_some_rows_says_which_and_a_token_that_runs_again_adds_its_digest():
+    tracer, x, y = Tracer([5, 6]), torch.randn(2, 3), torch.randn(2, 3)
+    tracer.expect([Context(3, 0, [5, 6])])
+    tracer(2, "final_norm", x, rows=torch.tensor([4, 9]))
+    tracer.expect([Context(0, 1, [5, 6])])
+    tracer(2, "final_norm", y)
+    tracer.settle()
+    assert tracer.found == {(2, "final_norm"): {1: {int(digest([x])[0]), int(digest([y])[0])}}}
+
+
+def test_the_values_of_one_row_are_kept_and_compared():
+    x, y = torch.randn(2, 3), torch.randn(2, 2)
+    tracers = [Tracer([5, 6], watched=((1, "o"), 1)) for _ in range(2)]
+    for tracer, change in zip(tracers, (0.0, 0.5), strict=True):
+        tracer.expect([Context(0, 0, [5, 6])])
+        tracer(0, "o", x)
+        tracer(1, "qkv", x)
+        tracer(1, "o", x, None, y)
+        tracer.expect([Context(0, 1, [5, 6])])
+        tracer(1, "o", x[1:], None, y[1:] + change)
+    assert torch.equal(tracers[0].values[0], torch.cat([x[1], y[1]]).double()) and len(tracers[0].values) == 2
+    assert apart(tracers[0], tracers[0]) == (5, 0, 0.0)
+    assert apart(*tracers) == (5, 2, pytest.approx(0.5))
+    steps = [Parting(0, 3, "o"), Parting(0, None, "embedding"), Parting(0, None, "final_norm")]
+    assert [place.step(9) for place in steps] == [(3, "o"), (-1, "embedding"), (9, "final_norm")]
+
+
+def test_two_traces_part_at_the_earliest_position_and_there_at_the_first_operation():
+    one = {(-1, "embedding"): {0: {1}, 1: {2}}, (0, "qkv"): {0: {3}, 1: {4}}, (1, "o"): {0: {5}, 1: {6}, 2: {7}}}
+    assert parting(one, one) is None and parting(one, {}) is None
+
+    def other(**changes: dict[int, set[int]]) -> dict:
+        return {step: places | changes.get(step[1], {}) for step, places in one.items()}
+
+    assert parting(one, other(embedding={1: {9}}, o={0: {9}})) == Parting(0, 1, "o")
+    assert parting(one, other(qkv={1: {9}}, o={1: {9}})) == Parting(1, 0, "qkv")
+    assert parting(one, other(embedding={1: {9}})) == Parting(1, None, "embedding")
+    assert parting(one, other(qkv={0: {3, 9}})) == Parting(0, 0, "qkv")  # twice, and not the same
+    assert parting(one, other(o={3: {9}})) is None  # only one has it
+    assert str(Parting(4, 1, "o")) == "layer 1, o (the product of o), at position 4"
+
+
+def test_the_rows_of_a_packed_batch_are_named():
+    prompts, responses = batch()
+    packing = pack(prompts, responses)
+    contexts = packing.contexts(prompts, responses)
+    covered = {}
+    for context in contexts:
+        for position in range(context.position, len(context.tokens)):
+            row = context.row + position - context.position
+            assert row not in covered and packing.ids[row] == context.tokens[position]
+            covered[row] = context.tokens[: position + 1]
+    assert sorted(covered) == list(range(len(packing.ids)))
+    predicted = [
+        prompt + response[:t] for prompt, response in zip(prompts, responses, strict=True) for t in range(len(response))
+    ]
+    assert [covered[row] for row in packing.rows] == predicted
+
+
+def traced(policy, run, contexts, tokens) -> Tracer:
+    tracer = Tracer(tokens)
+    tracer.expect(contexts)
+    with policy.decoder.noting(tracer), torch.no_grad():
+        run()
+    tracer.settle()
+    return tracer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(tiny_model, monkeypatch, fused):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if fused and not (INTERPRETED or device.type == "cuda"):
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: fused)
+    policy = make_policy(tiny_model("llama", num_hidden_layers=1), "bf16", torch.bfloat16, None, device)
+    policy.sampler.install(policy.current)
+    prompt, response = [7, 11, 13], [17, 19]
+    contexts = pack([prompt], [response]).contexts([prompt], [response])
+    tokens = prompt + response[:-1]
+    learner = traced(policy, lambda: policy.logprobs([prompt], [response], Truncation(), 128), contexts, tokens)
+    ends = [(1, "final_stream"), (1, "final_norm")]
+    assert list(learner.found) == [(-1, "embedding"), *((0, name) for name in LAYER), *ends]
+    assert all(set(places) == set(range(4)) for step, places in learner.found.items() if step[0] == 0)
+
+    config = policy.config
+    shape = (1, config.num_key_value_heads, 64, config.head_dim)
+    caches = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")]
+    tracer = Tracer(tokens)
+    with policy.sampler.traced(tracer), policy.sampler.running():
+        for start, stop in ((0, 3), (3, 4)):
+            tracer.expect([Context(0, start, tokens[:stop])])
+            attention = policy.sampler.paged([Span(0, stop - start, start, [0])], caches)
+            policy.sampler.hidden_states(torch.tensor(tokens[start:stop], device=device), attention)
+    tracer.settle()
+    assert policy.sampler.tracer is None and parting(learner.found, tracer.found) is None
+    assert tracer.found.keys() == learner.found.keys()
+    assert all(places == tracer.found[step] for step, places in learner.found.items() if step[0] == 0)
+    caches[0][0][:, :, 1] += 1.0
+    with policy.sampler.traced(damaged := Tracer(tokens)), policy.sampler.running():
+        damaged.expect([Context(0, 3, tokens)])
+        attention = policy.sampler.paged([Span(0, 1, 3, [0])], caches)
+        policy.sampler.hidden_states(torch.tensor(tokens[3:], device=device), attention)
+    damaged.settle()
+    assert parting(learner.found, damaged.found) == Parting(3, 0, "attention")

@@ -1,0 +1,174 @@
+"""Steps that run ahead of the host: what the device is given, late reading, and graphs, on a model that is a hash.
+
+Where there is no GPU a graph is the work of the first step of its size, done again: what it does not read from the
+buffers it would miss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hashing_sampler import VOCABULARY, HashingSampler, expected
+from qarl_kernels.draw import draw_reference
+from qarl_kernels.logprob import Truncation
+
+from qarl.config import RolloutConfig
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.native.graphs import chunks_of_pages, ladder
+from qarl.rollout.native.inputs import Inputs
+from qarl.types import Prompt
+
+
+@pytest.fixture(autouse=True)
+def _draws_in_torch(monkeypatch) -> None:
+    monkeypatch.setattr("qarl_kernels.draw.draw", draw_reference)
+
+
+@pytest.fixture
+def make(tokenizer) -> Callable[..., NativeEngine]:
+    def engine(graphs: bool = True, **rollout) -> NativeEngine:
+        made = NativeEngine(HashingSampler(), tokenizer, RolloutConfig(**rollout), graphs)
+        made.version = 0
+        return made
+
+    return engine
+
+
+def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]:
+    lengths = [rng.choice([1, 63, 64, 65, rng.randint(1, longest)]) for _ in range(count)]
+    return [Prompt(i, [rng.randrange(VOCABULARY) for _ in range(n)], "", {}) for i, n in enumerate(lengths)]
+
+
+def check(engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams) -> None:
+    found = engine.generate(prompts, sampling, 0)
+    assert [(r.prompt_id, r.sample) for r in found] == [(p.id, i) for p in prompts for i in range(sampling.n)]
+    for rollout, prompt in zip(found, [p for p in prompts for _ in range(sampling.n)], strict=True):
+        tokens, logprobs = expected(prompt, rollout.sample, sampling)
+        assert (rollout.token_ids, rollout.logprobs) == (tokens, logprobs)
+        assert rollout.finish_reason == ("stop" if tokens[-1] in sampling.stop_token_ids else "length")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_draw_what_each_response_draws_alone(make, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = random_prompts(rng, rng.randint(1, 6), 150)
+    length, n = rng.choice([1, 2, 20, 90]), rng.randint(1, 4)
+    longest = max(len(p.token_ids) for p in prompts) + length
+    engine = make(
+        max_num_seqs=rng.choice([1, 3, 5, 64]),
+        max_batched_tokens=rng.choice([1, 7, 64, 512]),
+        kv_cache_tokens=rng.choice([None, 64 * (-(-longest // 64) + rng.choice([0, 1, 3]))]),
+        graphs=rng.random() < 0.8,
+    )
+    stops = frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 1, 4])))
+    for run in range(2):  # the second one finds graphs
+        check(engine, prompts, SamplingParams(n, seed + run, length, Truncation(), (), stops))
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [Truncation(0.0), Truncation(0.7, min_p=0.2), Truncation(top_k=3), Truncation(1.3, top_p=0.5)],
+    ids=str,
+)
+def test_every_truncation_draws_from_its_distribution(make, truncation: Truncation) -> None:
+    engine = make(max_num_seqs=5)
+    check(engine, random_prompts(random.Random(1), 4, 70), SamplingParams(3, 5, 12, truncation))
+
+
+def test_preempted_responses_come_back_and_the_ended_ones_do_not(make) -> None:
+    prompts = [Prompt(i, [(i + j) % VOCABULARY for j in range(50)], "", {}) for i in range(6)]
+    engine = make(kv_cache_tokens=320)
+    for stops in (frozenset(), frozenset({9})):
+        check(engine, prompts, SamplingParams(2, 4, 100, Truncation(), (), stops))
+        assert engine.preemptions > 0
+
+
+def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch) -> None:
+    engine = make()
+    order: list[str] = []
+    step, take = engine._runner_of, engine._take
+
+    def runner_of(*arguments):
+        runner = step(*arguments)
+        plain = runner.step
+        monkeypatch.setattr(runner, "step", lambda *given: order.append("step") or plain(*given))
+        return runner
+
+    monkeypatch.setattr(engine, "_runner_of", runner_of)
+    monkeypatch.setattr(engine, "_take", lambda *given: order.append("read") or take(*given))
+    engine.generate([Prompt(0, [5, 6], "", {})], SamplingParams(1, 0, 4), 0)
+    assert order == ["step", "step", "read", "step", "read", "step", "read", "read"]
+
+
+def test_a_response_that_stops_costs_one_token_more_and_none_at_the_limit(make) -> None:
+    engine, prompt = make(), Prompt(0, [5, 6], "", {})
+    tokens, _ = expected(prompt, 0, SamplingParams(1, 0, 30))
+    place = next(i for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
+    for stops, forwards in ((frozenset({tokens[place]}), place + 2), (frozenset(), 30)):
+        engine.sampler.steps.clear()
+        check(engine, [prompt], SamplingParams(1, 0, 30, Truncation(), (), stops))
+        assert len(engine.sampler.steps) == forwards
+
+
+def test_graphs_go_with_a_publish_with_sleep_and_with_another_way_to_draw(make) -> None:
+    engine, prompts = make(), random_prompts(random.Random(2), 3, 60)
+    check(engine, prompts, SamplingParams(2, 0, 6))
+    first = engine._runner
+    check(engine, prompts[:2], SamplingParams(2, 1, 5))
+    assert engine._runner is first
+    check(engine, prompts, SamplingParams(2, 0, 6, Truncation(0.5)))
+    second = engine._runner
+    assert second is not first
+    engine.sampler.install(None)  # other operands
+    check(engine, prompts, SamplingParams(2, 0, 6, Truncation(0.5)))
+    assert engine._runner is not second
+    engine.sleep()
+    assert engine._runner is None and engine._cache is None
+    check(engine, prompts, SamplingParams(2, 0, 6))
+
+
+def test_samples_that_come_late_run_as_decodes_do(make) -> None:
+    engine = make(max_num_seqs=4)
+    prompts = random_prompts(random.Random(4), 2, 100)
+    stops = frozenset(range(0, VOCABULARY, 9))  # so that they do not all end together
+    check(engine, prompts, SamplingParams(9, 0, 60, Truncation(), (), stops))
+    assert sum(rows > 0 for rows in engine.sampler.steps) <= 4  # of 18 samples: where none of a prompt's was left
+
+
+def test_rows_are_those_of_the_ladder(make) -> None:
+    engine = make()
+    check(engine, random_prompts(random.Random(3), 3, 5), SamplingParams(3, 0, 4))
+    assert [rows for rows in engine.sampler.steps if rows < 0] == [-16] * 3
+
+
+def test_the_ladder_climbs_by_a_quarter_at_most_and_holds_what_it_is_asked_for() -> None:
+    rungs = [ladder(count) for count in range(1, 3000)]
+    assert all(count <= rung for count, rung in enumerate(rungs, 1)) and rungs == sorted(rungs)
+    distinct = sorted(set(rungs))
+    assert distinct[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48] and 256 in distinct and len(distinct) < 45
+    assert all(ladder(rung) == rung for rung in distinct)
+    assert all(b - a <= max(8, a // 4) for a, b in itertools.pairwise(distinct))
+
+
+@pytest.mark.parametrize(("longest", "pages"), [(1, 16), (1024, 16), (1025, 32), (3000, 64), (8192, 128)])
+def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: int) -> None:
+    assert chunks_of_pages(longest) == pages
+
+
+@pytest.mark.parametrize(("size", "pages"), [(1, 1), (3, 5), (16, 16)])
+def test_parts_of_a_block_are_aligned_and_do_not_overlap(size: int, pages: int) -> None:
+    block = torch.full((Inputs.words(size, pages) + 3,), -1, dtype=torch.int64)
+    inputs = Inputs.of(block, size, pages)
+    parts = [inputs.given, inputs.token, inputs.positions, inputs.slots, inputs.points, inputs.lengths, inputs.table]
+    assert all((part.data_ptr() - block.data_ptr()) % 16 == 0 for part in parts)
+    for value, part in enumerate(parts):
+        part.fill_(value)
+    assert all((part == value).all() for value, part in enumerate(parts))
+    assert inputs.given.data_ptr() == block.data_ptr()
+    assert inputs.table.shape == (size, pages) and inputs.points.dtype == torch.float64
+    assert (block[-3:] == -1).all()

@@ -1,0 +1,42 @@
+"""`qarl verify-exact --engine vllm` on vLLM's CPU build: what agrees, then a fault, which the trace finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these are of vLLM's CPU build"),
+]
+
+# From the second round on, vLLM's decoder has another epsilon in one norm; rounds are as small as they can be.
+FAULT = """
+from qarl.exactness.engines import VLLM
+from qarl.exactness.request import Sizes
+Sizes.prompts = lambda self, response: 2
+real, rounds = VLLM.draw, []
+def draw(self, one):
+    rounds.append(one)
+    if len(rounds) == 2:
+        decoder = self._engine._sampler._host._policy._decoder
+        decoder.layers[1].module.post_attention_layernorm.eps = 1e-2
+    return real(self, one)
+VLLM.draw = draw
+"""
+
+
+def test_what_agrees_is_exact_and_a_fault_is_found_in_its_layer_and_operation(qarl, tiny_model, tmp_path):
+    out = tmp_path / "found.json"
+    size = ("--tokens", 200, "--longest", 50, "--engine", "vllm", "--top-k", 50)
+    done = qarl.run("verify-exact", tiny_model(head_dim=32), *size, "--json", out, before=FAULT)
+    found = json.loads(out.read_text())
+    first = found["first"]
+    assert done.code == 1 and found["engine"] == "vllm" and not found["exact"], done.err
+    assert (first["round"], first["layer"], first["operation"]) == (1, 1, "mlp_norm"), done.out
+    assert first["operation_position"] < first["position"] and first["note"] == ""
+    assert "the forwards part at layer 1, mlp_norm (the norm before the MLP)" in done.out
