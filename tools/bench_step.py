@@ -10,6 +10,7 @@ a log beside the result. Parts:
   learner    forward, and forward and backward, of one micro-batch through qarl's policy
   hf         the same tokens through the Hugging Face model: autocast bf16, SDPA, logits of the whole batch
   canary     one forward of 128 tokens without gradient, until it is launched and until its result is there
+  decode     one decode forward of each batch and context, in a CUDA graph: states, distribution, and its kernels
   optimizer  an optimizer step on the masters with its quantization, and its parts
   step       training steps with exactly --new-tokens a response, as `qarl train` runs them
   trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
@@ -34,8 +35,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 
-PARTS = ("learner", "hf", "canary", "optimizer", "step", "trl")
-SCHEMED = ("learner", "canary", "optimizer", "step")  # parts that there are of each scheme
+PARTS = ("learner", "hf", "canary", "decode", "optimizer", "step", "trl")
+SCHEMED = ("learner", "canary", "decode", "optimizer", "step")  # parts that there are of each scheme
 CONFIGURED = ("learner", "optimizer", "step")  # parts that read a configuration of qarl
 MODES = ("elementwise", "mlp", "products", "layer")
 LOG_LINES = 30  # shown of a case that failed
@@ -62,11 +63,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--warmup", type=int, default=3, help="calls that are not timed")
     add("--iterations", type=int, default=5, help="calls that are timed")
-    add("--kernels", type=int, default=0, help="learner and hf: name so many kernels that take the most time")
+    add("--kernels", type=int, default=0, help="learner, hf, decode: name so many kernels that take the most time")
     add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
     add("--timeout", type=float, default=1800.0, help="seconds of one case")
     add("--length", type=int, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="learner, optimizer and step: qarl's")
+    decode = parser.add_argument_group("decode")
+    decode.add_argument("--batch", type=int, nargs="+", default=[8, 64, 256], help="sequences")
+    decode.add_argument("--context", type=int, nargs="+", default=[256, 2048], help="tokens of each")
+    decode.add_argument("--bound", type=int, default=8192, help="context that the CUDA graph is captured for")
+    decode.add_argument("--sweep", action="store_true", help="attention alone with every candidate too")
     step = parser.add_argument_group("step and trl")
     step.add_argument("--steps", type=int, default=3, help="training steps; medians leave out the first")
     step.add_argument("--prompts", type=int, default=32, help="of a step")
@@ -95,8 +101,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in (*sizes, "layers", "vocabulary"):
         if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
             parser.error(f"--{name.replace('_', '-')} takes numbers from 1")
-    if min(parsed.length) < 1 or parsed.warmup < 0:
-        parser.error("--length takes numbers from 1, --warmup from 0")
+    if min(*parsed.length, *parsed.batch, *parsed.context, parsed.bound) < 1 or parsed.warmup < 0:
+        parser.error("--length, --batch, --context and --bound take numbers from 1, --warmup from 0")
     return parsed
 
 
@@ -161,6 +167,10 @@ def part_of(part: str) -> Callable[..., Iterator[Record]]:
         from step_bench.hf_part import hf_records
 
         return hf_records
+    if part == "decode":
+        from step_bench.decode_part import decode_records
+
+        return decode_records
     if part == "step":
         from step_bench.step_part import step_records
 

@@ -314,3 +314,23 @@ def test_a_case_that_takes_too_long_is_ended_and_the_next_one_starts(tmp_path, m
     found = [(row["part"], row["error"]) for row in json.loads(out.read_text())["records"]]
     assert found == [("canary", "took more than 0.01 s"), ("hf", "took more than 0.01 s")]
     capsys.readouterr()
+
+
+def test_a_decode_of_each_batch_and_context():
+    from step_bench.decode_part import decode_records
+    from step_bench.summary import decode
+
+    given = options("--batch", "2", "3", "--context", "5", "70", "--bound", "100", "--kernels", "2")
+    rows = list(decode_records(given, tiny(), CPU))
+    assert [(row["batch"], row["context"]) for row in rows] == [(b, c) for b in (2, 3) for c in (5, 70) for _ in "sdd"]
+    assert [row["what"] for row in rows[:3]] == ["decode", "states", "distribution"]
+    of_model = {"part": "decode", "shape": "tiny", "layers": 2, "vocabulary": 512, "scheme": "w4a16"}
+    lines = decode([of_model | row for row in rows])
+    assert len(lines) == 3 * len(rows) and "w4a16, 3 x 70, decode" in "".join(lines)
+    for row in rows:
+        assert row["bound"] == 100 and row["tokens_per_s"] == pytest.approx(row["batch"] / row["seconds"])
+    read = {(row["what"], row["context"]): row["tb_per_s"] * row["seconds"] * 1e12 for row in rows if row["batch"] == 3}
+    assert read["distribution", 5] == pytest.approx(4 * 64 * 512)  # on a CPU the output layer is held in float32
+    longer = 2 * 2 * 3 * 65 * 2 * 16 * 4  # keys and values of 2 layers and 3 sequences, 2 heads of 16 float32
+    assert read["decode", 70] - read["decode", 5] == pytest.approx(longer)
+    assert read["decode", 5] - read["states", 5] == pytest.approx(read["distribution", 5])

@@ -15,7 +15,14 @@ STEP = ("step_s", "rollout_s", "generate_s", "learner_s", "publish_s")
 def table(reports: Sequence[Record]) -> str:
     """The summary, as text. A peer is compared with whatever report has it."""
     rows = [row for report in reports for row in report["records"]]
-    blocks = [[head(report) for report in reports], learner(rows), canary(rows), optimizer(rows), step(rows)]
+    blocks = [
+        [head(report) for report in reports],
+        learner(rows),
+        canary(rows),
+        decode(rows),
+        optimizer(rows),
+        step(rows),
+    ]
     return "\n\n".join("\n".join(block) for block in [*blocks, errors(rows)] if block)
 
 
@@ -90,6 +97,20 @@ def canary(rows: Rows) -> list[str]:
         f"{1e3 * row['seconds']:.1f} ms, host {1e3 * row['host_seconds']:.1f} ms"
         for row in found
     ]
+
+
+def decode(rows: Rows) -> list[str]:
+    """One decode forward, what takes the most of it, and attention alone with each of its candidates."""
+    lines = []
+    for row in (row for row in rows if row["part"] == "decode" and "seconds" in row):
+        what = row["what"] + "".join(f" {number}" for number in row.get("candidate", []))
+        lines.append(
+            f"decode {name_of(row)} {row['scheme']}, {row['batch']} x {row['context']:,}, {what}: "
+            f"{1e3 * row['seconds']:.3f} ms, {row['tb_per_s']:.2f} TB/s" + " OTHER BITS" * (not row.get("same", True))
+        )
+        for found in row.get("kernels", []):
+            lines.append(f"  {found['ms']:9.3f} {found['calls']:6} {found['name'][:100]}")
+    return lines
 
 
 def optimizer(rows: Rows) -> list[str]:
