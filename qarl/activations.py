@@ -166,14 +166,13 @@ class FusedPass:
 
     @property
     def forward_bytes(self) -> int:
-        """A forward without gradient: two layers' intermediates, as those of one go when the next has its own."""
-        return self.tokens * (2 * self.layer + self._passing())
+        """A forward without gradient: a layer's intermediates, and the stream before it, which came from another."""
+        return self.tokens * (self.layer + self._hidden + self._passing())
 
     @property
     def forward_peak(self) -> int:
         """A forward without gradient, with the output layer."""
-        state = self.tokens * self._hidden
-        return max(self.forward_bytes, self.tokens * self.layer + 5 * state, state + self._head()) + WORKSPACE_BYTES
+        return max(self.forward_bytes, self.tokens * self._hidden + self._head()) + WORKSPACE_BYTES
 
     def _passing(self) -> int:
         """A token's values that pass through a layer's forward beside its intermediates, at their most."""

@@ -10,23 +10,20 @@ from qarl_formats.scheme import Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Projections that vLLM keeps in one weight, by the name of that.
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+# The projections of one input, in the order of their outputs.
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
+_GROUPS = {projection: group for group in (QKV, GATE_UP) for projection in group}
 
 
 def fused_groups(names: Iterable[str]) -> list[list[str]]:
     """Modules that are fused with one another, by full name; those that stand alone are left out."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         block, _, projection = name.rpartition(".")
-        if projection in FUSED:
-            groups.setdefault(f"{block}.{FUSED[projection]}", []).append(name)
+        if projection in _GROUPS:
+            groups.setdefault((block, _GROUPS[projection]), []).append(name)
     return list(groups.values())
 
 

@@ -17,7 +17,7 @@ from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, logit
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
-from qarl.fused import FUSED
+from qarl.fused import fused_groups
 from qarl.machine import machine_bytes
 
 Phase = Literal["always", "update", "publish"]
@@ -106,16 +106,15 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
     scheme = scheme_of(quant)
     width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
     own_dtype = config.learner_dtype != config.model.dtype
-    stored, stacked, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0, 0
+    stored, learner_operands, sampler_operands, quantized_elements, linear_elements = 0, 0, 0, 0, 0
+    published: dict[str, int] = {}
     kernels = uses_kernels(config, device)
     for name, n, k in a.linears():
         quantized = scheme.quantized and not is_ignored(name, quant.ignore)
-        published = quantized_weight_bytes(scheme, n, k) if quantized else width * n * k
+        published[name] = quantized_weight_bytes(scheme, n, k) if quantized else width * n * k
         if quantized:
-            stored += published
+            stored += published[name]
             quantized_elements += n * k
-        if name.rpartition(".")[2] in FUSED:
-            stacked += published
         linear_elements += n * k
         sampler_operands += operand_bytes(scheme, n, k, quantized, device, width, kernels)
         if quant.learner == "full_precision" or own_dtype or (quant.learner == "fake_quant" and quantized):
@@ -131,7 +130,8 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
         codes = stored if quant.learner == "fake_quant" else 0
         reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
     # Weights of one input are put under one another before operands are made of them, and are there twice meanwhile.
-    following = version + max(operands + head + rest, stacked if kernels else 0)
+    stacks = [sum(published[name] for name in group) for group in fused_groups(published)] if kernels else []
+    following = version + max(operands + head + rest, *stacks, 0)
     between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
     several = config.minibatch_size < config.responses_per_step or config.train.epochs > 1
     kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)

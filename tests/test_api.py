@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tiny_runs import settings, write_config
 
 import qarl
 from qarl.config.source import override_texts, read_source
+from qarl.exporting.readers import Unsupported
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,7 +94,12 @@ def test_a_dict_without_a_run_directory_runs_in_runs_unnamed(tiny_model):
     assert read_source(settings(tiny_model())).config().run_dir == Path("runs/unnamed")
 
 
-def test_export_returns_what_it_wrote_and_verifies_it(trained, folder):
+def without_vllm(*arguments: object) -> NoReturn:
+    raise Unsupported("vLLM reads exports in tests/export")
+
+
+def test_export_returns_what_it_wrote_and_verifies_it(trained, folder, monkeypatch):
+    monkeypatch.setattr("qarl.exporting.verify.read_vllm", without_vllm)
     done = qarl.export(trained.run_dir, folder / "served", verify=True)
     assert done.path == folder / "served" and done.same_as_run
     assert done.files == {p.name: p.stat().st_size for p in done.path.iterdir() if p.name in done.files}

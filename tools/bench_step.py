@@ -11,6 +11,7 @@ a log beside the result. Parts:
   hf         the same tokens through the Hugging Face model: autocast bf16, SDPA, logits of the whole batch
   canary     one forward of 128 tokens without gradient, until it is launched and until its result is there
   decode     one decode forward of each batch and context, in a CUDA graph: states, distribution, and its kernels
+  learn      all that the learner does with a step's responses: micro-batches, backwards, one update
   optimizer  an optimizer step on the masters with its quantization, and its parts
   step       training steps with exactly --new-tokens a response, as `qarl train` runs them
   trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
@@ -35,9 +36,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 
-PARTS = ("learner", "hf", "canary", "decode", "optimizer", "step", "trl")
-SCHEMED = ("learner", "canary", "decode", "optimizer", "step")  # parts that there are of each scheme
-CONFIGURED = ("learner", "optimizer", "step")  # parts that read a configuration of qarl
+PARTS = ("learner", "hf", "canary", "decode", "learn", "optimizer", "step", "trl")
+SCHEMED = ("learner", "canary", "decode", "learn", "optimizer", "step")  # parts that there are of each scheme
+CONFIGURED = ("learner", "learn", "optimizer", "step")  # parts that read a configuration of qarl
 MODES = ("elementwise", "mlp", "products", "layer")
 LOG_LINES = 30  # shown of a case that failed
 
@@ -73,7 +74,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     decode.add_argument("--context", type=int, nargs="+", default=[256, 2048], help="tokens of each")
     decode.add_argument("--bound", type=int, default=8192, help="context that the CUDA graph is captured for")
     decode.add_argument("--sweep", action="store_true", help="attention alone with every candidate too")
-    step = parser.add_argument_group("step and trl")
+    step = parser.add_argument_group("learn, step and trl")
     step.add_argument("--steps", type=int, default=3, help="training steps; medians leave out the first")
     step.add_argument("--prompts", type=int, default=32, help="of a step")
     step.add_argument("--responses", type=int, default=8, help="to each prompt")
@@ -138,7 +139,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
     if options.set and options.part in CONFIGURED:
         labels["set"] = options.set
-    if options.part in ("step", "trl"):
+    if options.part in ("learn", "step", "trl"):
         labels |= {"prompts": options.prompts, "responses": options.responses}
     with file.open("a") as lines:
         try:
@@ -179,6 +180,10 @@ def part_of(part: str) -> Callable[..., Iterator[Record]]:
         from step_bench.trl_part import trl_records
 
         return trl_records
+    if part == "learn":
+        from step_bench.learn_part import learn_records
+
+        return learn_records
     from step_bench import learner_part
 
     return getattr(learner_part, f"{part}_records")

@@ -26,7 +26,10 @@ def verify_exact(
     scheme: Annotated[
         str | None,
         typer.Option(
-            parser=text_of("--scheme"), metavar="SCHEME", help="Default: the run's or checkpoint's; for a model bf16."
+            "--scheme",
+            parser=text_of("--scheme"),
+            metavar="SCHEME",
+            help="Default: the run's or checkpoint's; for a model bf16.",
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,

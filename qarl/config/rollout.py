@@ -89,6 +89,15 @@ class RolloutConfig(Section):
         """Whose linear kernels run inside vLLM."""
         return "qarl" if self.numerics == "exact" else self.linear_kernels or "vllm"
 
+    @property
+    def sampler_text(self) -> str:
+        """What samples, for a reader."""
+        if self.engine == "native":
+            return "native engine"
+        if self.numerics == "exact":
+            return "vLLM, exact numerics"
+        return "vLLM, qarl's linear kernels" if self.linear_products == "qarl" else "vLLM"
+
     def faults(self) -> Iterator[Fault]:
         if self.linear_kernels == "qarl" and self.engine == "native":
             yield Fault(

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from qarl.config import Config
 from qarl.diagnostics.gradient_passes import CHUNK, LEARNER, Passes
-from qarl.errors import UserError
 from qarl.policy.decoder import Decoder
-from qarl.policy.kernels import FP8
+from qarl.policy.kernels import require_fp8_products
 from qarl.policy.projection import Backward
 
 Modules = dict[str, tuple[float, float]]
@@ -77,18 +76,8 @@ def require_fp8_backward(config: Config, device: torch.device) -> None:
     """Raise UserError where `diagnostics.backward_every` asks for what the learner's device does not have."""
     if not config.diagnostics.backward_every:
         return
-    if device.type != "cuda":
-        raise UserError(
-            "diagnostics.backward_every: an FP8 backward is for the Triton kernels of a GPU, and this learner runs on "
-            f"the {device.type.upper()}; set 0"
-        )
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FP8:
-        needed, has = (".".join(map(str, version)) for version in (FP8, capability))
-        raise UserError(
-            f"diagnostics.backward_every: an FP8 backward needs compute capability {needed} or later, and this GPU has "
-            f"{has}; set 0"
-        )
+    gpu = device if device.type == "cuda" else None
+    require_fp8_products("diagnostics.backward_every: an FP8 backward", gpu, "set 0")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def fused_states(decoder: Decoder, ids: Tensor, attention: FusedAttention, rows:
     x, layers = _embedded(decoder, ids, attention)
     residual = None
     for layer in layers:
-        x, residual, _ = layer.forward(x, residual, attention)
+        x, residual = layer.forward(x, residual, attention)[:2]  # nobody holds the rest while the next layer runs
     if rows is not None:
         x, residual = x[rows], None if residual is None else residual[rows]
     return _last_norm(decoder, x, residual, rows)[0]

@@ -17,22 +17,29 @@ def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: 
     They do on CUDA with a 16-bit compute dtype, unless `quant.kernels` says `reference`. float32 has no kernels.
     Raises UserError where the GPU cannot multiply the scheme's codes.
     """
-    if quant.kernels == "reference" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        if quant.backward == "fp8":
-            raise UserError(
-                "quant.backward: fp8 is for the Triton kernels of a GPU, and this learner runs in plain torch; use bf16"
-            )
-        return False
-    capability = torch.cuda.get_device_capability(device)
-    if quant.backward == "fp8" and capability < FP8:
-        raise UserError(
-            f"quant.backward: fp8 needs compute capability 8.9 or later, and this GPU has "
-            f"{capability[0]}.{capability[1]}; use bf16"
-        )
-    if capability < scheme.capability:
-        needed = f"{scheme.capability[0]}.{scheme.capability[1]}"
-        raise UserError(
-            f"quant.scheme: {scheme.name} kernels need compute capability {needed} or later, and this GPU has "
-            f"{capability[0]}.{capability[1]}; use w8a8, or set quant.kernels: reference (plain torch, slow)"
-        )
-    return True
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    kernels = quant.kernels != "reference" and device.type == "cuda" and narrow
+    if quant.backward == "fp8":
+        require_fp8_products("quant.backward: fp8", device if kernels else None, "use bf16")
+    if kernels:
+        otherwise = "use w8a8, or set quant.kernels: reference (plain torch, slow)"
+        _require(f"quant.scheme: {scheme.name}", scheme.capability, device, otherwise)
+    return kernels
+
+
+def require_fp8_products(what: str, gpu: torch.device | None, otherwise: str) -> None:
+    """Raise UserError where gradients cannot be products of FP8 operands.
+
+    what: the configuration's key, and what it asks for. gpu: the learner's, None where it runs in plain torch.
+    otherwise: what to set instead.
+    """
+    if gpu is None:
+        raise UserError(f"{what} is for the Triton kernels of a GPU, and this learner runs in plain torch; {otherwise}")
+    _require(what, FP8, gpu, otherwise)
+
+
+def _require(what: str, needed: tuple[int, int], gpu: torch.device, otherwise: str) -> None:
+    found = torch.cuda.get_device_capability(gpu)
+    if found < needed:
+        least, has = (".".join(map(str, version)) for version in (needed, found))
+        raise UserError(f"{what} needs compute capability {least} or later, and this GPU has {has}; {otherwise}")

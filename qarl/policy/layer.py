@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from qarl.fused import GATE_UP, QKV
 from qarl.policy.modules import HFModule
 from qarl.policy.projection import Stack
 
 PROJECTIONS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    tuple(f"self_attn.{name}" for name in QKV),
     ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
+    tuple(f"mlp.{name}" for name in GATE_UP),
     ("mlp.down_proj",),
 )
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")

@@ -25,7 +25,7 @@ from qarl.policy.projection import InPlace
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import linear_names
 from qarl.policy.view import Role, View
-from qarl.policy.views import ViewMaker, restacked
+from qarl.policy.views import ViewMaker, restack
 from qarl.transfer import upload
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
@@ -156,7 +156,7 @@ class Policy:
     def _take(self, snapshot: Snapshot) -> None:
         """The snapshot is what the masters are now: the learner's forward reads it, and the sampler's may."""
         if self.kernels:
-            snapshot = restacked(snapshot, self._stacks)
+            restack(snapshot, self._stacks)
         self.current = snapshot
         self.learner_view = self._views.learner(snapshot)
         self._shadow: View | None = None  # made where somebody asks

@@ -122,14 +122,15 @@ def _stacked(forms: list[Form]) -> list[Form]:
     return [stack(forms)] if all(isinstance(form, Tensor) for form in forms) else forms
 
 
-def restacked(snapshot: Snapshot, stacks: Iterable[Stack]) -> Snapshot:
-    """The same tensors, those of each stack under one another in memory, so that no view holds them a second time."""
-    tensors, weights = dict(snapshot.tensors), dict(snapshot.weights)
+def restack(snapshot: Snapshot, stacks: Iterable[Stack]) -> None:
+    """Put the tensors of each stack under one another in memory, so that no view holds them a second time.
+
+    Values stay; a stack's tensors of their own go before the next are copied, where the snapshot alone holds them.
+    """
     for one in stacks:
         found = _stacked([_form(snapshot, name) for name in one.names])
         if len(found) == 1 < len(one.names):
             for name, form in zip(one.names, slices(found[0], one.widths), strict=True):
-                tensors |= named_tensors(f"{name}.weight", form)
+                snapshot.tensors.update(named_tensors(f"{name}.weight", form))
                 if isinstance(form, QuantizedWeight):
-                    weights[name] = form
-    return Snapshot(snapshot.version, tensors, weights)
+                    snapshot.weights[name] = form

@@ -140,6 +140,7 @@ def _facts(record: RunRecord) -> Facts:
         ("Steps", f"{record.step:,} of {config.train.steps:,}"),
         ("Scheme", f"{config.quant.scheme}, groups of {config.quant.group_size}" if grouped else config.quant.scheme),
         ("Learner", config.quant.learner),
+        ("Sampler", config.rollout.sampler_text),
         ("Objective", config.objective.name),
         ("Responses a step", f"{config.responses_per_step}"),
         ("Seed", str(config.train.seed)),

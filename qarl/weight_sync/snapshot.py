@@ -28,8 +28,8 @@ class Snapshot:
     """
 
     version: int
-    tensors: Mapping[str, Tensor]
-    weights: Mapping[str, QuantizedWeight]
+    tensors: dict[str, Tensor]
+    weights: dict[str, QuantizedWeight]
 
     def fingerprints(self) -> Mapping[str, Fingerprint]:
         """Fingerprints of the tensors by name, computed once: what every holder of this version must show."""

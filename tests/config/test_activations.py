@@ -45,11 +45,13 @@ def test_a_forward_and_backward_take_what_a_gpu_measured(scheme, gib):
     assert memory.phase_bytes(own, "update") / GIB == pytest.approx(gib, rel=0.02)
 
 
-# The same without gradients, as before the first backward (bf16), and with those of an earlier one (w4a16).
+# The same without gradients, as before the first backward (bf16), and with those of an earlier one (w4a16). What was
+# measured held a layer's intermediates, the stream among them, until the next layer had its own.
 @pytest.mark.parametrize(("scheme", "gradients", "gib"), [("bf16", False, 10.2), ("w4a16", True, 14.6)])
 def test_a_forward_without_gradient_takes_what_a_gpu_measured(scheme, gradients, gib):
     found = memory.forward_peak(config(quant={"scheme": scheme}), MEASURED, "cuda", 16_384, gradients)
-    assert found / GIB == pytest.approx(gib, rel=0.02)
+    held = 16_384 * (fused(16_384, MEASURED).layer - 2 * MEASURED.hidden_size)
+    assert (found + held) / GIB == pytest.approx(gib, rel=0.02)
 
 
 def test_a_layer_keeps_what_its_mode_does_not_compute_again():

@@ -385,3 +385,16 @@ def test_a_long_or_multiline_value_stays_one_short_line(load):
 def test_a_value_with_braces_is_quoted_as_it_is(load):
     with pytest.raises(UserError, match=r"\{x\}\{"):
         load("data.prompt_template='{x}{'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "native engine"),
+        (VLLM, "vLLM"),
+        ([*VLLM, "rollout.linear_kernels=qarl"], "vLLM, qarl's linear kernels"),
+        (EXACT, "vLLM, exact numerics"),
+    ],
+)
+def test_what_samples_has_a_text(load, overrides, text):
+    assert load(*overrides).rollout.sampler_text == text

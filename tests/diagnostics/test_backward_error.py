@@ -217,7 +217,7 @@ def test_a_run_on_a_cpu_is_refused_in_one_line(llama):
     config = parts(llama).config
     require_fp8_backward(config, torch.device("cpu"))
     asked = config.model_copy(update={"diagnostics": config.diagnostics.model_copy(update={"backward_every": 2})})
-    with pytest.raises(UserError, match=r"^diagnostics\.backward_every: .* on the CPU; set 0$"):
+    with pytest.raises(UserError, match=r"^diagnostics\.backward_every: .* in plain torch; set 0$"):
         require_fp8_backward(asked, torch.device("cpu"))
 
 

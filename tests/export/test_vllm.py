@@ -1,5 +1,6 @@
 """Exports of SmolLM2: in transformers, and in real vLLM the native engine's greedy log-probs within each bound.
 
+vLLM reads its first layers alone: every kind of weight is in each of them, and the time is theirs.
 vLLM has a process of its own for the first scheme, as users have it; for the others a fork of one that has it imported.
 """
 
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +19,8 @@ from typing import IO
 import pytest
 import torch
 from forks import ForkServer
-from tiny_exports import save_run
+from safetensors.torch import save_file
+from tiny_exports import save_run, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.exporting import job, readers, verify
@@ -35,6 +39,7 @@ SCHEMES = {
 
 
 OWN_PROCESS = "bf16"
+LAYERS = 12
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,19 @@ def exports(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             report = export_target(target, places[name], dtype=torch.bfloat16, max_shard_bytes=50 * 10**6)
             assert (report.tensor_bytes / report.bf16_bytes < 0.5) == (name == "w4a16")
     return places
+
+
+@pytest.fixture(scope="module")
+def first_layers(exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bf16 export without its later layers."""
+    out = tmp_path_factory.mktemp("first") / "bf16"
+    shutil.copytree(exports["bf16"], out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    later = re.compile(rf"model\.layers\.({'|'.join(map(str, range(LAYERS, config['num_hidden_layers'])))})\.")
+    tensors = {name: tensor for name, tensor in stored_tensors(exports["bf16"]).items() if not later.match(name)}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +99,7 @@ def test_smollm2_is_quantized_and_loads_in_transformers(exports):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_vllm_agrees_with_the_native_engine(name, exports, tmp_path, monkeypatch, request):
+def test_vllm_agrees_with_the_native_engine(name, first_layers, tmp_path, monkeypatch, request):
     def unsupported(*arguments):
         raise Unsupported("transformers is not what this test is about")
 
@@ -89,7 +107,7 @@ def test_vllm_agrees_with_the_native_engine(name, exports, tmp_path, monkeypatch
         monkeypatch.setattr(readers.subprocess, "run", request.getfixturevalue("forked"))
     monkeypatch.setattr(verify, "MAX_TOKENS", 12)
     monkeypatch.setattr(verify, "read_transformers", unsupported)
-    run = save_run(tmp_path / "run", exports["bf16"], steps=(1,), noise=0.0, **SCHEMES[name])
+    run = save_run(tmp_path / "run", first_layers, steps=(1,), noise=0.0, **SCHEMES[name])
     run.export(tmp_path / "out", unpacked=name == "w4a8")
     record = verify.verify_export(resolve_target(str(run.path)), tmp_path / "out", device="cpu", say=print)
     found = {agreement["reader"]: agreement for agreement in record["readers"]}

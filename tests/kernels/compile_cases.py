@@ -5,8 +5,9 @@ Tensors live on the meta device: they have types, shapes and strides, and addres
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from qarl_kernels import (
@@ -51,10 +52,23 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+Shape = TypeVar("Shape")
+
+
+def for_this_gpu(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """Shapes of kernels without products: all for Hopper, the last before it, whose code is the same but for selection
+    of instructions."""
+    return shapes if _hopper() else shapes[-1:]
+
+
+def _hopper() -> bool:
+    return capability_of(empty(1)) >= (9, 0)
+
+
 def integer_weights() -> Iterator[str]:
     """Quantize, dequantize and tile: int4 and int8."""
-    for n, k in MATRICES:
-        groups = (32, 64, 128, None) if (n, k) == MATRICES[0] else (None,)
+    for n, k in for_this_gpu(MATRICES):
+        groups = (32, 64, 128, None) if (n, k) == MATRICES[0] else (128,) if not _hopper() else (None,)
         for group in groups:
             for symmetric in (True, False):
                 packed, scale, zero_point, _ = quantize.quantize_int4(
@@ -72,7 +86,7 @@ def integer_weights() -> Iterator[str]:
 
 def fp8_weights() -> Iterator[str]:
     """Quantize and dequantize: e4m3, a scale per row and per block."""
-    for n, k in MATRICES:
+    for n, k in for_this_gpu(MATRICES):
         codes, scale, _ = quantize.quantize_fp8(empty(n, k, dtype=FP32), BF16)
         dequantize.dequantize_channel(codes, scale, BF16)
         codes, scale, _ = quantize.quantize_fp8_block(empty(n, k, dtype=FP32), BF16)
@@ -101,17 +115,17 @@ def draws() -> Iterator[str]:
         yield f"draw of {vocabulary}"
 
 
-ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (BF16, 28_672), (torch.float16, 4096), (FP32, 4096))
+ACTIVATIONS = ((BF16, 1000), (BF16, 4096), (torch.float16, 4096), (FP32, 4096), (BF16, 28_672))
 
 
 def int8_activations() -> Iterator[str]:
-    for dtype, k in ACTIVATIONS:
+    for dtype, k in for_this_gpu(ACTIVATIONS):
         quantize.activation_int8(empty(7, k, dtype=dtype))
         yield f"int8 of {dtype} {k}"
 
 
 def fp8_activations() -> Iterator[str]:
-    for dtype, k in ACTIVATIONS:
+    for dtype, k in for_this_gpu(ACTIVATIONS):
         quantize.activation_fp8(empty(7, k, dtype=dtype))
         quantize.activation_fp8_group(empty(7, k, dtype=dtype))
         yield f"fp8 of {dtype} {k}"
@@ -119,7 +133,7 @@ def fp8_activations() -> Iterator[str]:
 
 def norms() -> Iterator[str]:
     """Norm, its backward, column sums; no quantization."""
-    for dtype, h in ((BF16, 1000), (torch.float16, 2048), (BF16, 8192)):
+    for dtype, h in for_this_gpu(((BF16, 1000), (torch.float16, 2048), (BF16, 8192))):
         x, weight, inverse = empty(4096, h, dtype=dtype), empty(h, dtype=dtype), empty(4096, dtype=FP32)
         fused_norm.add_rms_norm(x, x, weight, 1e-6)
         fused_norm.add_rms_norm(x, None, weight, 1e-6)
@@ -130,7 +144,7 @@ def norms() -> Iterator[str]:
 
 
 def rotaries() -> Iterator[str]:
-    for head_dim, norms_too in ((64, False), (80, False), (128, True), (256, False)):
+    for head_dim, norms_too in for_this_gpu(((64, False), (80, False), (256, False), (128, True))):
         qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
         positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
         for norm in (None, empty(head_dim)) if norms_too else (None,):
@@ -145,7 +159,7 @@ def rotaries() -> Iterator[str]:
 
 def gates() -> Iterator[str]:
     """SiLU gate and its backward, embedding gradient; no quantization."""
-    for i in (1000, 6144, 12_288):
+    for i in for_this_gpu((1000, 6144, 12_288)):
         gate_up = empty(4096, 2 * i)
         product = swiglu.swiglu(gate_up).product
         swiglu.swiglu_backward(product, gate_up, True, gate_up)
@@ -157,11 +171,11 @@ def gates() -> Iterator[str]:
 def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
-        for h in (1000, 4096, 16_384):
+        for h in for_this_gpu((1000, 4096, 16_384)):
             fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation)
             fused_norm.add_rms_norm(empty(4096, h), None, empty(h), 1e-6, activation, False)
             yield f"norm {activation} {h}"
-        for i in (1000, 12_288, 32_768):
+        for i in for_this_gpu((1000, 12_288, 32_768)):
             swiglu.swiglu(empty(4096, 2 * i), activation)
             yield f"gate {activation} {i}"
 
@@ -179,7 +193,7 @@ def products(family: str) -> Iterator[str]:
 
     On Hopper the tables' tiles are compiled, elsewhere the defaults.
     """
-    hopper = capability_of(empty(1)) >= (9, 0)
+    hopper = _hopper()
     tiles: dict[tuning.Tile, None] = {}
     if hopper:
         for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
@@ -272,7 +286,7 @@ def fp8() -> Iterator[str]:
 def fp4_weights() -> Iterator[str]:
     """Quantize and dequantize NVFP4, with and without the global scale."""
     divisor = empty(1, dtype=FP32)
-    for n, k in ((4096, 12_288), (1001, 1008)):
+    for n, k in for_this_gpu(((1001, 1008), (4096, 12_288))):
         packed, scale, _ = nvfp4_weights.quantize_nvfp4(empty(n, k, dtype=FP32), divisor)
         for dtype in (BF16, torch.float16):
             nvfp4_weights.dequantize_nvfp4(packed, scale, divisor, dtype)
@@ -297,8 +311,7 @@ def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Te
 
 def _attention_heads() -> list[tuple[int, torch.dtype]]:
     """Head sizes and dtypes; 256, which spills before Hopper, on Hopper alone."""
-    hopper = capability_of(empty(1)) >= (9, 0)
-    return [(64, BF16), (96, BF16), (128, torch.float16), (128, BF16)] + [(256, BF16)] * hopper
+    return [(64, BF16), (96, BF16), (128, torch.float16), (128, BF16)] + [(256, BF16)] * _hopper()
 
 
 def attention_forward() -> Iterator[str]:
@@ -317,7 +330,7 @@ def attention_backward() -> Iterator[str]:
     for dim, dtype in _attention_heads():
         q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
         out, lse = empty(*q.shape, dtype=dtype), empty(16, layout.tokens, dtype=FP32)
-        for window in (None, 300) if dim == 128 else (None,):
+        for window in (None, 300) if (dim, dtype) == (128, BF16) else (None,):
             flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, window)
             yield f"attention backward {dim} {dtype} window {window}"
 
@@ -353,11 +366,10 @@ def attention_paged() -> Iterator[str]:
 
 
 def head_statistics() -> Iterator[str]:
-    """Log-probs and entropies from hidden states, with every candidate tile."""
-    hopper = capability_of(empty(1)) >= (9, 0)
+    """Log-probs and entropies from hidden states, with every candidate tile; one of them of whole tiles alone."""
     targets = empty(4096, dtype=torch.int64)
-    for tile_ in head.STATISTICS_TILES if hopper else (head.BEFORE_HOPPER,):
-        for vocabulary in (151_936, 128_000):
+    for index, tile_ in enumerate(head.STATISTICS_TILES if _hopper() else (head.BEFORE_HOPPER,)):
+        for vocabulary in (151_936, 128_000)[: 1 + (index == 0)]:
             head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
             yield f"head {vocabulary} {tile_}"
     for truncation in (Truncation(0.7), Truncation(min_p=0.05)):
@@ -371,7 +383,7 @@ def head_statistics() -> Iterator[str]:
 
 def head_gradients() -> Iterator[str]:
     """The logits' gradient, with every candidate tile."""
-    hopper = capability_of(empty(1)) >= (9, 0)
+    hopper = _hopper()
     rows = 4096
     targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     found = head.Statistics(row, row, row, row)
@@ -391,8 +403,8 @@ def head_gradients() -> Iterator[str]:
 
 def fp8_backward_codes() -> Iterator[str]:
     """Quantizing gradients by row and by column, and transposing codes."""
-    for n, k in ((12_288, 2048), (1000, 1000)):
-        for dtype in (BF16, torch.float16):
+    for n, k in for_this_gpu(((1000, 1000), (12_288, 2048))):
+        for dtype in for_this_gpu((torch.float16, BF16)):
             for of_rows, of_columns in ((True, True), (True, False), (False, True)):
                 fp8_backward.quantize(empty(4000, n, dtype=dtype), None, rows=of_rows, columns=of_columns)
         fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
@@ -402,7 +414,7 @@ def fp8_backward_codes() -> Iterator[str]:
 
 def fp8_backward_products() -> Iterator[str]:
     """The weight's gradient, with every candidate tile."""
-    hopper = capability_of(empty(1)) >= (9, 0)
+    hopper = _hopper()
     for tile_ in fp8_backward.WEIGHT_TILES if hopper else (fp8_backward.BEFORE_HOPPER,):
         for m, n in ((12_288, 2048), (1000, 1000))[: 2 if tile_.block_n < 256 else 1]:
             a, b = (

@@ -20,9 +20,7 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -39,10 +37,11 @@ from triton.runtime.jit import create_function_from_signature
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
-SHARED_LIMIT = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448}  # bytes of one block: 163, 99 and 227 KiB
+# Bytes of shared memory of one block: 99 and 227 KiB. sm_80 has 163, but its code is what sm_86 and sm_89 run too.
+SHARED_LIMIT = {(8, 0): 101_376, (8, 9): 101_376, (9, 0): 232_448}
 SPILL_LIMIT = 64  # bytes of a thread, set aside outside the loop: the fastest tile of w4a16 has 52 with Triton 3.9
-MATRIX_OPCODES = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA")
-MEMORY_OPCODES = ("LDL", "STL", "LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "UTMALDG", "UTMASTG")
+# What ptxas makes of a matrix product, by the dtype of its operands: HMMA, or of a warpgroup HGMMA.
+MATRIX_LETTERS = {"bf16": "H", "f16": "H", "tf32": "H", "s8": "I", "e4m3": "Q", "e5m2": "Q"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Compiled:
         registers: of a thread.
         stack: bytes of local memory of a thread.
         spill_stores, spill_loads: bytes, as ptxas counts them.
-        opcodes: SASS instructions by base name ("HGMMA") and, where they matter, by full name ("LDG.E.128").
+        instructions: of the PTX, by full name ("ld.global.v4.b32").
         serialized: ptxas says that it serialised wgmma instructions (messages C75xx).
         error: why it did not compile; empty if it did, and then the numbers above hold.
     """
@@ -74,7 +73,7 @@ class Compiled:
     stack: int = 0
     spill_stores: int = 0
     spill_loads: int = 0
-    opcodes: dict[str, int] = field(default_factory=dict)
+    instructions: dict[str, int] = field(default_factory=dict)
     serialized: bool = False
     error: str = ""
 
@@ -83,9 +82,20 @@ class Compiled:
         major, minor = self.capability
         return f"{self.label}: {self.kernel} sm_{major}{minor} {self.options} {self.constants}"
 
-    def count(self, opcode: str) -> int:
-        """How many instructions of this name: "HGMMA" counts all of them, "LDG.E.128" just those."""
-        return self.opcodes.get(opcode, 0)
+    def count(self, name: str) -> int:
+        """How many PTX instructions whose name starts so."""
+        return sum(count for full, count in self.instructions.items() if full.startswith(name))
+
+    @property
+    def products(self) -> set[str]:
+        """SASS's names of the tensor cores' instructions that it has: "HMMA", or of a warpgroup "HGMMA"."""
+        found = set()
+        for name in self.instructions:
+            base, *parts = name.split(".")
+            if base == "mma" or name.startswith("wgmma.mma_async"):
+                letter = next(MATRIX_LETTERS[part] for part in parts if part in MATRIX_LETTERS)
+                found.add(letter + ("MMA" if base == "mma" else "GMMA"))
+        return found
 
     def problems(self) -> list[str]:
         """What would make this launch fail or crawl, in words; empty if nothing."""
@@ -119,24 +129,9 @@ def _target(capability: tuple[int, int]) -> GPUTarget:
     return GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
 
 
-def _tool(name: str) -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
-def count_opcodes(cubin: bytes) -> dict[str, int]:
-    """SASS instructions of a cubin: by base name, and loads, stores and matrix products by full name too."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        sass = subprocess.run([_tool("nvdisasm"), file.name], capture_output=True, text=True, check=True).stdout
-    full = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)", sass))
-    counts: Counter[str] = Counter()
-    for name, count in full.items():
-        base = name.split(".")[0]
-        counts[base] += count
-        if name != base and base in MATRIX_OPCODES + MEMORY_OPCODES:
-            counts[name] += count
-    return dict(counts)
+def instructions_of(ptx: str) -> dict[str, int]:
+    """How often each instruction stands in a PTX text."""
+    return dict(Counter(re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.[\w:]+)+)\s", ptx, re.MULTILINE)))
 
 
 def _number(pattern: str, log: str) -> int:
@@ -174,7 +169,7 @@ class _Job:
                 "stack": _number(r"(\d+) bytes stack frame", text),
                 "spill_stores": _number(r"(\d+) bytes spill stores", text),
                 "spill_loads": _number(r"(\d+) bytes spill loads", text),
-                "opcodes": count_opcodes(kernel.asm["cubin"]),
+                "instructions": instructions_of(kernel.asm["ptx"]),
                 "serialized": re.search(r"\(C75\d\d\)", text) is not None,
             }
         )
@@ -235,6 +230,8 @@ def serve_cases() -> Never:
     """For `Compiler`: orders are what `compile_case` takes, and `cache`, a directory for Triton's files."""
     import compile_cases  # noqa: F401 - imported for the forks, with torch and every kernel
     from forks import serve
+
+    triton.runtime.cache.triton_key()  # a digest of the compiler, which a fork has then
 
     def work(cache: str, **order: Any) -> None:
         os.environ["TRITON_CACHE_DIR"] = cache

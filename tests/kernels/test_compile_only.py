@@ -16,41 +16,39 @@ from compiling import CAPABILITIES, Compiled, Compiler
 from qarl_kernels.launch import descriptor, launch
 
 # "module:function" of a generator that calls kernels' wrappers and yields a label after each call, the capabilities
-# it is compiled for, and for each one the opcode of which every kernel must have at least one (None: no demand).
+# it is compiled for, and for each one the tensor cores' instruction that every kernel must have (None: no demand).
+# Without FP8 the code of sm_80 is what Ada runs, but for registers, of which sm_89 spills up to 76 bytes in the
+# forwards of attention, heads of 128 in two chunks; FP8 begins at sm_89.
 CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:integer_weights", {(8, 0): None, (9, 0): None}),
     ("compile_cases:int8_activations", {(8, 0): None, (9, 0): None}),
     ("compile_cases:fp8_weights", {(8, 9): None, (9, 0): None}),
     ("compile_cases:fp8_activations", {(8, 9): None, (9, 0): None}),
-    ("compile_cases:digests", {(8, 0): None, (8, 9): None, (9, 0): None}),
-    ("compile_cases:exponentials", {(8, 0): None, (8, 9): None, (9, 0): None}),
+    ("compile_cases:digests", {(8, 0): None, (9, 0): None}),
+    ("compile_cases:exponentials", {(8, 0): None, (9, 0): None}),
     ("compile_cases:draws", {(8, 0): None, (9, 0): None}),
     ("compile_cases:norms", {(8, 0): None, (9, 0): None}),
     ("compile_cases:rotaries", {(8, 0): None, (9, 0): None}),
     ("compile_cases:gates", {(8, 0): None, (9, 0): None}),
     ("compile_cases:fused_int8", {(8, 0): None, (9, 0): None}),
     ("compile_cases:fused_fp8", {(8, 9): None, (9, 0): None}),
-    ("compile_cases:dense", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
-    ("compile_cases:int4", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
-    ("compile_cases:int4_int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),
-    ("compile_cases:int8", {(8, 0): "IMMA", (8, 9): "IMMA", (9, 0): None}),
+    ("compile_cases:dense", {(8, 0): "HMMA", (9, 0): None}),
+    ("compile_cases:int4", {(8, 0): "HMMA", (9, 0): None}),
+    ("compile_cases:int4_int8", {(8, 0): "IMMA", (9, 0): None}),
+    ("compile_cases:int8", {(8, 0): "IMMA", (9, 0): None}),
     ("compile_cases:fp8", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
     ("compile_cases:groups_and_dtypes", {(8, 0): None, (9, 0): None}),
-    ("compile_cases:fp4_weights", {(8, 0): None, (8, 9): None, (9, 0): None}),
+    ("compile_cases:fp4_weights", {(8, 0): None, (9, 0): None}),
     ("compile_cases:head_statistics", {(8, 0): None, (9, 0): None}),
-    ("compile_cases:head_gradients", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): "HGMMA"}),
+    ("compile_cases:head_gradients", {(8, 0): "HMMA", (9, 0): "HGMMA"}),
     ("compile_cases:fp8_backward_codes", {(8, 9): None, (9, 0): None}),
     ("compile_cases:fp8_backward_products", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
-    # on sm_89 two chunks of heads of 128 spill 68 bytes forward and 76 paged: there the limit is missed by a little
     ("compile_cases:attention_forward", {(8, 0): "HMMA", (9, 0): "HGMMA"}),
-    ("compile_cases:attention_backward", {(8, 0): None, (8, 9): None, (9, 0): None}),
+    ("compile_cases:attention_backward", {(8, 0): None, (9, 0): None}),
     ("compile_cases:attention_paged", {(8, 0): None, (9, 0): None}),
-    ("compile_cases:attention_decode", {(8, 0): None, (8, 9): None, (9, 0): None}),
-    ("compile_cases:fp4", {(8, 0): "HMMA", (8, 9): "HMMA", (9, 0): None}),
+    ("compile_cases:attention_decode", {(8, 0): None, (9, 0): None}),
+    ("compile_cases:fp4", {(8, 0): "HMMA", (9, 0): None}),
 ]
-
-
-WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +68,9 @@ def test_kernels_compile_fit_and_do_not_spill(
     problems = [problem for kernel in kernels for problem in kernel.problems()]
     for kernel in kernels:
         opcode = opcodes[kernel.capability]
-        if opcode is not None and not kernel.error and not kernel.count(opcode):
+        if opcode is not None and not kernel.error and opcode not in kernel.products:
             problems.append(f"{kernel.name}: no {opcode}")
-        if kernel.label.endswith("wgmma") and not kernel.error and not any(map(kernel.count, WGMMA)):
+        if kernel.label.endswith("wgmma") and not kernel.error and not kernel.count("wgmma.mma_async"):
             problems.append(f"{kernel.name}: no warpgroup product, as meant")
     assert {kernel.capability for kernel in kernels} == set(opcodes), f"{case}: launched nothing for a capability"
     assert not problems, "\n".join(problems)
@@ -136,9 +134,9 @@ def test_products_run_on_tensor_cores(products) -> None:
     for capability in CAPABILITIES:
         kernel = products["3 stages", capability]
         assert not kernel.error and 0 < kernel.registers <= 255
-        assert bool(kernel.count("HGMMA")) == (capability == (9, 0)), kernel.name
-        assert bool(kernel.count("HMMA")) == (capability != (9, 0)), kernel.name
-    assert products["3 stages", (9, 0)].count("UTMALDG") and not products["3 stages", (9, 0)].serialized
+        assert kernel.products == {"HGMMA" if capability == (9, 0) else "HMMA"}, kernel.name
+    tma = "cp.async.bulk.tensor"
+    assert products["3 stages", (9, 0)].count(tma) and not products["3 stages", (9, 0)].serialized
 
 
 def test_too_much_shared_memory_is_a_problem(products) -> None:
@@ -156,8 +154,8 @@ def test_arguments_are_specialised_as_by_the_jit(products) -> None:
 def test_spills_and_errors_are_problems(compiler: Compiler, tmp_path: Path) -> None:
     kernels = compiler.compile("test_compile_only:hungry_launches", tmp_path, [(9, 0)])
     wide, narrow, wrong = kernels
-    assert wide.problems() == [] and wide.count("LDG.E.128") > 0 and wide.stack == 0
-    assert narrow.spill_stores > 0 and narrow.spill_loads > 0 and narrow.stack > 0 and narrow.count("STL") > 0
+    assert wide.problems() == [] and wide.count("ld.global.v4") > 0 and wide.stack == 0
+    assert narrow.spill_stores > 0 and narrow.spill_loads > 0 and narrow.stack > 0
     assert "spills" in narrow.problems()[0] and narrow.error == ""
     assert "_wrong sm_90" in wrong.problems()[0] and wrong.error.startswith("CompilationError")
 

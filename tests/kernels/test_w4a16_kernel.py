@@ -37,9 +37,7 @@ def _fused(weight: Int4, x, tile, bias=None, out=torch.float32):
     "tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}{'_tma' * tile.tma}{'_split' * tile.split}"
 )
 @pytest.mark.parametrize(("m", "n", "k", "group"), CASES)
-@pytest.mark.parametrize(
-    ("dtype", "asymmetric"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
-)
+@pytest.mark.parametrize(("dtype", "asymmetric"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_fused_product_is_the_float64_product(device, dtype, asymmetric, m, n, k, group, tile) -> None:
     weight = Int4.random(n, k, group, asymmetric=asymmetric, dtype=dtype, device=device)
     x = random(m, k, seed=5, device=device, dtype=dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from policy_models import make_policy, tokens
 from qarl_formats.prepared import PreparedWeight
+from qarl_formats.stacked import adjacent
 from qarl_kernels.launch import INTERPRETED
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,8 @@ from qarl.config.architecture import read_config_json
 from qarl.policy import projection
 from qarl.policy.attention import packed
 from qarl.policy.policy import Policy
+from qarl.policy.views import restack
+from qarl.weight_sync.snapshot import quantize_parameters
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
@@ -142,3 +145,20 @@ def test_a_forward_without_gradient_holds_what_is_counted(made, scheme) -> None:
         policy.decoder(ids, attention)
     counted = FusedPass(architecture, COUNT, "bfloat16", "elementwise", codes=scheme != "bf16")
     assert held.most == pytest.approx(counted.forward_bytes, rel=0.03)
+
+
+def test_one_stack_at_a_time_is_there_twice_while_a_snapshot_is_stacked(made) -> None:
+    policy, _ = made("bf16")
+    masters = dict(policy.named_parameters())
+    stacks = [stack for layer in policy.decoder.layers for stack in layer.stacks]
+    with Held() as held:
+        snapshot = quantize_parameters(masters, lambda name: None, torch.bfloat16, 1)
+        gc.collect()
+        before = held.now
+        restack(snapshot, stacks)
+        after = held.now
+    several = [[snapshot.tensors[f"{name}.weight"] for name in stack.names] for stack in stacks if len(stack.names) > 1]
+    assert len(several) == 4 and all(map(adjacent, several))
+    assert after == before and held.most == before + max(sum(t.nbytes for t in stack) for stack in several)
+    for name, tensor in snapshot.tensors.items():
+        assert torch.equal(tensor, masters[name].to(torch.bfloat16)), name

@@ -54,6 +54,7 @@ def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny
     on_gpu = engine_arguments(replace(settings, cuda=0, enforce_eager=False, max_num_seqs=40))
     graphs = on_gpu["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
+    assert not on_gpu["enable_flashinfer_autotune"]
     assert on_gpu["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 32, 40]
 
 

@@ -182,6 +182,16 @@ def test_an_optimizer_step_is_timed_whole_and_in_parts(optimizer: str):
     assert {row["optimizer"] for row in rows} == {optimizer}
 
 
+def test_a_steps_learning_counts_all_of_its_tokens():
+    from step_bench.learn_part import learn_records
+
+    given = options("--prompts", "3", "--responses", "2", "--new-tokens", "10")
+    rows = list(learn_records(given, tiny(), CPU))
+    assert [(row["what"], row["allocations"]) for row in rows] == [("kept", 0), ("fresh", 0)]
+    low, high = 3 * (62 + 2 * 10), 6 * (80 + 10)  # each prompt once, or again in a micro-batch of its own
+    assert all(low <= row["tokens"] <= high for row in rows)
+
+
 def test_the_canary_runs_128_tokens():
     from step_bench.learner_part import canary_records
 

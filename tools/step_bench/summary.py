@@ -20,6 +20,7 @@ def table(reports: Sequence[Record]) -> str:
         learner(rows),
         canary(rows),
         decode(rows),
+        learn(rows),
         optimizer(rows),
         step(rows),
     ]
@@ -111,6 +112,17 @@ def decode(rows: Rows) -> list[str]:
         for found in row.get("kernels", []):
             lines.append(f"  {found['ms']:9.3f} {found['calls']:6} {found['name'][:100]}")
     return lines
+
+
+def learn(rows: Rows) -> list[str]:
+    found = [row for row in rows if row["part"] == "learn" and "seconds" in row]
+    return [
+        f"learn {name_of(row)} {row['scheme']} {row['recompute']}, {row['prompts']} prompts x {row['responses']} "
+        f"responses of {row['new_tokens']:,} tokens, memory {row['what']}: {row['seconds']:.2f} s, "
+        f"{row['tokens_per_s']:.0f} tokens/s, {row['allocations']} allocations, {row['peak_gib']:.1f} GiB "
+        f"{overrides(row)}".rstrip()
+        for row in found
+    ]
 
 
 def optimizer(rows: Rows) -> list[str]:

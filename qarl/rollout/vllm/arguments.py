@@ -64,6 +64,7 @@ def _exact_arguments(settings: SamplerSettings) -> dict[str, Any]:
         arguments |= {
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_num_of_warmups": 1},
             "cudagraph_capture_sizes": graph_sizes(settings.max_num_seqs),
+            "enable_flashinfer_autotune": False,  # nothing of it runs
         }
     return arguments
 

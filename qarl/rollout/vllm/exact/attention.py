@@ -27,7 +27,8 @@ from qarl.policy.attention import Attention, Caches, Span, paged
 class CachedLayer(AttentionLayerBase):
     """The keys and values of one layer, in the place of vLLM's attention.
 
-    kv_cache: vLLM sets it, (P, H_kv, PAGE, 2 D): of each token its key, then its value.
+    kv_cache: vLLM sets it, (P, H_kv, PAGE, 2 D): of each token its key, then its value. pages: keys and values in it,
+    (P, H_kv, PAGE, D) each.
     A layer that sees a window of its sequence keeps all of it, like the others: blocks are the same for all layers.
     """
 
@@ -36,10 +37,13 @@ class CachedLayer(AttentionLayerBase):
         self.kv_cache = torch.empty(0)
 
     @property
-    def pages(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (P, H_kv, PAGE, D) each."""
-        keys, values = self.kv_cache.split(self.head_dim, -1)
-        return keys, values
+    def kv_cache(self) -> Tensor:
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, given: Tensor) -> None:
+        self._kv_cache = given
+        self.pages: tuple[Tensor, Tensor] = (given[..., : self.head_dim], given[..., self.head_dim :])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PolicyAttention
