@@ -112,7 +112,7 @@ def rounds(request: Request, given: Sequence[list[int]], sizes: Sizes, vocabular
         else:
             prompts = _prompts(draw, count, sizes.prompt, vocabulary)
         # Beside the limit, a few random tokens end a response, so that they end one after the other.
-        stops = frozenset(draw.sample(range(vocabulary), vocabulary // (2 * response)))
+        stops = frozenset(draw.sample(range(vocabulary), max(1, vocabulary // (2 * response))))
         sampling = SamplingParams(SAMPLES, request.seed + number, response, request.truncation, (), stops)
         yield Round([Prompt(i, ids, "") for i, ids in enumerate(prompts)], sampling)
         number += 1

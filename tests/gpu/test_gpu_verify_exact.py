@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +21,26 @@ pytestmark = [
 ]
 
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
+ROOT = Path(__file__).parents[2]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # which vLLM has kernels for
+# From the second round on, a norm's weights in vLLM are others, in place, where CUDA graphs read them too.
+VLLM_FAULT = """
+import sys, torch
+from qarl import cli
+from qarl.exactness.engines import VLLM
+from qarl.exactness.request import Sizes
+Sizes.prompts = lambda self, response: 4
+real, rounds = VLLM.draw, []
+def draw(self, one):
+    rounds.append(one)
+    if len(rounds) == 2:
+        decoder = self._engine._sampler._host._policy._decoder
+        with torch.inference_mode():
+            decoder.role.view.values["model.layers.1.post_attention_layernorm.weight"].mul_(1.5)
+    return real(self, one)
+VLLM.draw = draw
+cli.main(sys.argv[1:])
+"""
 TRUNCATIONS = [{"temperature": 0.7}, {"top_k": 20, "min_p": 0.02}, {"temperature": 1.2, "top_p": 0.9}]
 
 
@@ -47,3 +74,24 @@ def test_a_fault_of_the_sampler_is_found_in_its_layer_and_operation(tiny_model, 
     found = qarl.verify_exact(tiny_model("qwen3"), tokens=200, longest=64, device="cuda")
     assert not found.exact and found.first is not None
     assert (found.first.layer, found.first.operation) == (1, "attention"), found.first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(("scheme", "group"), [("bf16", None), ("w4a16", 32)])
+def test_vllm_is_exact_until_a_fault_which_is_found(tiny_model, tmp_path, scheme, group):
+    out = tmp_path / "found.json"
+    arguments = ["--scheme", scheme, "--engine", "vllm", "--tokens", 3000, "--longest", 300, "--json", out]
+    arguments += ["--group-size", group] if group else []
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats"))
+    done = subprocess.run(
+        [sys.executable, "-c", VLLM_FAULT, "verify-exact", *map(str, [tiny_model("qwen3", **SIZES), *arguments])],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 1, done.stderr
+    first = json.loads(out.read_text())["first"]
+    assert (first["round"], first["layer"], first["operation"]) == (1, 1, "mlp_norm"), done.stdout
