@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer

@@ -94,6 +94,10 @@ class ByteCodes(Scheme):
         codes, scale = prepared.operands["weight"], prepared.operands["weight_scale"]
         return (codes * self.spread(scale, prepared.shape)).to(dtype).to(codes.dtype)
 
+
+class ByteActivations(ByteCodes):
+    """Those that quantize activations to a byte as well, and multiply codes."""
+
     @classmethod
     @abstractmethod
     def _reference(cls) -> Reference: ...

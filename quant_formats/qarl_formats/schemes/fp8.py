@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import register
-from qarl_formats.schemes.bytes import ByteCodes, CodesProduct, QuantizeInput, Reference
+from qarl_formats.registry import register
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @register
-class FP8(ByteCodes):
+class FP8(ByteActivations):
     """y = ((qx @ codes^T in fp32) * s_w) * s_x."""
 
     name = "fp8"

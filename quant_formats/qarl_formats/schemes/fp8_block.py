@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import register
-from qarl_formats.schemes.bytes import ByteCodes, CodesProduct, QuantizeInput, Reference
+from qarl_formats.registry import register
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ def _blocks(size: int) -> int:
 
 
 @register
-class FP8Block(ByteCodes):
+class FP8Block(ByteActivations):
     """y = sum over blocks of 128 features, in order, of (qx_b @ codes_b^T in fp32) * (s_x,b * s_w,b)."""
 
     name = "fp8_block"

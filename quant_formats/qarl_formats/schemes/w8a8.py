@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import register
-from qarl_formats.schemes.bytes import ByteCodes, CodesProduct, QuantizeInput, Reference
+from qarl_formats.registry import register
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @register
-class W8A8(ByteCodes):
+class W8A8(ByteActivations):
     """y = ((qx @ codes^T in int32) * s_w) * s_x, exact up to the scales."""
 
     name = "w8a8"
