@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 from qarl_formats import rounding
-from qarl_formats.scheme import register
+from qarl_formats.registry import register
 from qarl_formats.schemes.bf16 import BF16
 from qarl_formats.schemes.bytes import ByteCodes
 from torch import Tensor

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 
 import torch  # noqa: E402
-from qarl_formats.scheme import make_scheme  # noqa: E402
+from qarl_formats.registry import make_scheme  # noqa: E402
 from step_bench.shapes import SHAPES, random_model, shape_of  # noqa: E402
 from tiny_models import save_tokenizer  # noqa: E402
 from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402

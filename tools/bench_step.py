@@ -47,7 +47,7 @@ Record = dict[str, Any]
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    from qarl_formats.scheme import scheme_names
+    from qarl_formats.registry import scheme_names
     from step_bench.shapes import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from qarl_formats.scheme import scheme_names
+from qarl_formats.registry import scheme_names
 from vllm_bench.case import KERNELS, Case, Record
 from vllm_bench.models import SHAPES
 from vllm_bench.summary import table

@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import gemm, tuning
-from qarl_kernels.blocks import COMPILED, dot, int4_rows, tile_of
+from qarl_kernels.blocks import COMPILED, int4_rows, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
 from qarl_kernels.output import output
-from qarl_kernels.planes import eight_planes, finished, four_planes, run_tiled, store, x_plane, x_tile
+from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tuning import Tile
 
@@ -142,23 +142,9 @@ def narrow_kernel(
         k = block * 128
         at = rows + k
         k += rk
-        x0 = x_plane(at, live, k, K, EVEN)
-        x1 = x_plane(at + 16, live, k + 16, K, EVEN)
-        x2 = x_plane(at + 32, live, k + 32, K, EVEN)
-        x3 = x_plane(at + 48, live, k + 48, K, EVEN)
-        x4 = x_plane(at + 64, live, k + 64, K, EVEN)
-        x5 = x_plane(at + 80, live, k + 80, K, EVEN)
-        x6 = x_plane(at + 96, live, k + 96, K, EVEN)
-        x7 = x_plane(at + 112, live, k + 112, K, EVEN)
-        p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
-        acc = dot(p0, x0, acc)
-        acc = dot(p1, x1, acc)
-        acc = dot(p2, x2, acc)
-        acc = dot(p3, x3, acc)
-        acc = dot(p4, x4, acc)
-        acc = dot(p5, x5, acc)
-        acc = dot(p6, x6, acc)
-        acc = dot(p7, x7, acc)
+        xs = x_planes(at, live, k, K, EVEN)
+        planes = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
+        acc = eight_products(acc, planes, xs)
     acc *= tl.div_rn(1.0, tl.load(global_scale))
     store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
 
@@ -195,15 +181,8 @@ def wide_kernel(
     for block in range(tl.cdiv(K, 128)):
         w = tl.load(words + block * 256)
         k = block * 128
-        p0, p1, p2, p3, p4, p5, p6, p7 = _planes(w, scales + row + block * 2 * width, width, DTYPE)
-        if SPLIT:
-            x0 = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 64, EVEN, TMA)
-            x1 = x_tile(x, m, M, k + 64, K, stride_xm, BLOCK_M, 64, EVEN, TMA)
-            acc = dot(four_planes(p0, p1, p2, p3), x0.T, acc)
-            acc = finished(dot(four_planes(p4, p5, p6, p7), x1.T, acc))
-        else:
-            xt = x_tile(x, m, M, k, K, stride_xm, BLOCK_M, 128, EVEN, TMA)
-            acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
+        planes = _planes(w, scales + row + block * 2 * width, width, DTYPE)
+        acc = wide_product(acc, planes, x, m, M, k, K, stride_xm, BLOCK_M, EVEN, TMA, SPLIT)
     acc *= tl.div_rn(1.0, tl.load(global_scale))
     store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
 

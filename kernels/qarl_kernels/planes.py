@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import COMPILED
+from qarl_kernels.blocks import COMPILED, dot
 from qarl_kernels.casts import narrow
 from qarl_kernels.launch import descriptor, launch, supports_tma
 from qarl_kernels.tuning import Tile
@@ -33,6 +33,36 @@ def x_plane(x, live, k, K, EVEN: tl.constexpr):
     else:
         tile = tl.load(x, mask=live & (k < K), other=0.0)
     return tile.T
+
+
+@triton.jit
+def x_planes(x, live, k, K, EVEN: tl.constexpr):
+    """`x_plane` of the 128 features of a block, eight times 16. x: pointers to the first ones; k: which those are."""
+    x0 = x_plane(x, live, k, K, EVEN)
+    x1 = x_plane(x + 16, live, k + 16, K, EVEN)
+    x2 = x_plane(x + 32, live, k + 32, K, EVEN)
+    x3 = x_plane(x + 48, live, k + 48, K, EVEN)
+    x4 = x_plane(x + 64, live, k + 64, K, EVEN)
+    x5 = x_plane(x + 80, live, k + 80, K, EVEN)
+    x6 = x_plane(x + 96, live, k + 96, K, EVEN)
+    x7 = x_plane(x + 112, live, k + 112, K, EVEN)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def eight_products(acc, planes, xs):
+    """acc (BLOCK_N, BLOCK_M) and, one after the other, the products of a block's planes. xs: see `x_planes`."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    x0, x1, x2, x3, x4, x5, x6, x7 = xs
+    acc = dot(p0, x0, acc)
+    acc = dot(p1, x1, acc)
+    acc = dot(p2, x2, acc)
+    acc = dot(p3, x3, acc)
+    acc = dot(p4, x4, acc)
+    acc = dot(p5, x5, acc)
+    acc = dot(p6, x6, acc)
+    acc = dot(p7, x7, acc)
+    return acc
 
 
 @triton.jit
@@ -77,6 +107,34 @@ def finished(acc):
     """
     if COMPILED:
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
+def wide_product(
+    acc,
+    planes,
+    x,
+    m,
+    M,
+    k,
+    K,
+    stride,
+    BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """acc (BLOCK_N, BLOCK_M) and a block's product by warpgroups. planes: eight (BLOCK_N, 16); x: see `x_tile`."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    if SPLIT:
+        x0 = x_tile(x, m, M, k, K, stride, BLOCK_M, 64, EVEN, TMA)
+        x1 = x_tile(x, m, M, k + 64, K, stride, BLOCK_M, 64, EVEN, TMA)
+        acc = dot(four_planes(p0, p1, p2, p3), x0.T, acc)
+        acc = finished(dot(four_planes(p4, p5, p6, p7), x1.T, acc))
+    else:
+        xt = x_tile(x, m, M, k, K, stride, BLOCK_M, 128, EVEN, TMA)
+        acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
     return acc
 
 

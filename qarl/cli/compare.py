@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from qarl_formats.scheme import scheme_names
+from qarl_formats.registry import scheme_names
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of

@@ -86,7 +86,7 @@ def compare_offline(
     the first max_tokens tokens are used. group_size: of w4a16 and w4a8. out: default runs/offline-NAME; the same call
     goes on with what is not measured yet.
     """
-    from qarl_formats.scheme import scheme_names
+    from qarl_formats.registry import scheme_names
 
     from qarl.comparison.plan import parse_names
 

@@ -15,7 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from qarl_formats.scheme import GRIDS, scheme_class, scheme_names
+from qarl_formats.registry import scheme_class, scheme_names
+from qarl_formats.scheme import GRIDS
 
 from qarl.config import Config, check_inputs
 from qarl.config.config import QuantConfig

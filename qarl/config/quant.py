@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
-from qarl_formats.scheme import (
-    CHANNEL,
-    DEFAULT_GROUP_SIZE,
-    GRIDS,
-    GROUP_SIZES,
-    SCALE_DTYPES,
-    Scheme,
-    grouped_names,
-    is_ignored,
-    make_scheme,
-    scheme_class,
-    scheme_names,
-)
+from qarl_formats.registry import grouped_names, make_scheme, scheme_class, scheme_names
+from qarl_formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, GRIDS, GROUP_SIZES, SCALE_DTYPES, Scheme, is_ignored
 
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import ITEMS, NAME

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec, make_scheme, scheme_class, scheme_names
+from qarl_formats.registry import make_scheme, scheme_class, scheme_names
+from qarl_formats.scheme import CHANNEL, Scheme, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.scheme import Scheme, make_scheme
+from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import Scheme
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 UNQUANTIZED = make_scheme("bf16")

@@ -1,23 +1,21 @@
-"""What a quantization scheme is, and the registry of all of them. Imports no torch: a configuration is checked without.
+"""What a quantization scheme is. Imports no torch: a configuration is checked without.
 
-A scheme is a class in `qarl_formats.schemes`, one file each, that `register` makes known by its name:
+A scheme is a class in `qarl_formats.schemes`, one file each, that `qarl_formats.registry` knows by its name:
 
     names, shapes, config.json     tensor_specs, weight_arguments, activation_arguments, file_format
     arithmetic                     quantize, dequantize, codes
     products                       operands, multiply, stored: on the CPU in plain torch, on a GPU by Triton kernels
     what it takes and what it is   the class attributes
-
-Lists of schemes (configuration, command line, comparisons, benchmarks) are read from the registry.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +56,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """How the Linear layers of a model are stored and multiplied. Build one with `make_scheme`, which checks.
+    """How the Linear layers of a model are stored and multiplied. Build one with
+    `qarl_formats.registry.make_scheme`, which checks.
 
     group_size: input features that share a scale; None = the whole row (per channel), or what the scheme fixes.
     symmetric: False stores a zero point per group.
@@ -287,84 +286,6 @@ class Scheme(ABC):
     @abstractmethod
     def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
         """W (N, K) for the backward: the values of `dequantize`, on the CPU held in float32."""
-
-
-# --- the registry ----------------------------------------------------------------------------------------------------
-
-_SCHEMES: dict[str, type[Scheme]] = {}
-S = TypeVar("S", bound=type[Scheme])
-
-
-def register(kind: S) -> S:
-    """Make a scheme known by its `name`; to be used as a decorator. Raises ValueError where the name is taken."""
-    if kind.name in _SCHEMES:
-        raise ValueError(f"scheme {kind.name!r} is registered already ({_SCHEMES[kind.name].__module__})")
-    _SCHEMES[kind.name] = kind
-    return kind
-
-
-def _schemes() -> dict[str, type[Scheme]]:
-    import qarl_formats.schemes  # noqa: F401 (registers those that come with qarl)
-
-    return _SCHEMES
-
-
-def scheme_class(name: str) -> type[Scheme]:
-    """The scheme called `name`. Raises ValueError."""
-    if name not in _schemes():
-        raise ValueError(f"scheme {name!r} is unknown; choose one of {', '.join(_SCHEMES)}")
-    return _SCHEMES[name]
-
-
-def scheme_names(of: Callable[[type[Scheme]], bool] = lambda kind: True) -> tuple[str, ...]:
-    """The names of all schemes, or of those for which `of` holds."""
-    return tuple(name for name, kind in _schemes().items() if of(kind))
-
-
-def grouped_names() -> tuple[str, ...]:
-    """Schemes whose group size is to be chosen."""
-    return scheme_names(lambda kind: bool(kind.group_sizes))
-
-
-def make_scheme(
-    name: str,
-    group_size: int | None = None,
-    symmetric: bool = True,
-    grid: str = GRIDS[0],
-    scale_dtype: str = SCALE_DTYPES[0],
-) -> Scheme:
-    """Build the scheme `name`, refusing combinations that no kernel or file format has.
-
-    Args:
-        name: one of `scheme_names()`.
-        group_size: 32, 64, 128 or -1 (per channel), for schemes with groups; None means 128 there.
-        symmetric: False for schemes with zero points only.
-        grid: "symmetric7" for symmetric int4 only.
-        scale_dtype: one of `SCALE_DTYPES`.
-
-    Raises:
-        ValueError: one line that names the argument, its value and what is valid.
-    """
-    kind = scheme_class(name)
-    if scale_dtype not in SCALE_DTYPES:
-        raise ValueError(f"scale_dtype {scale_dtype!r} is unknown; choose one of {', '.join(SCALE_DTYPES)}")
-    if grid not in GRIDS:
-        raise ValueError(f"grid {grid!r} is unknown; choose one of {', '.join(GRIDS)}")
-    if not kind.group_sizes and group_size is not None:
-        raise ValueError(f"group_size {group_size} does not apply to scheme {name}; leave it out (null)")
-    if kind.group_sizes and group_size not in (None, CHANNEL, *kind.group_sizes):
-        sizes = ", ".join(map(str, kind.group_sizes))
-        raise ValueError(f"group_size {group_size} is not supported; choose {sizes} or -1 (one group a row)")
-    if not symmetric and not kind.zero_points:
-        others = " and ".join(scheme_names(lambda other: other.zero_points))
-        raise ValueError(f"symmetric false does not apply to scheme {name}; only {others} stores zero points")
-    if grid not in kind.grids or (grid != GRIDS[0] and not symmetric):
-        given = name if symmetric else f"{name} with symmetric false"
-        others = " or ".join(scheme_names(lambda other: grid in other.grids))
-        raise ValueError(f"grid {grid} needs symmetric {others}, not {given}")
-    if kind.group_sizes and group_size is None:
-        group_size = DEFAULT_GROUP_SIZE
-    return kind(None if group_size == CHANNEL else group_size, symmetric, grid, scale_dtype)
 
 
 def check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from comparisons import record_of, settings_of, write_config, write_model
-from qarl_formats.scheme import scheme_names
+from qarl_formats.registry import scheme_names
 
 from qarl.comparison.plan import Axes, find_finished, parse_axes, plan
 from qarl.config import Config

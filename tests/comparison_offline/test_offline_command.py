@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from qarl_formats.compressed import quantization_config
-from qarl_formats.scheme import make_scheme, scheme_names
+from qarl_formats.registry import make_scheme, scheme_names
 from safetensors.torch import save_file
 
 from qarl import cli

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 
 from qarl import memory
 from qarl.activations import plain_activation_bytes

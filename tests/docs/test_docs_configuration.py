@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pages import IDS, PAGES, ROOT, blocks, config_reference, known_keys, spans
-from qarl_formats.scheme import scheme_class, scheme_names
+from qarl_formats.registry import scheme_class, scheme_names
 
 from qarl.config import Config
 from qarl.config.load import make_config

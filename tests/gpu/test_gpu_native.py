@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig

@@ -6,7 +6,8 @@ import pytest
 import torch
 from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import quantize_weight
-from qarl_formats.scheme import Scheme, make_scheme
+from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import Scheme
 from qarl_kernels.logprob import Truncation, logits_of
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from exact import assert_same, poisoned_outputs
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
 from qarl_kernels.launch import INTERPRETED
 

@@ -9,7 +9,7 @@ import torch
 from products import random
 from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import dequantize_weight, quantize_weight, unpack_codes
-from qarl_formats.scheme import make_scheme, scheme_class, scheme_names
+from qarl_formats.registry import make_scheme, scheme_class, scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from qarl_formats.quantize import dequantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from qarl_kernels.logprob import Truncation
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ import torch
 from policy_models import standalone, view_of
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import quantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 
 from qarl.policy.gradients import GradientAccumulator

@@ -7,7 +7,8 @@ import torch
 from policy_models import make_policy, standalone, view_of
 from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
-from qarl_formats.scheme import Scheme, make_scheme, scheme_names
+from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.scheme import Scheme
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor, nn
 

@@ -15,7 +15,7 @@ from policy_models import (
     weights_of_loss,
 )
 from policy_models import logprobs as logprobs_of
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import QuantConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, put_dequantized
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from qarl.config import QuantConfig

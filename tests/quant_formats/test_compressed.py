@@ -17,7 +17,7 @@ from qarl_formats.compressed import (
     to_state_dict,
 )
 from qarl_formats.quantize import quantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 
 N, K = 20, 64
 SCHEMES = {

@@ -7,7 +7,8 @@ import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from library_oracle import library_dequantized, library_scheme, library_tensors
 from qarl_formats.quantize import codes_changed, dequantize_weight, quantize_weight, unpack_codes
-from qarl_formats.scheme import SCALE_DTYPES, make_scheme
+from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import SCALE_DTYPES
 
 N, K = 24, 256
 

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 from compressed_tensors.utils.match import match_name
-from qarl_formats.scheme import check_shape, is_ignored, make_scheme
+from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import check_shape, is_ignored
 
 
-@pytest.mark.parametrize("module", ["qarl_formats.scheme", "qarl_formats.compressed"])
+@pytest.mark.parametrize("module", ["qarl_formats.scheme", "qarl_formats.registry", "qarl_formats.compressed"])
 def test_import_takes_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'compressed_tensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "quant_formats"}).returncode == 0

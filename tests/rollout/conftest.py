@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.policy.load import load_model, load_tokenizer

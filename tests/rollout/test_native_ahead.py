@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 

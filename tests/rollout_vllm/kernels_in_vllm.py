@@ -14,7 +14,7 @@ import torch
 from qarl_formats.compressed import quantization_config
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import quantize_weight
-from qarl_formats.scheme import make_scheme, scheme_names
+from qarl_formats.registry import make_scheme, scheme_names
 from qarl_kernels.logprob import Truncation
 
 from qarl.exporting.vllm_probe import ENVIRONMENT

@@ -11,7 +11,7 @@ import pytest
 import torch
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

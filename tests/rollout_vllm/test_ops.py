@@ -6,7 +6,7 @@ import pytest
 import torch
 from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import quantize_weight
-from qarl_formats.scheme import make_scheme, scheme_names
+from qarl_formats.registry import make_scheme, scheme_names
 from torch import Tensor
 
 from qarl.rollout.vllm.ops import linear

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from qarl_formats.prepared import PreparedWeight
-from qarl_formats.scheme import make_scheme, scheme_names
+from qarl_formats.registry import make_scheme, scheme_names
 from torch import Tensor
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from qarl_formats.quantize import dequantize_weight, quantize_weight
-from qarl_formats.scheme import scheme_names
+from qarl_formats.registry import scheme_names
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from qarl_formats.quantize import dequantize_weight, quantize_weight
-from qarl_formats.scheme import Scheme, make_scheme, scheme_class
+from qarl_formats.registry import make_scheme, scheme_class
+from qarl_formats.scheme import Scheme
 from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
 from torch import Tensor
 

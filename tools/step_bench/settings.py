@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qarl_formats.scheme import grouped_names
+from qarl_formats.registry import grouped_names
 
 from qarl.config import Config
 from qarl.config.load import make_config

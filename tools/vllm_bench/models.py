@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-from qarl_formats.scheme import grouped_names, is_ignored
+from qarl_formats.registry import grouped_names
+from qarl_formats.scheme import is_ignored
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from qarl_formats.scheme import grouped_names, scheme_names
+from qarl_formats.registry import grouped_names, scheme_names
 
 from qarl.errors import UserError
 from qarl.inference.target import Target, resolve_target

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 import torch
 from qarl_formats.prepared import held
 from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.scheme import GROUP_SIZES, Scheme, make_scheme
+from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import GROUP_SIZES, Scheme
 from torch import Tensor, nn
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearLayerConfig,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qarl_formats.scheme import make_scheme
+from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter

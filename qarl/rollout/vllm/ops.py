@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qarl_formats.scheme import scheme_class
+from qarl_formats.registry import scheme_class
 from torch import Tensor
 from torch.library import custom_op
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import Scheme, TensorSpec, register
+from qarl_formats.registry import register
+from qarl_formats.scheme import Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ Operands: both, on the CPU with the codes as float32 of the same values, which i
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from qarl_formats.scheme import Scheme, TensorSpec
 
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
     from qarl_formats.prepared import PreparedWeight
     from qarl_formats.quantize import QuantizedWeight
+
+Reference: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]"
+"""x, codes, scales, bias -> y, in plain torch."""
+QuantizeInput: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+"""x -> codes and scales, by Triton."""
+CodesProduct: TypeAlias = "Callable[..., Tensor]"
+"""Codes and scales of x, codes and scales of the weight, bias, dtype -> y, by Triton."""
 
 
 class ByteCodes(Scheme):
@@ -86,3 +93,37 @@ class ByteCodes(Scheme):
             return self.dequantize(prepared.source, dtype, kernels=True)
         codes, scale = prepared.operands["weight"], prepared.operands["weight_scale"]
         return (codes * self.spread(scale, prepared.shape)).to(dtype).to(codes.dtype)
+
+
+class ByteActivations(ByteCodes):
+    """Those that quantize activations to a byte as well, and multiply codes."""
+
+    @classmethod
+    @abstractmethod
+    def _reference(cls) -> Reference: ...
+
+    @classmethod
+    @abstractmethod
+    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]: ...
+
+    @classmethod
+    def multiply(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
+    ) -> Tensor:
+        if not kernels:
+            return cls._reference()(x, operands["weight"], operands["weight_scale"], bias)
+        quantize, _ = cls._kernels()
+        return cls.multiply_codes(*quantize(x.contiguous()), operands, out_features, bias, x.dtype)
+
+    @classmethod
+    def multiply_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        _, product = cls._kernels()
+        return product(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import register
-from qarl_formats.schemes.bytes import ByteCodes
+from qarl_formats.registry import register
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @register
-class FP8(ByteCodes):
+class FP8(ByteActivations):
     """y = ((qx @ codes^T in fp32) * s_w) * s_x."""
 
     name = "fp8"
@@ -41,28 +41,13 @@ class FP8(ByteCodes):
         return operands["weight"], operands["weight_scale"]
 
     @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        codes, scale = operands["weight"], operands["weight_scale"]
-        if not kernels:
-            from qarl_kernels import reference
+    def _reference(cls) -> Reference:
+        from qarl_kernels import reference
 
-            return reference.fp8(x, codes, scale, bias)
-        from qarl_kernels import quantize
-
-        return cls.multiply_codes(*quantize.activation_fp8(x.contiguous()), operands, out_features, bias, x.dtype)
+        return reference.fp8
 
     @classmethod
-    def multiply_codes(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from qarl_kernels import gemm
+    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
+        from qarl_kernels import gemm, quantize
 
-        return gemm.fp8(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)
+        return quantize.activation_fp8, gemm.fp8

@@ -6,11 +6,10 @@ blocks are smaller, as the library has them; vLLM wants whole blocks of rows in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import register
-from qarl_formats.schemes.bytes import ByteCodes
+from qarl_formats.registry import register
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +25,7 @@ def _blocks(size: int) -> int:
 
 
 @register
-class FP8Block(ByteCodes):
+class FP8Block(ByteActivations):
     """y = sum over blocks of 128 features, in order, of (qx_b @ codes_b^T in fp32) * (s_x,b * s_w,b)."""
 
     name = "fp8_block"
@@ -108,28 +107,13 @@ class FP8Block(ByteCodes):
         return torch.cat([super(FP8Block, self).rounded_input(part) for part in x.split(BLOCK, -1)], -1)
 
     @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        codes, scale = operands["weight"], operands["weight_scale"]
-        if not kernels:
-            from qarl_kernels import reference
+    def _reference(cls) -> Reference:
+        from qarl_kernels import reference
 
-            return reference.fp8_block(x, codes, scale, bias)
-        from qarl_kernels import quantize
-
-        return cls.multiply_codes(*quantize.activation_fp8_group(x.contiguous()), operands, out_features, bias, x.dtype)
+        return reference.fp8_block
 
     @classmethod
-    def multiply_codes(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from qarl_kernels import fp8_block
+    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
+        from qarl_kernels import fp8_block, quantize
 
-        return fp8_block.fp8_block(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)
+        return quantize.activation_fp8_group, fp8_block.fp8_block

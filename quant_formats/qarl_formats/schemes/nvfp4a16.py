@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from qarl_formats.scheme import Scheme, TensorSpec, register
+from qarl_formats.registry import register
+from qarl_formats.scheme import Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch

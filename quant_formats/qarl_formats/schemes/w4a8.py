@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import register
+from qarl_formats.registry import register
 from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import register
-from qarl_formats.schemes.bytes import ByteCodes
+from qarl_formats.registry import register
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @register
-class W8A8(ByteCodes):
+class W8A8(ByteActivations):
     """y = ((qx @ codes^T in int32) * s_w) * s_x, exact up to the scales."""
 
     name = "w8a8"
@@ -37,28 +36,13 @@ class W8A8(ByteCodes):
         return quantize_int8(weight, scale_dtype)
 
     @classmethod
-    def multiply(
-        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
-    ) -> Tensor:
-        codes, scale = operands["weight"], operands["weight_scale"]
-        if not kernels:
-            from qarl_kernels import reference
+    def _reference(cls) -> Reference:
+        from qarl_kernels import reference
 
-            return reference.w8a8(x, codes, scale, bias)
-        from qarl_kernels import quantize
-
-        return cls.multiply_codes(*quantize.activation_int8(x.contiguous()), operands, out_features, bias, x.dtype)
+        return reference.w8a8
 
     @classmethod
-    def multiply_codes(
-        cls,
-        codes: Tensor,
-        scale: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from qarl_kernels import gemm
+    def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
+        from qarl_kernels import gemm, quantize
 
-        return gemm.w8a8(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)
+        return quantize.activation_int8, gemm.w8a8
