@@ -23,8 +23,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def shell_lines(page: Path) -> list[str]:
-    """The lines of indented blocks: what a reader types."""
-    plain = _FENCED.sub("", page.read_text())
+    """The lines of indented blocks: what a reader types, one line where it goes on behind a backslash."""
+    plain = re.sub(r"\s*\\\n\s*", " ", _FENCED.sub("", page.read_text()))
     return [line.strip() for line in plain.splitlines() if line.startswith("    ") and line.strip()]
 
 
