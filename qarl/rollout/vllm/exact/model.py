@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention as VLLMAttention
 from vllm.model_executor.models.registry import ModelRegistry
 
-from qarl.policy.attention import Attention
+from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.vllm.exact.attention import CachedLayer
@@ -95,17 +95,16 @@ class Forward:
 
     def _measured(self, positions: Tensor) -> Attention:
         """For a batch of vLLM's that only measures memory, before there is a KV cache: each row for itself."""
-        from qarl.policy.fused_attention import DecodeAttention
+        rows, device = len(positions), positions.device
+        shapes = [(1, layer.kv_heads, PAGE, layer.head_dim) for layer in self._layers]
+        zeros = partial(torch.zeros, dtype=self._config.dtype, device=device)
+        pages: Caches = [(zeros(shape), zeros(shape)) for shape in shapes]
+        if not self._decoder.role.view.fused:
+            return paged([Span(row, 1, 0, [0]) for row in range(rows)], device, pages, fused=False)
+        from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
 
-        rows = len(positions)
-        nothing, one = positions.new_zeros(rows), torch.ones(rows, dtype=torch.int32, device=positions.device)
-        table = torch.zeros(rows, 1, dtype=torch.int32, device=positions.device)
-        caches = [
-            (torch.zeros(2, layer.kv_heads, PAGE, layer.head_dim, dtype=layer.dtype, device=positions.device)).unbind()
-            for layer in self._layers
-        ]
-        pages = [(keys[None], values[None]) for keys, values in caches]
-        return DecodeAttention(nothing, nothing - 1, table, one, 1, pages)
+        nothing, table = positions.new_zeros(rows), torch.zeros(rows, 1, dtype=torch.int32, device=device)
+        return DecodeAttention(nothing, nothing - 1, table, torch.ones_like(table)[:, 0], 1, pages)
 
 
 class ExactModel(nn.Module):
