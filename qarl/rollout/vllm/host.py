@@ -226,6 +226,8 @@ def _prepare_environment(settings: SamplerSettings) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["QARL_VLLM_KERNELS"] = settings.linear_kernels
+    if settings.numerics == "exact":  # it would put products and softmaxes of vLLM's in the place of torch's
+        os.environ["VLLM_BATCH_INVARIANT"] = "0"
     keep_compiled_code_private()
     if settings.threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
