@@ -49,7 +49,12 @@ def _more(row: Record) -> str:
     if what == "start":
         return f"{row['gib']:.2f} GiB, proved {row['proved_frac']:.3f}, canary {row['canary_mean']:.4f}"
     if what == "generate":
-        return f"batch {row['batch']}: {row['tokens_per_s']:.0f} tokens/s"
+        speed = f"batch {row['batch']}: {row['tokens_per_s']:.0f} tokens/s"
+        if "first_token_s" not in row:  # an earlier result
+            return speed
+        return (
+            f"{speed}, first tokens {row['first_token_s']:.3f} s, later ones {1e3 * row['later_token_s']:.2f} ms each"
+        )
     if what.startswith("sleep"):
         return (
             f"freed {row['freed_gib']:.2f} GiB, wake {row['wake_s']:.3f} s, "
