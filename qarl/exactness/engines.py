@@ -81,7 +81,7 @@ class VLLM:
         config = _config(opened, sizes, rollout)
         require_vllm(config, policy.device, layout.max_length)
         canary = [[1, 2, 3, 4][: layout.max_length - 1]]
-        weights = WeightSender(layout, tokenizer, policy.sampler, canary, say)
+        weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=True)
         self._engine = VLLMEngine(config, layout, tokenizer, weights, place, say)
         self._engine.publish(policy.current)
         self.preemptions: int | None = None

@@ -172,7 +172,7 @@ def build_engine(
 
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     layout = policy.sampler.layout
-    weights = WeightSender(layout, tokenizer, policy.sampler, canary, say)
+    weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=config.rollout.numerics == "exact")
     return VLLMEngine(config, layout, tokenizer, weights, run_dir, say)
 
 

@@ -47,14 +47,19 @@ class Bound:
     mean: float
 
     @classmethod
-    def of(cls, first: Difference) -> Bound:
-        """The bound that the first, full load sets. Raises PublishError when that load computes something else."""
+    def of(cls, first: Difference, exact: bool = False) -> Bound:
+        """The bound that the first, full load sets. exact: where it agreed to the bit, all later ones must.
+
+        Raises PublishError when that load computes something else.
+        """
         if first.mean > BROKEN:
             raise PublishError(
                 f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
                 "does not run this model and scheme right; use rollout.linear_kernels=qarl, or another "
                 "scheme"
             )
+        if exact and first.max == 0.0:
+            return cls(0.0)
         return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))
 
     def check(self, version: int, found: Difference) -> None:

@@ -57,6 +57,7 @@ class WeightSender:
 
     layout, tokenizer: of the model, for the checkpoint that a sampler starts from. scorer: computes the canary here.
     canary: token sequences of two tokens or more. say: gets one line about what the user should know.
+    exact: the sampler promises the policy's own log-probs, bit for bit.
     metrics: of the last update, by metric name.
     """
 
@@ -67,8 +68,10 @@ class WeightSender:
         scorer: Scorer,
         canary: list[list[int]],
         say: Callable[[str], None],
+        exact: bool = False,
     ) -> None:
         self.layout, self.tokenizer, self.scorer, self.canary, self.say = layout, tokenizer, scorer, canary, say
+        self._exact = exact
         self.metrics: dict[str, float] = {}
         self._carrier: Carrier | None = None
         self._held: _Held | None = None
@@ -100,9 +103,14 @@ class WeightSender:
         """
         scored = _joined(link.call("score", self.canary, _ignore))
         found = difference(scored, self.scorer.score(self.canary).tolist())
-        bound = Bound.of(found)
+        bound = Bound.of(found, self._exact)
         if self._bound is None:
             self._bound = bound
+            if self._exact and found.max:
+                self.say(
+                    f"rollout.numerics: the canary's log-probs are off by {found}, and should be the policy's to the "
+                    "bit; qarl verify-exact finds out where"
+                )
             for note in link.facts["notes"]:
                 self.say(note)
         else:

@@ -36,7 +36,7 @@ class Case:
         self.troubles = folder / "troubles"
         self.engine: VLLMEngine | None = None
 
-    def make(self, *troubles: str, **vllm) -> VLLMEngine:
+    def make(self, *troubles: str, exact: bool = False, **vllm) -> VLLMEngine:
         self.troubles.write_text("\n".join(troubles))
         section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
         config = decide_sizes(Config.model_validate(settings(self.model, rollout=section)), "cpu")
@@ -44,7 +44,7 @@ class Case:
             load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
         )
         sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
-        weights = WeightSender(sampler.layout, tokenizer, sampler, [[5, 70, 90], [6, 71]], say)
+        weights = WeightSender(sampler.layout, tokenizer, sampler, [[5, 70, 90], [6, 71]], say, exact)
         self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say)
         return self.engine
 
@@ -94,6 +94,16 @@ def test_responses_come_in_order_with_their_texts(undisturbed, case) -> None:
         assert stopped == (rollout.token_ids[-1] == 1)
         said = rollout.token_ids[:-1] if stopped else rollout.token_ids
         assert rollout.text == case.engine.tokenizer.decode(said)
+
+
+def test_a_sampler_that_promises_the_policys_bits_and_has_others_is_told_of_once(case) -> None:
+    case.make(exact=True)
+    case.publish()
+    case.learn(1)
+    case.publish()
+    (line,) = case.said
+    assert line.startswith("rollout.numerics: the canary's log-probs are off by mean 0.")
+    assert line.endswith("and should be the policy's to the bit; qarl verify-exact finds out where")
 
 
 def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:

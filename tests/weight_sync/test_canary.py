@@ -40,6 +40,14 @@ def test_bound_has_a_floor_where_the_first_load_agrees_well() -> None:
     assert Bound.of(Difference(0.0, 0.0)) == Bound(FLOOR)
 
 
+def test_an_exact_sampler_that_agreed_to_the_bit_must_go_on_to():
+    bound = Bound.of(Difference(0.0, 0.0), exact=True)
+    bound.check(1, Difference(0.0, 0.0))
+    with pytest.raises(PublishError, match=r"version 2.*mean 0\.0000, max 0\.0001"):
+        bound.check(2, Difference(1e-6, 1e-4))
+    assert Bound.of(Difference(1e-6, 1e-4), exact=True) == Bound(FLOOR)
+
+
 def test_bound_never_allows_what_a_first_load_may_not() -> None:
     assert Bound.of(Difference(0.9 * BROKEN, 3.0)) == Bound(BROKEN)
 
