@@ -36,6 +36,7 @@ class HashingSampler:
     """What `NativeEngine` asks of a `Sampler`. steps: rows of each forward, decodes negative."""
 
     current = True
+    tracer = None
 
     def __init__(self) -> None:
         self.layout = SimpleNamespace(

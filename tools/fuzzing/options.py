@@ -49,6 +49,10 @@ WORKING: dict[str, tuple[list[str], ...]] = {
     ),
     "diagnose": (["diagnose", str(RUN), "--no-gradients"],),
     "train": (["train", "tiny.yaml"],),
+    "verify-exact": (
+        ["verify-exact", "model", "--tokens", "8", "--longest", "8"],
+        ["verify-exact", str(RUN), "--tokens", "8", "--longest", "8"],
+    ),
 }
 WEIGHTS = {
     "check": 3,
@@ -62,8 +66,9 @@ WEIGHTS = {
     "compare": 10,
     "diagnose": 4,
     "train": 1,
+    "verify-exact": 6,
 }
-SLOW = {("export", "verify")}  # starts vLLM where it is installed, which takes a minute
+SLOW = {("export", "verify"), ("verify-exact", "engine")}  # start vLLM where it is installed, which takes a minute
 LISTS = (
     "bf16",
     "bf16,bf16",
