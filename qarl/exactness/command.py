@@ -42,15 +42,15 @@ def check_exactness(
     """
     request.check()
     where = pick_device(device)
-    tokenizer = load_tokenizer(target.model)
-    texts = [] if prompts is None else _texts(prompts)
-    given = [prompt.token_ids for prompt in render(target, tokenizer, texts, Look(chat=False))]
-    sizes = sizes_of(request, given, context_of(target), where.type)
-    say(f"opening {target.label}")
-    rollout = tight(sizes, where.type)
-    opened = open_policy(target, device=where.type, rollout=rollout, tokenizer=tokenizer, max_length=sizes.longest)
     with ExitStack() as held:
         held.enter_context(quiet_libraries(say))
+        tokenizer = load_tokenizer(target.model)
+        texts = [] if prompts is None else _texts(prompts)
+        given = [prompt.token_ids for prompt in render(target, tokenizer, texts, Look(chat=False))]
+        sizes = sizes_of(request, given, context_of(target), where.type)
+        say(f"opening {target.label}")
+        rollout = tight(sizes, where.type)
+        opened = open_policy(target, device=where.type, rollout=rollout, tokenizer=tokenizer, max_length=sizes.longest)
         drawer: Engine
         if engine == "native":
             drawer = Native(opened)

@@ -25,12 +25,12 @@ def fuzz(seed: str, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_bad_in_a_fixed_series() -> None:
-    fuzz("ci", "--count", "60")
+    fuzz("ci", "--count", "40")
 
 
 @pytest.mark.slow
 def test_nothing_is_bad_in_the_series_of_the_day() -> None:
-    fuzz(datetime.date.today().isoformat(), "--count", "50")
+    fuzz(datetime.date.today().isoformat(), "--count", "30")
 
 
 @pytest.mark.slow
