@@ -25,23 +25,20 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
+import torch
+from qarl_formats.registry import make_scheme
+from step_bench.shapes import SHAPES, random_model, shape_of
+from tiny_models import save_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-import torch  # noqa: E402
-from qarl_formats.registry import make_scheme  # noqa: E402
-from step_bench.shapes import SHAPES, random_model, shape_of  # noqa: E402
-from tiny_models import save_tokenizer  # noqa: E402
-from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
-
-from qarl.config import ModelConfig, QuantConfig, RolloutConfig  # noqa: E402
-from qarl.policy.load import load_model, load_tokenizer  # noqa: E402
-from qarl.policy.policy import Policy  # noqa: E402
-from qarl.rollout.engine import SamplingParams  # noqa: E402
-from qarl.rollout.native.engine import NativeEngine  # noqa: E402
-from qarl.storage.environment import describe_environment  # noqa: E402
-from qarl.training.allocator import keep_freed_memory  # noqa: E402
-from qarl.types import Prompt  # noqa: E402
+from qarl.config import ModelConfig, QuantConfig, RolloutConfig
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.policy import Policy
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.native.engine import NativeEngine
+from qarl.storage.environment import describe_environment
+from qarl.training.allocator import keep_freed_memory
+from qarl.types import Prompt
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TEXT = "The river rises in the hills above the town, and for most of the year it is shallow enough to cross on foot. "

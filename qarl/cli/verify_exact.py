@@ -26,7 +26,6 @@ def verify_exact(
     scheme: Annotated[
         str | None,
         typer.Option(
-            "--scheme",
             parser=text_of("--scheme"),
             metavar="SCHEME",
             help="Default: the run's or checkpoint's; for a model bf16.",

@@ -64,7 +64,7 @@ class PolicyAttention(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("there is none: no layer of vLLM's attends")  # vLLM asks, and takes this for none
 
     @staticmethod
     def get_builder_cls() -> type[AttentionBuilder]:
