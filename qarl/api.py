@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qarl.comparison.api import compare, compare_offline
-from qarl.config.check import check_inputs
+from qarl.config.check import check_inputs, check_ranks
 from qarl.config.source import ConfigSource, Overrides, read_source
+from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.inputs.paths import user_path
 from qarl.results import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
@@ -45,7 +46,8 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     config: a YAML file, a dict with its keys, or a `qarl.config.Config`. overrides: values that replace some of it,
     as {"optim.lr": 5e-7} or ["optim.lr=5e-7"]. A file's run directory is runs/NAME unless train.run_dir says another;
     a dict's is runs/unnamed. What is shown meanwhile is `logging.console`: rich, plain or none.
-    A signal (Ctrl-C, SIGTERM) ends it with a checkpoint, and `finished` is False then.
+    A signal (Ctrl-C, SIGTERM) ends it with a checkpoint, and `finished` is False then. In a process of torchrun or the
+    deepspeed launcher it is one rank of the run; `qarl.distributed.fault.OtherRankFailed` where another one fails.
     """
     from qarl.config.weights import check_weights
     from qarl.memory import expected_device, too_large
@@ -55,9 +57,11 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     given = read_source(config, overrides)
     loaded = given.config()
     inspection = check_inputs(loaded, given.place, given.overrides)
+    ranks = place()
+    check_ranks(loaded, 1 if ranks is None else ranks.count, None, given.place, given.overrides)
     if inspection.architecture is not None:
         check_weights(loaded.model, inspection.architecture)
-        if fault := too_large(loaded, inspection.architecture, expected_device(loaded)):
+        if ranks is None and (fault := too_large(loaded, inspection.architecture, expected_device(loaded))):
             raise UserError(fault)
     wait_politely()
     from qarl.training.loop import train as run  # torch: only once the configuration is known to be good

@@ -74,6 +74,24 @@ def gpu_bytes() -> int | None:
         library.nvmlShutdown()
 
 
+def gpu_count() -> int:
+    """GPUs that this process may use, as the driver's library counts them and `CUDA_VISIBLE_DEVICES` leaves them."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2():
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    count = ctypes.c_uint()
+    try:
+        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return 0
+    finally:
+        library.nvmlShutdown()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return count.value if visible is None else min(count.value, len([name for name in visible.split(",") if name]))
+
+
 class _GPUMemory(ctypes.Structure):
     """nvmlMemory_t."""
 

@@ -16,18 +16,19 @@ from qarl_formats.scheme import Scheme, is_ignored
 from qarl.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.config.deepspeed import deepspeed_keys
 from qarl.config.quant import scheme_of
 from qarl.fused import fused_groups
 from qarl.machine import machine_bytes
+from qarl.memory_ranks import Phase, Share, row_share, rows_in_flight, zero_elements, zero_lines
 
-Phase = Literal["always", "update", "publish"]
 Owner = Literal["process", "learner", "optimizer", "sampler"]
 # Python, torch and transformers imported, measured as resident memory: 0.33 GiB, and as much again for the tokenizer,
 # the data and the reward workers. A GPU holds a CUDA context of about the same size.
 PROCESS_BYTES = 600 * 2**20
 # vLLM 0.32 on a CPU, started on a model of a few MB: resident memory of its process, and what it adds to the learner's.
 VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
-# Two buckets of AdamW's moments, which pass through a GPU in a step where the host keeps them (`optim.offload`).
+# Two buckets of what passes through a GPU in a step where the host keeps it (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
@@ -97,10 +98,13 @@ class Item:
     owner: Owner = "learner"
 
 
-def estimate(config: Config, architecture: Architecture, device: Device, tokens: int | None = None) -> list[Item]:
+def estimate(
+    config: Config, architecture: Architecture, device: Device, tokens: int | None = None, ranks: int = 1
+) -> list[Item]:
     """The memory of a training run on `device`, line by line; `peak_bytes` adds them up.
 
-    tokens: of the largest micro-batch; None: what the configuration allows, which is one response at least.
+    tokens: of the largest micro-batch; None: what the configuration allows, which is one response at least. ranks: of
+    the run; the memory is that of one of them, the first, which has no less than another.
     """
     quant, a = config.quant, architecture
     scheme = scheme_of(quant)
@@ -138,9 +142,7 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
     micro_batch = max(config.train.micro_batch_tokens, config.max_sequence_length)
     return [
         Item("process", PROCESS_BYTES, "always", "process"),
-        Item("master weights (float32)", master_bytes(a.parameters), "always"),
-        Item("gradients (float32)", gradient_bytes(a.parameters), "always"),
-        optimizer_item(config, a, device),
+        *state_items(config, a, device, ranks),
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
@@ -153,11 +155,41 @@ def estimate(config: Config, architecture: Architecture, device: Device, tokens:
     ]
 
 
-def optimizer_item(config: Config, architecture: Architecture, device: Device) -> Item:
+def state_items(config: Config, architecture: Architecture, device: Device, ranks: int) -> list[Item]:
+    """Masters, gradients and optimizer state of one rank, and what of them is on its way."""
+    distributed, more = config.distributed, []
+    if ranks > 1 and distributed.engine == "deepspeed":
+        stage = 3 if distributed.zero_stage is None else distributed.zero_stage
+        masters, gradients, optimizer = zero_elements(architecture, stage, ranks)
+        lines = zero_lines(architecture, stage, ranks, deepspeed_keys(distributed.config).get("zero_optimization", {}))
+        more = [Item(f"{name} (ZeRO-{stage})", size, phase) for name, size, phase in lines]
+    else:
+        masters = gradients = optimizer = row_share(config, architecture, ranks)
+        if ranks > 1:
+            flying = rows_in_flight(architecture, ranks)
+            more = [Item("gradients of layers on their way between ranks", flying, "update")]
+    return [
+        masters_item(config, architecture, device, masters),
+        Item("gradients (float32)", gradient_bytes(gradients.parameters), "always"),
+        optimizer_item(config, device, optimizer),
+        *more,
+    ]
+
+
+def masters_item(config: Config, architecture: Architecture, device: Device, share: Share) -> Item:
+    """The masters, or the largest, which comes to a GPU to be quantized where the host keeps them."""
+    if config.optim.offload == "all" and device == "cuda":
+        linears = (n * k for _, n, k in architecture.linears())
+        largest = max(architecture.vocab_size * architecture.hidden_size, *linears)
+        own = min(largest, share.parameters)
+        return Item("largest master on its way, the rest on the host", master_bytes(own), "publish")
+    return Item("master weights (float32)", master_bytes(share.parameters), "always")
+
+
+def optimizer_item(config: Config, device: Device, share: Share) -> Item:
     """The optimizer's state, or what passes through a GPU of a state that the host keeps."""
-    name, parameters = config.optim.name, architecture.parameters
-    matrices = architecture.matrix_parameters
-    whole = optimizer_bytes(name, matrices, parameters - matrices)
+    name = config.optim.name
+    whole = optimizer_bytes(name, share.matrices, share.others)
     if config.optim.offload and device == "cuda":
         passing = f"optimizer state ({name}) on its way, the rest on the host"
         return Item(passing, min(whole, OFFLOAD_BYTES), "update", "optimizer")
@@ -234,37 +266,41 @@ def decode_item(config: Config, vocabulary: int) -> Item:
     return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "always", "sampler")
 
 
-def certain_bytes(config: Config, architecture: Architecture, device: Device) -> int:
+def certain_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
     """What a run holds in this machine's own memory at the same time, whatever else it does: a lower bound.
 
     On a CPU masters, their gradients and the optimizer's state; for a GPU the masters, which are read here first, or
-    once they are there the state that is offloaded.
+    once they are there the state that is offloaded. ranks: all on this machine; in rows they hold no more than one.
     """
-    masters = master_bytes(architecture.parameters)
+    copies = ranks if config.distributed.engine == "deepspeed" else 1
+    masters = copies * master_bytes(architecture.parameters)
     if device == "cuda":
         return max(masters, _offloaded(config, architecture))
-    return saved_bytes(config, architecture) + gradient_bytes(architecture.parameters)
+    return copies * gradient_bytes(architecture.parameters) + saved_bytes(config, architecture)
 
 
 def _offloaded(config: Config, architecture: Architecture) -> int:
-    """What the host keeps of the optimizer of a GPU."""
-    return saved_bytes(config, architecture) - master_bytes(architecture.parameters) if config.optim.offload else 0
+    """What the host keeps of the optimizer of a GPU, and of its masters."""
+    on_gpu = master_bytes(architecture.parameters) if config.optim.offload == "moments" else 0
+    return saved_bytes(config, architecture) - on_gpu if config.optim.offload else 0
 
 
-def too_large(config: Config, architecture: Architecture, device: Device) -> str | None:
+def too_large(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> str | None:
     """One line where a run cannot fit this machine's memory, whatever is freed; None where it may.
 
-    What a GPU has, only its driver could say: it is not counted.
+    ranks: all of them on this machine. What a GPU has, only its driver could say: it is not counted.
     """
-    certain, there = certain_bytes(config, architecture, device), machine_bytes()
+    certain, there = certain_bytes(config, architecture, device, ranks), machine_bytes()
     if certain <= there:
         return None
     if device == "cpu":
         what = "masters, gradients and optimizer state alone"
     elif config.optim.offload:
-        what = "the moments that optim.offload keeps here alone"
+        kept = "masters and moments" if config.optim.offload == "all" else "moments"
+        what = f"the {kept} that optim.offload keeps here alone"
     else:
-        what = "masters alone, which are read before they go to the GPU,"
+        each = f"of each of {ranks} ranks " if ranks > 1 and config.distributed.engine == "deepspeed" else ""
+        what = f"masters {each}alone, which are read before they go to the GPU,"
     return (
         f"model.path: '{config.model.path}': {what} take {certain / 2**30:,.1f} GiB, and this machine gives "
         f"{there / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"

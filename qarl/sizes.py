@@ -36,12 +36,16 @@ LOGITS_SHARE = 1 / 32  # of the GPU's memory, for a chunk of logits and what is 
 
 
 def decide_sizes(
-    config: Config, device: Device, architecture: Architecture | None = None, memory: int | None = None
+    config: Config,
+    device: Device,
+    architecture: Architecture | None = None,
+    memory: int | None = None,
+    ranks: int = 1,
 ) -> Config:
     """The configuration with a value for each size that it leaves null; what it gives stands.
 
     device: where the learner computes. architecture, memory: of the model and of the GPU in bytes; without them a GPU
-    gets what fits most.
+    gets what fits most. ranks: that share the learner's state, each on a GPU of its own.
     """
     longest = config.data.max_prompt_length + max(config.rollout.max_response_length, config.eval_response_length)
     width = DTYPE_BYTES[config.model.dtype]
@@ -53,7 +57,7 @@ def decide_sizes(
         recompute = ON_CPU["train.recompute"] if device == "cpu" else RECOMPUTE[-1]
         tokens = ON_CPU["train.micro_batch_tokens"]
         return _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
-    return _fastest_that_fits(config, architecture, memory)
+    return _fastest_that_fits(config, architecture, memory, ranks)
 
 
 def sampler_sizes(
@@ -128,7 +132,7 @@ def _logprob_chunk(config: Config, architecture: Architecture | None, memory: in
     return next((rows for rows in LOGPROB_ROWS if rows * row <= LOGITS_SHARE * memory), LOGPROB_ROWS[-1])
 
 
-def _fastest_that_fits(config: Config, architecture: Architecture, memory: int) -> Config:
+def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, ranks: int) -> Config:
     """The micro batch of a GPU, and what its backward computes again, as far as the configuration leaves them null.
 
     As little again as the estimate leaves room for, with as many tokens as fill the GPU or a step has, then as many as
@@ -139,7 +143,7 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int) 
     room = UPDATE_SHARE * memory - (vllm.memory_frac * memory if awake else 0)
     for tokens, recompute in _candidates(config):
         found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
-        if phase_bytes(estimate(found, architecture, "cuda"), "update") <= room:
+        if phase_bytes(estimate(found, architecture, "cuda", ranks=ranks), "update") <= room:
             break
     return found
 

@@ -17,7 +17,9 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):  # which share the co
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on the CPU
 
-sys.path.append(str(Path(__file__).parent / "training"))  # for tiny_runs, which other folders read too
+# For tiny_runs, policy_models, ranks, tiny_exports, which others read too.
+for folder in ("training", "policy", "distributed", "export"):
+    sys.path.append(str(Path(__file__).parent / folder))
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # for tiny_models, which tools/fuzz.py reads too
 
 

@@ -82,6 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--prompt-tokens", type=int, default=512, help="the longest prompt that fits")
     step.add_argument("--lr", type=float, default=1e-6)
     step.add_argument("--memory-frac", type=float, default=0.4, help="share of the GPU for vLLM")
+    step.add_argument("--nproc", type=int, default=1, help="step: ranks, a GPU each (qarl train --nproc)")
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     step.add_argument("--device-batch", type=int, default=8, help="TRL's per_device_train_batch_size")
     step.add_argument("--trl-sleep", action="store_true", help="TRL's vllm_enable_sleep_mode")
@@ -140,7 +141,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     if options.set and options.part in CONFIGURED:
         labels["set"] = options.set
     if options.part in ("learn", "step", "trl"):
-        labels |= {"prompts": options.prompts, "responses": options.responses}
+        labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
     with file.open("a") as lines:
         try:
             for record in part_of(options.part)(options, shape, device):

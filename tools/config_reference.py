@@ -133,7 +133,8 @@ def kind_of(entry: Schema, definitions: dict[str, Schema]) -> str:
     kinds = []
     for part in _alternatives(entry, definitions):
         if "enum" in part or "const" in part:
-            kinds += [f"`{choice}`" for choice in part.get("enum", [part.get("const")])]
+            choices = part.get("enum", [part.get("const")])
+            kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]
         elif part.get("type") == "array":
             items = part.get("items")
             inner = kind_of(items, definitions) if isinstance(items, dict) else "value"

@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 
 ROWS, COLUMNS, WARPS = 32, 64, 4  # of a program's tile
 PROGRAMS = 1056  # eight for each of Hopper's 132 multiprocessors; a number, so that sums are the same on all devices
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _column_sum_kernel(
     x,  # (rows, columns) bf16, fp16 or f32
     into,  # ADD: (columns,) f32, else (stretches, columns) f32
@@ -50,7 +51,7 @@ def _sum(x: Tensor, into: Tensor, stretch: int, add: bool, tile: tuple[int, int,
     tile_rows, tile_columns, warps = tile
     launch(
         _column_sum_kernel,
-        (triton.cdiv(columns, tile_columns), triton.cdiv(rows, stretch)),
+        (cdiv(columns, tile_columns), cdiv(rows, stretch)),
         num_warps=warps,
         x=x,
         into=into,
@@ -81,11 +82,11 @@ def column_sum(x: Tensor, into: Tensor, tile: tuple[int, int, int] = (ROWS, COLU
         raise ValueError(f"into must be a contiguous float32 vector of {columns}, not {into.dtype} {tuple(into.shape)}")
     if not rows or not columns:
         return
-    stretches = max(1, PROGRAMS // triton.cdiv(columns, tile[1]))
-    stretch = triton.cdiv(triton.cdiv(rows, stretches), tile[0]) * tile[0]
+    stretches = max(1, PROGRAMS // cdiv(columns, tile[1]))
+    stretch = cdiv(cdiv(rows, stretches), tile[0]) * tile[0]
     if stretch >= rows:
         _sum(x, into, rows, True, tile)
         return
-    partial = torch.empty(triton.cdiv(rows, stretch), columns, dtype=torch.float32, device=x.device)
+    partial = torch.empty(cdiv(rows, stretch), columns, dtype=torch.float32, device=x.device)
     _sum(x, partial, stretch, False, tile)
     add_partial_sums(partial, into)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 
 TILE = 2048  # values of a program: 8 in each of 256 threads
@@ -90,7 +91,7 @@ def dequantize_bytes_kernel(
 
 def _tile(columns: int) -> tuple[int, int]:
     """(rows, columns) of a program's tile."""
-    width = min(TILE, triton.next_power_of_2(max(columns, 8)))
+    width = min(TILE, next_power_of_2(max(columns, 8)))
     return TILE // width, width
 
 
@@ -126,19 +127,19 @@ def dequantize_int4(
     Raises:
         ValueError: dtypes or shapes do not fit each other.
     """
-    n, words = len(packed), triton.cdiv(in_features, 8)
+    n, words = len(packed), cdiv(in_features, 8)
     groups = scale.shape[-1]
     check_stored("packed", packed, (torch.int32,), (n, words))
     check_stored("scale", scale, FLOATS, (n, groups))
     if zero_point is not None:
-        check_stored("zero_point", zero_point, (torch.int32,), (triton.cdiv(n, 8), groups))
+        check_stored("zero_point", zero_point, (torch.int32,), (cdiv(n, 8), groups))
     if groups > 1 and in_features % (8 * groups):
         raise ValueError(f"scale has {groups} groups, which does not divide {in_features} input features into words")
     out = torch.empty(n, in_features, dtype=dtype, device=packed.device)
     rows, width = _tile(in_features)
     launch(
         dequantize_int4_kernel,
-        (triton.cdiv(in_features, width), triton.cdiv(n, rows)),
+        (cdiv(in_features, width), cdiv(n, rows)),
         num_warps=8,
         packed=packed,
         scale=scale,
@@ -187,12 +188,12 @@ def dequantize_fp8_block(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Te
 def _dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
     n, k = codes.shape
     check_stored("codes", codes, (torch.float8_e4m3fn,) if block else (torch.int8, torch.float8_e4m3fn), (n, k))
-    check_stored("scale", scale, FLOATS, (triton.cdiv(n, block), triton.cdiv(k, block)) if block else (n, 1))
+    check_stored("scale", scale, FLOATS, (cdiv(n, block), cdiv(k, block)) if block else (n, 1))
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     rows, width = _tile(k)
     launch(
         dequantize_bytes_kernel,
-        (triton.cdiv(k, width), triton.cdiv(n, rows)),
+        (cdiv(k, width), cdiv(n, rows)),
         num_warps=8,
         codes=codes,
         scale=scale,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 
 TILE = 2048  # tokens of the vocabulary that one program weighs
@@ -90,7 +91,7 @@ def draw(logits: Tensor, lse: Tensor, points: Tensor) -> Tensor:
     rows, vocabulary = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     assert lse.shape == points.shape == (rows,) and points.dtype == torch.float64, (lse.shape, points.dtype)
-    tiles = triton.cdiv(vocabulary, TILE)
+    tiles = cdiv(vocabulary, TILE)
     sums = torch.empty(rows, tiles, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     shared = {"logits": logits, "lse": lse, "sums": sums, "V": vocabulary, "stride": logits.stride(0), "TILE": TILE}
@@ -102,7 +103,7 @@ def draw(logits: Tensor, lse: Tensor, points: Tensor) -> Tensor:
         points=points,
         tokens=tokens,
         tiles=tiles,
-        TILES=triton.next_power_of_2(tiles),
+        TILES=next_power_of_2(tiles),
         **shared,
     )
     return tokens

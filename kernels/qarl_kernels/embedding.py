@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.rows import check_rows
 
@@ -60,10 +61,10 @@ def embedding_grad(
         return
     ordered, order = torch.sort(ids, stable=True)
     tile_rows, tile_columns, warps = tile
-    tile_columns = min(tile_columns, max(16, triton.next_power_of_2(columns)))
+    tile_columns = min(tile_columns, max(16, next_power_of_2(columns)))
     launch(
         _embedding_kernel,
-        (rows, triton.cdiv(columns, tile_columns)),
+        (rows, cdiv(columns, tile_columns)),
         num_warps=warps,
         grad=grad,
         ids=ordered,

@@ -21,11 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from qarl_kernels import gemm
 from qarl_kernels.fp8_backward_kernels import add_product_kernel, codes_kernel, extents_kernel, transpose_kernel
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
 from qarl_kernels.tuning import Tile
 
@@ -127,12 +127,12 @@ def _transposed(weight: Tensor | Transposed, scale: Tensor | None) -> Transposed
 
 def _lines(rows: int, columns: int, device: torch.device) -> Tensor:
     """Room for codes (rows, columns), rows a multiple of LINE apart; transposing kernels put zeros between."""
-    return torch.empty(rows, triton.cdiv(columns, LINE) * LINE, dtype=E4M3, device=device)[:, :columns]
+    return torch.empty(rows, cdiv(columns, LINE) * LINE, dtype=E4M3, device=device)[:, :columns]
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:
     """Programs of a kernel that transposes (rows, columns): to the end of the lines."""
-    return triton.cdiv(columns, CODES["BLOCK_C"]), triton.cdiv(rows, LINE) * (LINE // CODES["BLOCK_R"])
+    return cdiv(columns, CODES["BLOCK_C"]), cdiv(rows, LINE) * (LINE // CODES["BLOCK_R"])
 
 
 def quantize(
@@ -162,7 +162,7 @@ def quantize(
         "COLUMN": columns,
         "FACTOR": rows and factor is not None,
     }
-    grid = triton.cdiv(n, EXTENTS["BLOCK_C"]), triton.cdiv(m, EXTENTS["STRIP"])
+    grid = cdiv(n, EXTENTS["BLOCK_C"]), cdiv(m, EXTENTS["STRIP"])
     launch(extents_kernel, grid, num_warps=4, **shared, **EXTENTS)
     launch(
         codes_kernel,
@@ -200,7 +200,7 @@ def _add_product(a: Codes, b: Codes, into: Tensor, tile: Tile | None = None) -> 
     tile = tile or _weight_tile(m, n, into)
     launch(
         add_product_kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
         a=descriptor(a.codes, (tile.block_m, tile.block_k)) if tma else a.codes,
@@ -226,6 +226,6 @@ def _weight_tile(m: int, n: int, into: Tensor) -> Tile:
         return BEFORE_HOPPER
     for tile in WEIGHT_TILES[:-1]:
         vectors = tile.block_n < 256 or into.stride(0) % 16 == 0  # addresses of single values take many registers
-        if vectors and triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) >= multiprocessors(into):
+        if vectors and cdiv(m, tile.block_m) * cdiv(n, tile.block_n) >= multiprocessors(into):
             return tile
     return WEIGHT_TILES[-1]

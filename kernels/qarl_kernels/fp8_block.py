@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
@@ -125,7 +126,7 @@ def run(
     tma = supports_tma(qx) and supports_tma(codes)
     launch(
         fp8_block_kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
         x=descriptor(qx, (tile.block_m, 128)) if tma else qx,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.column_sum import add_partial_sums
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import (
@@ -64,7 +65,7 @@ def _scaled(hidden, inverse, weight):
     return narrow(widen(weight) * widen(normal), hidden.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x,  # (rows, columns) bf16 or fp16
     residual,  # (rows, columns), or None
@@ -118,7 +119,7 @@ def _norm_kernel(
         store_codes(results, codes, scale, row, exists, column, columns, GROUPED, ROWS, VECTORS, RAGGED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _again_kernel(
     hidden,  # (rows, columns) bf16 or fp16
     inverse,  # (rows,) f32
@@ -143,7 +144,7 @@ def _again_kernel(
     tl.store((normed + row * columns + column)[:, None] + lane, result, keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward_kernel(
     grad_normed,  # (rows, columns) bf16 or fp16
     grad_hidden,  # (rows, columns), or None
@@ -234,7 +235,7 @@ def add_rms_norm(
     codes, scale = empty_codes(rows, columns, activation, x.device) if activation else (None, None)
     launch(
         _norm_kernel,
-        (triton.cdiv(rows, tile.rows),),
+        (cdiv(rows, tile.rows),),
         num_warps=tile.warps,
         x=x,
         residual=residual,
@@ -263,10 +264,10 @@ def rms_norm_again(hidden: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     check_rows("hidden", hidden)
     rows, columns = hidden.shape
     normed = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
-    row_vectors = triton.cdiv(columns, VECTOR)
+    row_vectors = cdiv(columns, VECTOR)
     launch(
         _again_kernel,
-        (triton.cdiv(rows * row_vectors, AGAIN_VECTORS),),
+        (cdiv(rows * row_vectors, AGAIN_VECTORS),),
         num_warps=AGAIN_WARPS,
         hidden=hidden,
         inverse=inverse,
@@ -307,7 +308,7 @@ def add_rms_norm_backward(
     if grad_hidden is not None:
         check_rows("grad_hidden", grad_hidden, columns)
     tile = tile or backward_tile(columns)
-    programs = min(triton.cdiv(rows, tile.rows), max(1, programs // tile.rows))
+    programs = min(cdiv(rows, tile.rows), max(1, programs // tile.rows))
     grad = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
     partial = torch.empty(programs * tile.rows, columns, dtype=torch.float32, device=hidden.device)
     launch(

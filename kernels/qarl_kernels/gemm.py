@@ -20,6 +20,7 @@ from torch import Tensor
 from qarl_kernels import library
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
@@ -179,7 +180,10 @@ def _run(
         if bias is None and out_dtype == x.dtype and out.is_contiguous():
             done = library.product(x, weight, out, by_kernel)
         tile = lookup(table, n, k, m - done, x, library=False)
-    run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
+    if done:
+        run(x[done:], weight, None if s_x is None else s_x[done:], s_w, bias, out[done:], tile)
+    else:  # as always in a decode, where the host's microseconds count
+        run(x, weight, s_x, s_w, bias, out, tile)
     return out
 
 
@@ -214,7 +218,7 @@ def run(
     narrow_out = out.element_size() == 2
     tma_out = tma and not swap and narrow_out and supports_tma(out)
     halves = tma_out and tile.halves
-    tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    tiles = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     programs = min(tiles, multiprocessors(x)) if tile.persistent and tma and narrow_out else tiles
     launch(
         gemm_kernel,

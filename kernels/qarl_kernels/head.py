@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from qarl_kernels.backward import weight_grad
 from qarl_kernels.distribution import Distribution
 from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
 from qarl_kernels.logprob import Truncation, weight_sum
 from qarl_kernels.tuning import Tile
@@ -111,7 +111,7 @@ def statistics(
 def fused_distribution(hidden: Tensor, weight: Tensor, truncation: Truncation) -> Distribution:
     """See `qarl_kernels.distribution`. A pass stores its logits too, so that the weight is not read again."""
     hidden, weight, how = hidden.contiguous(), weight.contiguous(), Logits.of(truncation)
-    pitch = triton.cdiv(weight.shape[0], 16) * 16  # rows that the tensor memory accelerator writes
+    pitch = cdiv(weight.shape[0], 16) * 16  # rows that the tensor memory accelerator writes
     stored = torch.empty(hidden.shape[0], pitch, dtype=torch.float32, device=hidden.device)[:, : weight.shape[0]]
     log_sum = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     top = None
@@ -136,16 +136,16 @@ def _pass(
     chosen, tma = _tile(STATISTICS_TILES[0], hidden, weight)
     tile = tile or chosen
     assert PITCH % tile.block_m == 0, tile
-    tiles = triton.cdiv(vocabulary, tile.block_n)
+    tiles = cdiv(vocabulary, tile.block_n)
     found = Statistics.empty(rows, hidden.device)
     target_logit = None if targets is None else torch.empty_like(found.logp)
     step = max(PARTIAL // (12 * tiles) // PITCH, 1) * PITCH
-    padded = min(step, triton.cdiv(rows, PITCH) * PITCH)
+    padded = min(step, cdiv(rows, PITCH) * PITCH)
     partial = torch.empty(3, tiles, padded, dtype=torch.float32, device=hidden.device)
     for part in _slices(rows, step):
         x, out = hidden[part], found.part(part)
         count = x.shape[0]
-        programs = triton.cdiv(count, tile.block_m) * tiles
+        programs = cdiv(count, tile.block_m) * tiles
         persistent = tile.persistent and tma  # whatever the rows: what is compiled orders their sums
         started = min(programs, multiprocessors(x)) if persistent else programs
         shared = {
@@ -186,7 +186,7 @@ def _pass(
         )
         launch(
             merge_kernel,
-            (triton.cdiv(count, MERGED[0]),),
+            (cdiv(count, MERGED[0]),),
             num_warps=4,
             log_sum=None if kept is None else kept[1][part],
             logp=out.logp,
@@ -226,7 +226,7 @@ def gradients(
     dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
     result = torch.empty_like(hidden)
     rows = min(max(hidden.shape[0], 1), GRADIENT // WIDTH // dtype.itemsize)
-    width = min(WIDTH, triton.cdiv(weight.shape[0], 8) * 8)  # rows of 16 bytes
+    width = min(WIDTH, cdiv(weight.shape[0], 8) * 8)  # rows of 16 bytes
     buffer = torch.empty(rows, width, dtype=dtype, device=hidden.device)
     total = torch.empty(rows, hidden.shape[1], dtype=torch.float32, device=hidden.device)
     for part in _slices(hidden.shape[0], rows):
@@ -264,7 +264,7 @@ def _logit_gradient(
     m, n = out.shape
     tma_out = tma and out.element_size() == 2 and supports_tma(out)
     halves = tma_out and tile.halves
-    programs = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    programs = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     started = min(programs, multiprocessors(x)) if tile.persistent and tma_out else programs
     launch(
         gradient_kernel,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 
 BLOCK = 1024  # draws of four values, of one program
@@ -50,7 +51,7 @@ def exponential_(out: Tensor, seeds: Tensor, counters: Tensor) -> Tensor:
     rows, columns = out.shape
     assert out.dtype == torch.float32 and out.stride(1) == 1, (out.dtype, out.stride())
     assert seeds.shape == counters.shape == (rows,), (seeds.shape, counters.shape)
-    grid = (rows, triton.cdiv(columns, 4 * BLOCK))
+    grid = (rows, cdiv(columns, 4 * BLOCK))
     launch(
         _exponential, grid, out=out, seeds=seeds, counters=counters, columns=columns, stride=out.stride(0), BLOCK=BLOCK
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _largest_and_count, _load_eight, _of_group
 
@@ -133,7 +134,7 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor
     bad = torch.zeros((), dtype=torch.int32, device=weight.device)
     launch(
         quantize_kernel,
-        (triton.cdiv(n * k // 8, WORDS),),
+        (cdiv(n * k // 8, WORDS),),
         num_warps=8,
         weight=weight,
         global_scale=global_scale,
@@ -181,7 +182,7 @@ def _dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, dtyp
     out = torch.empty(n, groups * GROUP, dtype=dtype, device=packed.device)
     launch(
         dequantize_kernel,
-        (triton.cdiv(2 * n * groups, WORDS),),
+        (cdiv(2 * n * groups, WORDS),),
         num_warps=8,
         packed=packed.view(torch.int32),
         scale=scale.view(torch.uint8),

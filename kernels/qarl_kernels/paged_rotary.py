@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.rotary import HEADS, WARPS, Rotation, exists, halves, store_halves, tile_of_heads, turned_heads
 from qarl_kernels.rows import VECTOR, inside
@@ -106,10 +107,10 @@ def rotary_into_pages(
     per_program, warps = tile or ((1, 1) if rows <= FEW_ROWS else (HEADS, WARPS))
     q = torch.empty(rows, rotation.heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
     shape = tile_of_heads(rotation.head_dim, warps)
-    blocks = triton.cdiv(rotation.heads, per_program) + 2 * triton.cdiv(rotation.kv_heads, per_program)
+    blocks = cdiv(rotation.heads, per_program) + 2 * cdiv(rotation.kv_heads, per_program)
     launch(
         _paged_kernel,
-        (triton.cdiv(rows, shape["TOKENS"]), blocks),
+        (cdiv(rows, shape["TOKENS"]), blocks),
         num_warps=warps,
         q=q,
         k_cache=k_cache,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qarl_kernels.blocks import COMPILED, dot
 from qarl_kernels.casts import narrow
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import descriptor, launch, supports_tma
 from qarl_kernels.tuning import Tile
 
@@ -172,7 +173,7 @@ def run_tiled(
         own |= {"TMA": tma, "TMA_OUT": tma_out, "SPLIT": tile.split}
     launch(
         kernel,
-        (triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
         x=descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,

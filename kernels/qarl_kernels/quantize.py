@@ -15,9 +15,9 @@ the device anyway. Where it is not 0, codes and scales mean nothing.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import activation_kernel, byte_kernel, int4_kernel
 
@@ -43,9 +43,9 @@ def _check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], longest
 def _tile(columns: int, size: int | None) -> tuple[int, int, int, int]:
     """(rows, scales, values a scale) of a program's tile, and its warps. size: values a scale, None = the row."""
     if size is None:
-        width = max(triton.next_power_of_2(columns), 8)
+        width = max(next_power_of_2(columns), 8)
         return 1, 1, width, max(1, width // 1024)
-    scales = min(TILE // size, triton.next_power_of_2(triton.cdiv(columns, size)))
+    scales = min(TILE // size, next_power_of_2(cdiv(columns, size)))
     return TILE // (scales * size), scales, size, 8
 
 
@@ -82,18 +82,18 @@ def quantize_int4(
     if group is not None and (group not in (32, 64, 128) or k % group):
         raise ValueError(f"group {group} does not fit {k} input features; use 32, 64 or 128 that divides them, or None")
     groups = 1 if group is None else k // group
-    words = triton.cdiv(k, 8)
+    words = cdiv(k, 8)
     packed = torch.empty(n, words, dtype=torch.int32, device=weight.device)
     scale = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
     zero_point = None
     if not symmetric:
-        zero_point = torch.zeros(triton.cdiv(n, 8), groups, dtype=torch.int32, device=weight.device)
+        zero_point = torch.zeros(cdiv(n, 8), groups, dtype=torch.int32, device=weight.device)
     bad = torch.zeros((), dtype=torch.int32, device=weight.device)
     tile_rows, tile_groups, size, warps = _tile(k, group)
     limits = torch.finfo(scale_dtype)
     launch(
         int4_kernel,
-        (triton.cdiv(groups, tile_groups), triton.cdiv(n, tile_rows)),
+        (cdiv(groups, tile_groups), cdiv(n, tile_rows)),
         num_warps=warps,
         weight=weight,
         packed=packed,
@@ -160,7 +160,7 @@ def _quantize_bytes(
     _check_matrix("weight", weight, (torch.float32,), MAX_ROW if block is None else None)
     n, k = weight.shape
     rows, columns, warps = (1, *_tile(k, None)[2:]) if block is None else (block, block, 16)
-    grid = triton.cdiv(k, columns), triton.cdiv(n, rows)
+    grid = cdiv(k, columns), cdiv(n, rows)
     codes = torch.empty(n, k, dtype=dtype, device=weight.device)
     scale = torch.empty(grid[1], grid[0], dtype=scale_dtype, device=weight.device)
     bad = torch.zeros((), dtype=torch.int32, device=weight.device)
@@ -226,7 +226,7 @@ def activation_fp8_group(x: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize_activation(x: Tensor, dtype: torch.dtype, group: int | None) -> tuple[Tensor, Tensor]:
     _check_matrix("x", x, (torch.bfloat16, torch.float16, torch.float32), MAX_ROW if group is None else None)
     m, k = x.shape
-    groups = 1 if group is None else triton.cdiv(k, group)
+    groups = 1 if group is None else cdiv(k, group)
     rows, tile_groups, size, warps = _tile(k, group)
     if group is None and warps < 8:  # a short row is a matter of latency: 16 values a thread
         warps = max(1, min(8, size // 512))
@@ -235,7 +235,7 @@ def _quantize_activation(x: Tensor, dtype: torch.dtype, group: int | None) -> tu
     scale = torch.empty(m, groups, dtype=torch.float32, device=x.device)
     launch(
         activation_kernel,
-        (triton.cdiv(groups, tile_groups), triton.cdiv(m, rows)),
+        (cdiv(groups, tile_groups), cdiv(m, rows)),
         num_warps=warps,
         x=x,
         codes=codes,

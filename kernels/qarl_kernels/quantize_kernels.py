@@ -209,7 +209,7 @@ def activation_code(value, absmax, factor, dtype: tl.constexpr):
     return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def activation_kernel(
     x,  # (rows, columns) bf16, fp16 or f32
     codes,  # (rows, columns) i8 or e4m3

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
@@ -135,7 +136,7 @@ def turned_heads(
         store_halves(to, stored & present, narrow(turned_left, dtype), narrow(turned_right, dtype), HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
@@ -178,7 +179,7 @@ def _forward_kernel(
 
 def tile_of_heads(head_dim: int, warps: int) -> dict[str, int | bool]:
     """How the threads of a program share tokens and a head's vectors; a head's bits are the same whatever the warps."""
-    vectors = triton.next_power_of_2(triton.cdiv(head_dim // 2, VECTOR))
+    vectors = next_power_of_2(cdiv(head_dim // 2, VECTOR))
     tokens = max(1, 32 * warps // vectors)
     return {"HALF": head_dim // 2, "TOKENS": tokens, "VECTORS": vectors, "RAGGED": head_dim // 2 % VECTOR != 0}
 
@@ -196,7 +197,7 @@ def rotary_forward(qkv: Tensor, rotation: Rotation, tile: tuple[int, int] = (HEA
     shape = tile_of_heads(rotation.head_dim, warps)
     launch(
         _forward_kernel,
-        (triton.cdiv(rows, shape["TOKENS"]), triton.cdiv(heads, per_program) + triton.cdiv(kv_heads, per_program)),
+        (cdiv(rows, shape["TOKENS"]), cdiv(heads, per_program) + cdiv(kv_heads, per_program)),
         num_warps=warps,
         q=q,
         k=k,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.column_sum import add_partial_sums
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rotary import (
@@ -77,7 +78,7 @@ def _backward_heads(
         store_halves(partial + program * (2 * HALF) + column, keep, left, right, HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     dq,  # (rows, heads, D) bf16 or fp16
     dk,  # (rows, kv_heads, D)
@@ -145,8 +146,8 @@ def rotary_backward(
             raise ValueError(f"{name} must have contiguous heads, not strides {x.stride()}")
     per_program, warps = tile
     shape, norms = tile_of_heads(head_dim, warps), (rotation.q_norm, rotation.k_norm)
-    blocks = triton.cdiv(rotation.heads, per_program), triton.cdiv(rotation.kv_heads, per_program)
-    tokens = triton.cdiv(qkv.shape[0], shape["TOKENS"])
+    blocks = cdiv(rotation.heads, per_program), cdiv(rotation.kv_heads, per_program)
+    tokens = cdiv(qkv.shape[0], shape["TOKENS"])
     if any(norm is not None for norm in norms):
         tokens = min(tokens, max(1, programs // sum(blocks)))
     partials = [

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen
+from qarl_kernels.integers import cdiv
 from qarl_kernels.quantize_kernels import _bits, _of_group, activation_code, activation_step
 
 Activation = Literal["int8", "fp8", "fp8_group"] | None
@@ -55,7 +56,7 @@ def row_tiles(columns: int) -> list[RowTile]:
     """
     tiles = []
     for vectors in (16, 32, 64, 128, 256, 512, 1024):
-        chunks = triton.cdiv(columns, vectors * VECTOR)
+        chunks = cdiv(columns, vectors * VECTOR)
         if chunks <= 8 and (vectors == 16 or chunks * vectors * VECTOR < 2 * columns):
             tiles += [RowTile(max(1, threads // vectors), vectors, chunks) for threads in (128, 256)]
     return list(dict.fromkeys(tiles))
@@ -100,7 +101,7 @@ def check_rows(name: str, x: Tensor, columns: int | None = None) -> None:
 
 def empty_codes(rows: int, columns: int, activation: Activation, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for codes (rows, columns) and their float32 scales (rows, 1 or groups)."""
-    groups = triton.cdiv(columns, GROUP) if activation == "fp8_group" else 1
+    groups = cdiv(columns, GROUP) if activation == "fp8_group" else 1
     dtype = torch.int8 if activation == "int8" else torch.float8_e4m3fn
     codes = torch.empty(rows, columns, dtype=dtype, device=device)
     return codes, torch.empty(rows, groups, dtype=torch.float32, device=device)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.rows import (
     VECTOR,
@@ -61,7 +62,7 @@ def _gated(gate, up):
     return narrow(silu * widen(up), gate.dtype), silu, sigmoid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
     gate_up,  # (rows, 2 * columns) bf16 or fp16
     product,  # (rows, columns), or None
@@ -94,7 +95,7 @@ def _gated_kernel(
         store_codes(results, codes, scale, row, exists, column, columns, GROUPED, ROWS, VECTORS, RAGGED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     grad,  # (rows, columns) bf16 or fp16
     gate_up,  # (rows, 2 * columns)
@@ -154,7 +155,7 @@ def swiglu(
     codes, scale = empty_codes(rows, columns, activation, gate_up.device) if activation else (None, None)
     launch(
         _gated_kernel,
-        (triton.cdiv(rows, tile.rows), 1 if whole else tile.chunks),
+        (cdiv(rows, tile.rows), 1 if whole else tile.chunks),
         num_warps=tile.warps,
         gate_up=gate_up,
         product=product,
@@ -194,10 +195,10 @@ def swiglu_backward(
         into = torch.empty(rows, 2 * columns, dtype=gate_up.dtype, device=gate_up.device)
     check_rows("into", into, 2 * columns)
     product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
-    row_vectors = triton.cdiv(columns, VECTOR)
+    row_vectors = cdiv(columns, VECTOR)
     launch(
         _backward_kernel,
-        (triton.cdiv(rows * row_vectors, vectors),),
+        (cdiv(rows * row_vectors, vectors),),
         num_warps=warps,
         grad=grad,
         gate_up=gate_up,

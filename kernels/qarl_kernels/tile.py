@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qarl_kernels.casts import widen
 from qarl_kernels.dequantize import FLOATS, check_stored
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 
 ROWS = 16
@@ -135,13 +136,13 @@ def tile_int4(packed: Tensor, in_features: int) -> Tensor:
     Raises:
         ValueError: packed is not such a matrix.
     """
-    n, words = len(packed), triton.cdiv(in_features, 8)
+    n, words = len(packed), cdiv(in_features, 8)
     check_stored("packed", packed, (torch.int32,), (n, words))
-    shape = triton.cdiv(n, ROWS), triton.cdiv(in_features, COLUMNS), 16, 16
+    shape = cdiv(n, ROWS), cdiv(in_features, COLUMNS), 16, 16
     tiled = torch.empty(shape, dtype=torch.int32, device=packed.device)
     launch(
         tile_kernel,
-        (triton.cdiv(shape[1], TILES), shape[0]),
+        (cdiv(shape[1], TILES), shape[0]),
         num_warps=8,
         packed=packed,
         tiled=tiled,
@@ -162,13 +163,13 @@ def untile_int4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
     Raises:
         ValueError: tiled does not have the shape of an N x K weight.
     """
-    shape = triton.cdiv(out_features, ROWS), triton.cdiv(in_features, COLUMNS), 16, 16
+    shape = cdiv(out_features, ROWS), cdiv(in_features, COLUMNS), 16, 16
     check_stored("tiled", tiled, (torch.int32,), shape)
-    words = triton.cdiv(in_features, 8)
+    words = cdiv(in_features, 8)
     packed = torch.empty(out_features, words, dtype=torch.int32, device=tiled.device)
     launch(
         untile_kernel,
-        (triton.cdiv(shape[1], TILES), shape[0]),
+        (cdiv(shape[1], TILES), shape[0]),
         num_warps=8,
         tiled=tiled,
         packed=packed,
@@ -211,7 +212,7 @@ def meta_w4a16(
         raise ValueError(f"dtype must be bfloat16 or float16, not {dtype}; dequantize the weight for other activations")
     check_stored("scale", scale, (dtype,), (out_features, 1 if group is None else in_features // group))
     if zero_point is not None:
-        check_stored("zero_point", zero_point, (torch.int32,), (triton.cdiv(out_features, 8), scale.shape[1]))
+        check_stored("zero_point", zero_point, (torch.int32,), (cdiv(out_features, 8), scale.shape[1]))
     offset = 0xC300 if dtype == torch.bfloat16 else 0xE400
     return _meta(scale.view(torch.int16), zero_point, out_features, in_features, group, torch.int32, offset)
 
@@ -239,11 +240,11 @@ def _meta(
     scale: Tensor, zero_point: Tensor | None, n: int, k: int, group: int | None, dtype: torch.dtype, offset: int
 ) -> Tensor:
     parts = 1 if group is None else COLUMNS // group
-    entries, width = triton.cdiv(k, COLUMNS) * parts, triton.cdiv(n, ROWS) * ROWS
+    entries, width = cdiv(k, COLUMNS) * parts, cdiv(n, ROWS) * ROWS
     meta = torch.empty(entries, width, dtype=dtype, device=scale.device)
     launch(
         meta_kernel,
-        (triton.cdiv(width, _META_COLUMNS), triton.cdiv(entries, _META_ROWS)),
+        (cdiv(width, _META_COLUMNS), cdiv(entries, _META_ROWS)),
         num_warps=4,
         scale=scale,
         zero_point=meta if zero_point is None else zero_point,

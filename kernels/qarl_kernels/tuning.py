@@ -56,11 +56,14 @@ class Entry:
     tiles: tuple[tuple[int, Tile | None], ...]
 
     def tile(self, m: int, library: bool = True) -> Tile | None:
-        usable = [(most, tile) for most, tile in self.tiles if library or tile is None or tile.way != "library"]
-        for most, tile in usable:
+        found = None
+        for most, tile in self.tiles:
+            if not library and tile is not None and tile.way == "library":
+                continue
+            found = tile
             if m <= most:
-                return tile
-        return usable[-1][1] if usable else None
+                break
+        return found
 
 
 def lookup(family: str, n: int, k: int, m: int, x: Tensor, library: bool = True) -> Tile:

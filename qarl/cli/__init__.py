@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Literal, NoReturn
 
@@ -13,7 +14,13 @@ from qarl.cli import compare, diagnose, export, generate, quantize, report, runs
 from qarl.cli import eval as evaluation
 from qarl.cli.arguments import UsageError, usage_line
 from qarl.config import Config, check_inputs, load_config
+from qarl.config.check import check_ranks
+from qarl.config.limits import DEVICES
 from qarl.config.weights import check_weights
+from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
+from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
+from qarl.distributed.notes import leave_note
+from qarl.distributed.place import own_arguments, place, rank_of_several
 from qarl.errors import UNEXPECTED, UserError, unexpected
 from qarl.machine import gpu_bytes, machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
@@ -33,18 +40,36 @@ ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configur
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values that replace the file's, as YAML.")
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc", min=1, max=DEVICES, help="Ranks on this machine, one a GPU; default 1.", show_default=False
+    ),
+]
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 2 a fault of the user's (one line each on stderr), 70 one of qarl's own
+    (one line, and a file with the traceback), 75 another rank of the run failed, 130 interrupted."""
+    try:
+        _main(argv)
+    except SystemExit as end:
+        if end.code and rank_of_several():
+            # Taking the interpreter down may wait for collectives that other ranks will not come to.
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 @inert_output()
-def main(argv: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 2 a fault of the user's (one line each on stderr), 70 one of qarl's own
-    (one line, and a file with the traceback), 130 interrupted."""
+def _main(argv: list[str] | None) -> NoReturn:
     try:
-        code = app(args=argv, prog_name="qarl", standalone_mode=False)  # wrong usage is a line as all faults are
+        code = app(args=own_arguments(argv), prog_name="qarl", standalone_mode=False)  # wrong usage is a line too
     except UserError as error:
-        for line in str(error).split("\n"):
-            print(f"error: {line}", file=sys.stderr)
+        _say(str(error), 2)
         raise SystemExit(2) from None
+    except OtherRankFailed as error:
+        _say(f"{error}; this rank ends with it, and the same command goes on", OTHER_RANK)
+        raise SystemExit(OTHER_RANK) from None
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # not in every typer
             error.show()
@@ -54,9 +79,17 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
     except Exception as error:  # the last handler of the program
-        print(f"error: {unexpected(error)}", file=sys.stderr)
+        _say(unexpected(error), UNEXPECTED)
         raise SystemExit(UNEXPECTED) from None
     raise SystemExit(code or 0)
+
+
+def _say(text: str, code: int) -> None:
+    """One line on stderr for each of `text`; the launcher's to print where the process is the first of its ranks."""
+    if leave_note(text, code):
+        return
+    for line in text.split("\n"):
+        print(f"error: {line}", file=sys.stderr)
 
 
 def _version(show: bool) -> None:
@@ -73,16 +106,23 @@ def _options(
 
 
 @app.command()
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
     """Train a policy."""
+    own = place()
+    if own is None and nproc is not None and nproc > 1:
+        raise typer.Exit(train_on_ranks(config, overrides or [], nproc))
+    if own is not None and nproc not in (None, own.count):
+        raise UserError(f"--nproc: {nproc}, but a launcher has started {own.count} ranks already; leave it out")
     raise typer.Exit(api.train(config, overrides or ()).exit_code)
 
 
 @app.command()
-def check(config: ConfigFile, overrides: Overrides = None) -> None:
+def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
     """Validate a configuration, print it with every default, and estimate its memory. Loads no model and no torch."""
     loaded = load_config(config, overrides)
     inspection = check_inputs(loaded, config, overrides or [])
+    ranks = nproc or 1
+    check_ranks(loaded, ranks, gpus_for_ranks(loaded), config, overrides or [])
     if inspection.architecture is not None:
         check_weights(loaded.model, inspection.architecture)
     typer.echo(loaded.to_yaml())
@@ -91,7 +131,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
         f"{loaded.run_dir}"
     )
     device = expected_device(loaded)
-    sized = decide_sizes(loaded, device, inspection.architecture, gpu_bytes() if device == "cuda" else None)
+    sized = decide_sizes(loaded, device, inspection.architecture, gpu_bytes() if device == "cuda" else None, ranks)
     for line in decided(loaded, sized, device):
         typer.echo(line)
     if loaded.correction.preset:
@@ -100,8 +140,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     if inspection.architecture is None:
         typer.echo(inspection.note)
         return
-    _print_estimate(estimate(sized, inspection.architecture, device), device)
-    if fault := too_large(loaded, inspection.architecture, device):
+    _print_estimate(estimate(sized, inspection.architecture, device, ranks=ranks), device, ranks)
+    if fault := too_large(loaded, inspection.architecture, device, ranks):
         typer.echo(f"warning: will not train here: {fault}")
 
 
@@ -111,12 +151,13 @@ def schema() -> None:
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
 
-def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"]) -> None:
+def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"], ranks: int) -> None:
     from rich.table import Table
 
     from qarl.terminal.console import Console
 
-    table = Table(title=f"Memory estimate ({device})", title_justify="left")
+    each = f" of each of {ranks} ranks" if ranks > 1 else ""
+    table = Table(title=f"Memory estimate{each} ({device})", title_justify="left")
     table.add_column("what")
     table.add_column("when")
     table.add_column("GiB", justify="right")
@@ -125,6 +166,8 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"]) -> None:
     table.add_section()
     table.add_row("peak", "always + the larger of update, publish", f"{peak_bytes(items) / 2**30:.2f}")
     if device == "cpu":
+        if ranks > 1:
+            table.add_row("all ranks", "", f"{ranks * peak_bytes(items) / 2**30:.2f}")
         table.add_row("this machine, swap included", "", f"{machine_bytes() / 2**30:.2f}")
     Console().print(table)
 

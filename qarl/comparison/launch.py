@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol
 from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView
 from qarl.errors import UserError
+from qarl.signals import Signals
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.lock import open_lock
 
@@ -42,22 +43,6 @@ class Process(Protocol):
 
 
 Start = Callable[[list[str], BinaryIO], Process]  # (arguments of qarl, log file) -> the process
-
-
-class Signals:
-    """While entered, SIGINT and SIGTERM are counted, for the running member to be sent as many."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> Signals:
-        note = lambda signum, frame: self.received.append(signum)  # noqa: E731
-        self._previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
 
 
 @contextmanager

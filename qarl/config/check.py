@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from qarl.config.architecture import Architecture, LinearShape, UnknownFamily, r
 from qarl.config.base import Fault
 from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
 from qarl.config.config import Config
+from qarl.config.distributed import several_ranks_faults
 from qarl.config.load import key_place
 from qarl.config.messages import Loc, capped, fault_line
 from qarl.config.model import ModelConfig
@@ -44,11 +46,23 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
         faults.append(Fault(("model", error.key), error.value, error.text))
     if inspection.architecture is not None:
         faults += _model_faults(config, inspection.architecture)
+    _refuse(faults, file, overrides)
+    return inspection
+
+
+def check_ranks(config: Config, count: int, gpus: int | None, file: str, overrides: list[str]) -> None:
+    """Check that a configuration works on `count` ranks. gpus: see `several_ranks_faults`; the others: `check_inputs`.
+
+    Raises UserError with one line per fault.
+    """
+    _refuse(list(several_ranks_faults(config, count, gpus)), file, overrides)
+
+
+def _refuse(faults: list[Fault], file: str, overrides: list[str]) -> None:
     if faults:
         keys, place = override_keys(overrides), visible(file)
         lines = [f"{key_place(f.key, place, keys)}: {fault_line(f.key, f.value, f.text)}" for f in faults]
         raise UserError("\n".join(capped(lines, place)))
-    return inspection
 
 
 def check_model(model: ModelConfig) -> Inspection:
@@ -132,6 +146,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             )
     if config.rollout.engine == "vllm":
         yield from _fused_faults(config, linears)
+        yield from _cut_faults(config, architecture)
     for index, token in enumerate(config.rollout.stop_token_ids):
         if token >= architecture.vocab_size:
             text = f"the model's vocabulary has {architecture.vocab_size:,} tokens, from 0"
@@ -186,6 +201,30 @@ def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]
             )
             yield Fault(("quant", "scheme"), config.quant.scheme, text)
             return
+
+
+def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
+    """What cannot be cut over `rollout.vllm.tensor_parallel` GPUs evenly: heads, and what shares a scale."""
+    gpus, scheme = config.rollout.vllm.tensor_parallel, scheme_of(config.quant)
+    key = ("rollout", "vllm", "tensor_parallel")
+    for what, heads in (
+        ("attention heads", architecture.num_heads),
+        ("key and value heads", architecture.num_kv_heads),
+    ):
+        if heads % gpus:
+            yield Fault(key, gpus, f"the model has {heads} {what}; must divide them")
+            return
+    for name, out_features, in_features in architecture.linears() if gpus > 1 else ():
+        by_columns = name.endswith(("o_proj", "down_proj"))
+        features = in_features if by_columns else out_features
+        unit = 1
+        if not is_ignored(name, config.quant.ignore):  # what shares a scale, or lies in one word
+            words = 16 if by_columns else 1 if scheme.symmetric else 8
+            unit = math.lcm(words, scheme.row_block, (scheme.group_size or 1) if by_columns else 1)
+        if features % (gpus * unit):
+            text = f"{name} has {features} {'input' if by_columns else 'output'} features in blocks of {unit}"
+            yield Fault(key, gpus, f"{text}, which cannot be cut evenly; use fewer GPUs")
+            return  # the layers repeat
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:

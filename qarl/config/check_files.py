@@ -11,15 +11,17 @@ import string
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qarl.config.base import Fault
 from qarl.config.config import Config
 from qarl.config.data import LOCAL_SUFFIXES, DataConfig
+from qarl.config.deepspeed import deepspeed_keys, key_faults
 from qarl.config.messages import Loc
 from qarl.config.reward import RewardFunction
 from qarl.data.tasks import generate
 from qarl.errors import UserError
+from qarl.inputs.files import Unreadable
 from qarl.inputs.paths import path_fault, reason_of
 from qarl.objectives.custom import Custom
 
@@ -67,6 +69,7 @@ def file_faults(config: Config) -> Iterator[Fault]:
     if resume not in ("auto", "never"):
         key = ("checkpoint", "resume")
         yield from _expect(key, resume, "directory", "no such checkpoint directory; give auto, never or its path")
+    yield from _deepspeed_faults(config.distributed.config)
     yield from _run_dir_faults(config)
 
 
@@ -174,6 +177,21 @@ def _reward_faults(key: Loc, functions: list[RewardFunction]) -> Iterator[Fault]
         elif function.name == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
             text = "needs the package reasoning-gym; pip install 'qarl[tasks]'"
             yield Fault((*key, index, "name"), function.name, text)
+
+
+def _deepspeed_faults(file: dict[str, Any] | str) -> Iterator[Fault]:
+    if not isinstance(file, str):
+        return
+    key: Loc = ("distributed", "config")
+    faults = list(_expect(key, file, "file", f"no such file below {Path.cwd()}; give an existing DeepSpeed JSON"))
+    yield from faults
+    if not faults:
+        try:
+            found = list(key_faults(deepspeed_keys(file)))
+        except Unreadable as error:
+            yield Fault(key, file, error.reason)
+        else:
+            yield from (Fault(key, file, f"{'.'.join(map(str, fault.key))} {fault.text}") for fault in found)
 
 
 def _run_dir_faults(config: Config) -> Iterator[Fault]:

@@ -14,6 +14,7 @@ from qarl.config.by_device import ON_CPU
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
+from qarl.config.distributed import DistributedConfig
 from qarl.config.evaluation import EvaluationConfig
 from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS
 from qarl.config.logging import LoggingConfig
@@ -47,6 +48,7 @@ class Config(Section):
     )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="Optimizer and schedule.")
     train: TrainConfig = Field(description="The loop.")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="A run on several GPUs.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints and resuming.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation, when and on what.")
     diagnostics: DiagnosticsConfig = Field(
@@ -134,7 +136,7 @@ class Config(Section):
         yield from self._fp8_faults()
         if self.optim.offload and self.model.device == "cpu":
             text = "model.device is cpu: there is no device to offload from; must be false"
-            yield Fault(("optim", "offload"), True, text)
+            yield Fault(("optim", "offload"), self.optim.offload, text)
         if self.rollout.n == 1 and self.objective.advantage in GROUP_ADVANTAGES:
             yield Fault(
                 ("rollout", "n"),
@@ -209,6 +211,9 @@ class Config(Section):
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
+        if model.device == "cuda" and vllm.device is None and vllm.tensor_parallel > 1:
+            text = "a model on several GPUs needs GPUs of its own; set rollout.vllm.device"
+            yield Fault(("rollout", "vllm", "tensor_parallel"), vllm.tensor_parallel, text)
         if model.device == "cpu" and self.rollout.linear_products == "vllm" and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator
+
 from qarl.config.base import Fault, Field, Section
 from qarl.config.limits import FACTOR, LEARNING_RATE, LOSS_SCALE, SMALLEST, STEPS
 
 FLOAT16_LOSS_SCALE = 1024.0
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _offloaded(value: Any) -> Any:
+    """true is what was there before there was a choice."""
+    return "moments" if value is True else value
 
 
 class OptimConfig(Section):
@@ -39,10 +46,11 @@ class OptimConfig(Section):
         description="Masters are rounded to it at the start and after every optimizer step, an ablation: training with "
         "16-bit weights. They stay stored in float32, and so does the optimizer's state.",
     )
-    offload: bool = Field(
+    offload: Annotated[Literal[False, "moments", "all"], BeforeValidator(_offloaded)] = Field(
         False,
-        description="AdamW's two moments stay in pinned memory of the host and pass through the GPU in every step, "
-        "which takes the time of the bus: 8 bytes a parameter less on the GPU, the same bits. There is none on a CPU.",
+        description="moments (or true): AdamW's two moments stay in pinned memory of the host and pass through the GPU "
+        "in every step, which takes the time of the bus: 8 bytes a parameter less on the GPU, the same bits. all: the "
+        "masters too, 12 bytes. There is none on a CPU.",
     )
     loss_scale: float | None = Field(
         None,
@@ -59,7 +67,7 @@ class OptimConfig(Section):
                 if value is not None:
                     yield Fault((key,), value, "is read by muon, not by adamw; leave null, or set optim.name: muon")
         elif self.offload:
-            yield Fault(("offload",), True, "is of adamw's moments; use optim.name: adamw, or false")
+            yield Fault(("offload",), self.offload, "is of adamw's moments; use optim.name: adamw, or false")
         if self.schedule == "constant" and self.min_lr_ratio > 0:
             yield Fault(
                 ("min_lr_ratio",), self.min_lr_ratio, "has no effect with schedule constant; use linear or cosine, or 0"

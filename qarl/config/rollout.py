@@ -89,6 +89,15 @@ class RolloutConfig(Section):
         """Whose linear kernels run inside vLLM."""
         return "qarl" if self.numerics == "exact" else self.linear_kernels or "vllm"
 
+    def samplers(self, ranks: int) -> int:
+        """How many of `ranks` ranks draw responses: the first ones."""
+        return self.vllm.samplers(ranks) if self.engine == "vllm" else ranks
+
+    @property
+    def restarts_s(self) -> float:
+        """What the restarts of a sampler may take, in seconds: to find that it hangs, and to start another."""
+        return 2 * self.vllm.timeout_s * self.vllm.max_restarts if self.engine == "vllm" else 0.0
+
     @property
     def sampler_text(self) -> str:
         """What samples, for a reader."""
@@ -107,6 +116,11 @@ class RolloutConfig(Section):
             )
         if self.engine == "vllm" and self.numerics == "exact":
             yield from self._exact_faults()
+        if self.engine == "vllm" and self.vllm.tensor_parallel > 1 and self.linear_products == "qarl":
+            text = "qarl's kernels add a product up on one GPU; use 1, or linear_kernels vllm"
+            if self.numerics == "exact":
+                text = "rounds sums of parts that the learner adds up in one product; with numerics exact it must be 1"
+            yield Fault(("vllm", "tensor_parallel"), self.vllm.tensor_parallel, text)
         both = self.max_batched_tokens is not None and self.max_num_seqs is not None
         if self.engine == "vllm" and both and self.max_batched_tokens < self.max_num_seqs:
             yield Fault(

@@ -54,14 +54,15 @@ ARGS_FIXED = (
     "worker_cls",
     "worker_extension_cls",
 )
-ARGS_OF_ONE = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-    "nnodes",
-)
+# Of one GPU's process, and what to do for more.
+ARGS_OF_ONE = {
+    "tensor_parallel_size": "set rollout.vllm.tensor_parallel",
+    "data_parallel_size": "set rollout.vllm.data_parallel",
+    "pipeline_parallel_size": "leave it out",
+    "prefill_context_parallel_size": "leave it out",
+    "decode_context_parallel_size": "leave it out",
+    "nnodes": "leave it out",
+}
 # Those that say when and how many at a time, and not what is computed.
 EXACT_ARGS = (
     "async_scheduling",
@@ -85,7 +86,20 @@ class VLLMConfig(Section):
         None,
         ge=0,
         lt=DEVICES,
-        description="CUDA index of the sampler's own GPU; null: the learner's, which they share.",
+        description="CUDA index of the sampler's own GPU, on several ranks of the first one's, the next index for the "
+        "next rank; null: the learner's, which they share.",
+    )
+    data_parallel: int | None = Field(
+        None,
+        ge=1,
+        le=DEVICES,
+        description="vLLMs that draw side by side, on several ranks: the first so many ranks have one each; null: all.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=DEVICES,
+        description="GPUs that hold one vLLM's model together, from `device` on: its own, and no learner's.",
     )
     memory_frac: float = Field(0.4, gt=0, lt=1, description="Share of the GPU for vLLM's weights and KV cache.")
     enforce_eager: bool | None = Field(
@@ -115,18 +129,35 @@ class VLLMConfig(Section):
         {}, description="Further vLLM engine arguments by name, e.g. {kv_cache_dtype: fp8}."
     )
 
+    def samplers(self, ranks: int) -> int:
+        """How many of `ranks` ranks have a vLLM: the first ones."""
+        return ranks if self.data_parallel is None else self.data_parallel
+
     def faults(self) -> Iterator[Fault]:
         if self.process == "inline" and self.device is not None:
             yield Fault(
                 ("device",), self.device, "process inline samples on the learner's own GPU; use separate, or leave null"
             )
+        if self.tensor_parallel > 1:
+            yield from self._cut_faults()
         for name, value in self.args.items():
             if name in ARGS_BY_KEY:
                 yield Fault(("args", name), value, f"is decided elsewhere; set {ARGS_BY_KEY[name]}")
             elif name in ARGS_FIXED:
                 yield Fault(("args", name), value, "is for qarl to set; leave it out")
             elif name in ARGS_OF_ONE and value != 1:
-                yield Fault(("args", name), value, "the sampler is one process on one device; leave it out")
+                yield Fault(("args", name), value, f"qarl starts a process for each GPU; {ARGS_OF_ONE[name]}")
             elif not name.isidentifier():
                 fix = f"write {name.replace('-', '_')}" if name.replace("-", "_").isidentifier() else "leave it out"
                 yield Fault(("args", name), value, f"is no name of an engine argument; {fix}")
+
+    def _cut_faults(self) -> Iterator[Fault]:
+        if self.process == "inline":
+            text = "runs vLLM in one process, and tensor_parallel in several; use separate"
+            yield Fault(("process",), self.process, text)
+        if self.publish == "delta":
+            text = "changes words of whole tensors, and with tensor_parallel vLLM holds parts; use changed"
+            yield Fault(("publish",), self.publish, text)
+        if "async_scheduling" in self.args:
+            text = "schedules by time, and with tensor_parallel all GPUs must do the same; leave it out"
+            yield Fault(("args", "async_scheduling"), self.args["async_scheduling"], text)

@@ -20,9 +20,10 @@ from qarl.diagnostics.gradient_passes import Passes
 from qarl.diagnostics.gradients import gradient_metrics
 from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens
+from qarl.distributed.ranks import Alone, Ranks
 from qarl.objectives import Objective, TokenLogProbs
 from qarl.policy.policy import Policy
-from qarl.training.batch import CPU, Batch, Column, Part
+from qarl.training.batch import CPU, Batch, Column, Part, rounds
 from qarl.training.observer import Observer
 
 
@@ -40,7 +41,8 @@ class Probe(Observer):
     """Watches one step.
 
     due: the costly diagnostics of the step (`DiagnosticsConfig.due`). record: keep what `tokens` gives.
-    stop_token_ids: token ids that end a response, which precision/* tells apart.
+    stop_token_ids: token ids that end a response, which precision/* tells apart. ranks: of the run, None for one
+    process; each watches its own forwards, and in the end all have the columns of all.
     metrics: complete once `learned` is told: precision/*, deployed/*, gradients/* and backward/*. backward: of each
     linear layer, see `BackwardError`; None where it is not due.
     """
@@ -54,9 +56,11 @@ class Probe(Observer):
         due: Collection[Costly],
         record: bool,
         stop_token_ids: Set[int] = frozenset(),
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy, self.objective, self.config, self.truncation = policy, objective, config, truncation
         self.due, self.record, self.stop_token_ids = due, record, stop_token_ids
+        self.ranks = ranks or Alone()
         self.metrics: dict[str, float] = {}
         self.backward: Modules | None = None
         self._seen: list[_Seen] = []  # of each optimizer step
@@ -89,10 +93,20 @@ class Probe(Observer):
             self._weights.fill(part, weights)
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        if self.ranks.count > 1:
+            self._share(batch)
         if "shadow" in self.due:
             self.metrics |= self._precision(batch)
         if "deployed" in self.due:
             self.metrics |= self._deployed(batch)
+
+    def _share(self, batch: Batch) -> None:
+        columns = [column for seen in self._seen for column in (seen.logp, seen.log_ratio, seen.shadow)]
+        if any(self.ranks.gather(self._weights is not None)):  # a rank without responses has none
+            self._weights = self._weights or Column.empty(len(batch))
+            columns.append(self._weights)
+        for column in columns:
+            column.share(self.ranks)
 
     def _gradients(self, minibatch: Part) -> None:
         """What backwards of its own say, at the weights of the step's first minibatch."""
@@ -161,9 +175,13 @@ class Probe(Observer):
 
     def _shadow_of_all(self, batch: Batch) -> Tensor:
         """The sampler's arithmetic at the current weights over every response: (T,) on the CPU."""
-        found = Column.empty(len(batch))
-        for part in batch.whole().micro_batches(self.config.train.micro_batch_tokens):
-            found.fill(part, self._shadow(part))
+        found, ranks = Column.empty(len(batch)), self.ranks
+        for round_ in rounds(
+            batch.whole().micro_batches(self.config.train.micro_batch_tokens, ranks.count), ranks.count
+        ):
+            if (part := round_[ranks.rank]) is not None:
+                found.fill(part, self._shadow(part))
+        found.share(ranks)
         return found.read(batch.whole(CPU))
 
     def _shadow(self, part: Part) -> Tensor:

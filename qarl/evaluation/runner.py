@@ -14,7 +14,7 @@ from qarl.config import EvaluationConfig
 from qarl.errors import UserError
 from qarl.evaluation.results import Row, summarise
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
-from qarl.rollout.engine import RolloutEngine, SamplingParams
+from qarl.rollout.engine import Draws, SamplingParams
 from qarl.types import Prompt, Rollout
 
 BATCH_RESPONSES = 128  # drawn and kept together: what an interruption can cost
@@ -97,7 +97,7 @@ class MemorySink:
 
 
 def evaluate(
-    engine: RolloutEngine,
+    engine: Draws,
     version: int,
     tasks: Sequence[LoadedTask],
     settings: Settings,
@@ -105,11 +105,12 @@ def evaluate(
     sink: Sink,
     phase: Phase,
     check: Callable[[], None] = lambda: None,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """Draw and score what `sink` does not hold yet. Returns `summarise` of everything.
 
     version: of the policy that `engine` holds. phase(name, responses): shows progress. check: called between forwards;
-    what it raises ends the evaluation, with the finished batches in the sink.
+    what it raises ends the evaluation, with the finished batches in the sink. ranks: that `engine` draws on.
     A token depends on the policy, (seed, task, prompt, sample, position) and nothing else, so neither batches nor
     interruptions change a result.
     """
@@ -125,7 +126,7 @@ def evaluate(
         left = [prompt for prompt in task.prompts if (task.name, prompt.id) not in done]
         if not left:
             continue
-        size = max(1, BATCH_RESPONSES // settings.samples)
+        size = max(1, ranks * BATCH_RESPONSES // settings.samples)
         with phase(f"evaluation {task.name}", len(left) * settings.samples) as advance:
             for start in range(0, len(left), size):
                 prompts = left[start : start + size]

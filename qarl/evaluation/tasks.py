@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 from qarl.config import EvalTask, RewardConfig, RewardFunction
 from qarl.data import build_prompts
+from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.fingerprint import reward_fingerprint
+from qarl.rewards.shared import gather_results, score_share
 from qarl.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -87,19 +90,29 @@ def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: i
 class TaskRewards:
     """The reward pools of some tasks; tasks of equal functions and columns share one.
 
-    limits: workers, time and failures allowed, as in the `reward` section; its functions are not used.
+    limits: workers, time and failures allowed, as in the `reward` section; its functions are not used. ranks: that
+    score together, None for one process.
     Raises UserError if a function cannot be loaded or misses a column.
     """
 
-    def __init__(self, tasks: Sequence[LoadedTask], limits: RewardConfig | None, log_path: Path | None) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[LoadedTask],
+        limits: RewardConfig | None,
+        log_path: Path | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks or Alone()
+        self._max_failed_frac: dict[str, float] = {}
         self._pools: dict[str, RewardPool] = {}
         self._of_task: dict[str, RewardPool] = {}
         try:
             for task in tasks:
                 columns = list(task.prompts[0].columns)
+                of_section = limits or RewardConfig(functions=task.functions)
+                self._max_failed_frac[task.name] = of_section.max_failed_frac
                 key = json.dumps([[f.model_dump() for f in task.functions], sorted(columns)], sort_keys=True)
                 if key not in self._pools:
-                    of_section = limits or RewardConfig(functions=task.functions)
                     config = of_section.model_copy(update={"functions": task.functions})
                     self._pools[key] = self._open(task, config, columns, log_path)
                 self._of_task[task.name] = self._pools[key]
@@ -109,14 +122,18 @@ class TaskRewards:
 
     def score(self, task: LoadedTask, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> RewardResult:
         """Scores of `rollouts`, which are the same number for each of `prompts`, in their order."""
-        n = len(rollouts) // len(prompts)
-        each = [prompt for prompt in prompts for _ in range(n)]
-        columns = {name: [prompt.columns[name] for prompt in each] for name in prompts[0].columns}
-        tokens = [rollout.token_ids for rollout in rollouts]
-        try:
-            return self._of_task[task.name].score([r.text for r in rollouts], [p.text for p in each], columns, tokens)
-        except UserError as error:
-            raise UserError(f"evaluation task {task.name}: {error}") from error
+        ranks, n = self._ranks, len(rollouts) // len(prompts)
+        own = ranks.share(len(prompts))
+        place = f"evaluation task {task.name}: "
+
+        def scored() -> RewardResult:
+            try:
+                mine = rollouts[own.start * n : own.stop * n]
+                return score_share(self._of_task[task.name], prompts, mine, ranks)
+            except UserError as error:
+                raise UserError(f"{place}{error}") from error
+
+        return gather_results(together(ranks, scored), ranks, self._max_failed_frac[task.name], place)
 
     def close(self) -> None:
         for pool in self._pools.values():

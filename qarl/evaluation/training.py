@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 from qarl_kernels.attention import PAGE
 
 from qarl.config import Config
+from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.together import on_first
 from qarl.evaluation.records import append_rows, keep_rows, to_line
-from qarl.evaluation.results import metrics_of
+from qarl.evaluation.results import Row, metrics_of
 from qarl.evaluation.runner import MemorySink, Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
 from qarl.report.formatting import interval
-from qarl.rollout.engine import RolloutEngine, SamplingParams
+from qarl.rollout.engine import Draws, RolloutEngine, SamplingParams
+from qarl.rollout.shared import SharedEngine
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.names import remove_later, step_name
 from qarl.storage.runs import EVALUATIONS, Evaluation
@@ -53,17 +56,27 @@ def load_training_tasks(
 class TrainingEvaluation:
     """The evaluations of one run. Without tasks it does nothing.
 
-    sampling: of the rollouts, whose stop tokens end a response here too.
+    sampling: of the rollouts, whose stop tokens end a response here too. ranks: of the run, None for one process; all
+    of them draw and score, and the first one writes.
     """
 
-    def __init__(self, config: Config, tasks: list[LoadedTask], rewards: TaskRewards, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tasks: list[LoadedTask],
+        rewards: TaskRewards,
+        sampling: SamplingParams,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._config = config
+        self._ranks = ranks or Alone()
         self._tasks = tasks
         self._rewards = rewards
         self._settings = Settings.of(
             config.evaluation, config.rollout.max_response_length, sampling.stop, sampling.stop_token_ids
         )
         self._run_dir: Path | None = None
+        self._recorded: list[dict[str, Any]] = []
 
     def close(self) -> None:
         self._rewards.close()
@@ -71,6 +84,9 @@ class TrainingEvaluation:
     def begin(self, run_dir: Path, step: int) -> None:
         """Forget the evaluations after `step`, from which the run goes on. Raises UserError if the disk refuses."""
         self._run_dir = run_dir
+        on_first(self._ranks, lambda: self._forget(run_dir, step))
+
+    def _forget(self, run_dir: Path, step: int) -> None:
         self._recorded = keep_rows(self._path, Evaluation, lambda row: row["step"] <= step, PLACE)
         folder = run_dir / "evaluations"
         with disk_errors(folder, place=PLACE):
@@ -94,25 +110,42 @@ class TrainingEvaluation:
         check: raises where a signal has come; then nothing of this evaluation is kept. track: gets the metrics.
         Raises UserError if a reward function is out of order or the disk refuses.
         """
-        started = time.perf_counter()
-        fingerprint = self._fingerprint(policy)
-        if any(row["step"] == step and row.get("fingerprint") == fingerprint for row in self._recorded):
+        started, ranks = time.perf_counter(), self._ranks
+        fingerprint = self._fingerprint(policy) if ranks.first else ""
+        recorded = any(row["step"] == step and row.get("fingerprint") == fingerprint for row in self._recorded)
+        if ranks.gather(recorded)[0]:
             return
         check()
         sink = MemorySink()
+        draws: Draws = engine
+        if ranks.count > 1:
+            rollout = self._config.rollout
+            draws = SharedEngine(engine, ranks, check, rollout.samplers(ranks.count), rollout.restarts_s)
+            check = _no_check
         summary = evaluate(
-            engine, policy.version, self._tasks, self._settings, self._rewards, sink, console.phase, check
+            draws,
+            policy.version,
+            self._tasks,
+            self._settings,
+            self._rewards,
+            sink,
+            console.phase,
+            check,
+            ranks.count,
         )
         seconds = time.perf_counter() - started
-        self._write_completions(step, sink.rows)
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
-        # One evaluation a step: an earlier one here was of other settings, or of a run that never took a step.
-        self._recorded = [*keep_rows(self._path, Evaluation, lambda row: row["step"] != step, PLACE), record]
-        append_rows(self._path, [record], PLACE)
+        on_first(ranks, lambda: self._write(step, sink.rows, record))
         track(step, metrics_of(summary) | {"time/eval_s": seconds})
         for entry in summary["tasks"]:
             value = interval(**entry["avg"])
             console.message(f"evaluation after step {step}: {entry['name']} avg@{entry['samples']} {value}")
+
+    def _write(self, step: int, rows: list[Row], record: dict[str, Any]) -> None:
+        self._write_completions(step, rows)
+        # One evaluation a step: an earlier one here was of other settings, or of a run that never took a step.
+        self._recorded = [*keep_rows(self._path, Evaluation, lambda row: row["step"] != step, PLACE), record]
+        append_rows(self._path, [record], PLACE)
 
     @property
     def _path(self) -> Path:
@@ -135,3 +168,7 @@ class TrainingEvaluation:
         with disk_errors(path, len(text), PLACE):
             path.parent.mkdir(exist_ok=True)
             atomic_write_text(path, text)
+
+
+def _no_check() -> None:
+    """On several ranks a signal is looked for where all of them are."""

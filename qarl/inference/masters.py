@@ -30,7 +30,8 @@ class Masters:
     """A model's parameters without the model.
 
     config, generation: of the model, unquantized. shapes: parameter name -> shape, in the model's own order, tied
-    weights once. linears: modules a scheme may quantize. read(name): the float32 values, on the CPU.
+    weights once. linears: modules a scheme may quantize. read(name): the float32 values, on the CPU; those of a run on
+    several ranks are joined of its files, and nothing but the result holds them.
     version, digest: of the run's snapshot that was made from these masters; None for a model.
     """
 
@@ -107,14 +108,14 @@ def open_masters(target: Target) -> Masters:
         return Masters(*common, _model_reader(target.model))
     checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
     tensors, state = checkpoint.tensors["masters"], saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
-    if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tuple(tensors[n].shape) != shapes[n]]:
+    if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tensors.shape(n) != shapes[n]]:
         raise UserError(
             f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' is not "
             "the same in both); give the model that the run started from with --model"
         )
-    if wrong := [name for name, tensor in tensors.items() if tensor.dtype != torch.float32]:
+    if wrong := [name for name in tensors if tensors.dtype(name) != torch.float32]:
         raise UserError(
-            f"{target.checkpoint}: {wrong[0]} is {tensors[wrong[0]].dtype}, and masters are float32; "
+            f"{target.checkpoint}: {wrong[0]} is {tensors.dtype(wrong[0])}, and masters are float32; "
             "restore the checkpoint"
         )
     return Masters(*common, lambda name: tensors[name], state.version, state.snapshot_sha256)

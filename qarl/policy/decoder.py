@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl.policy.attention import Attention, PlainAttention
@@ -21,6 +21,10 @@ from qarl.policy.view import Role
 Recompute = Literal["elementwise", "mlp", "products", "layer"]
 
 
+def _unheard(masters: Sequence[nn.Parameter]) -> None:
+    """Where nobody waits for gradients before the backward is over."""
+
+
 class Decoder:
     """Runs the layers of a model whose modules `qarl.policy.modules` has replaced, on the role's view.
 
@@ -29,7 +33,8 @@ class Decoder:
     all products but the MLP's last, so that beside a layer's input the attention's output is kept; layer: everything.
     In plain torch, where autograd keeps what it wants, the first three keep all. backward: whether the backward's
     products are of 16-bit or FP8 operands, which only fused layers have. note: is told what each operation gives, see
-    `qarl.policy.trace`.
+    `qarl.policy.trace`. on_gradients: a fused backward tells it, layer by layer, of which masters `.grad` is complete,
+    and adds nothing to them afterwards; those of plain torch are autograd's own leaves, which have hooks for it.
     """
 
     def __init__(self, model: HFModule, role: Role, dequantize_input: bool, backward: Backward) -> None:
@@ -42,6 +47,7 @@ class Decoder:
         self.recompute: Recompute = "elementwise"
         self.backward: Backward = backward
         self.note: Note = unnoted
+        self.on_gradients: Callable[[Sequence[nn.Parameter]], None] = _unheard
 
     def __call__(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
         """Final hidden states of a packed batch. ids: (T,) int64; rows: (R,) int64, which to return; None: all.

@@ -82,11 +82,15 @@ class _Fused(torch.autograd.Function):
         weight = ctx.view.values[decoder.norm_name]
         sums = gradient_of([decoder.norm.weight])
         grad = add_rms_norm_backward(grad.contiguous(), None, ctx.hidden, ctx.inverse, weight, sums)
+        decoder.on_gradients([decoder.norm.weight])
         grad = _spread(grad, ctx.rows, len(ctx.ids))
         while kept:
-            grad = ctx.layers.pop().backward(grad, kept.pop(), attention)
+            layer = ctx.layers.pop()
+            grad = layer.backward(grad, kept.pop(), attention)
+            decoder.on_gradients(layer.modules.parameters())
         embedding = decoder.embedding
         embedding_grad(grad, ctx.ids, gradient_of([embedding.weight]), embedding.padding_id)
+        decoder.on_gradients([embedding.weight])
         return None, None, None, None, None
 
 

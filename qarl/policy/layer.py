@@ -45,6 +45,12 @@ class LayerModules:
     masters: Mapping[str, nn.Parameter]
     stacks: tuple[Stack, Stack, Stack, Stack]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """All masters of the layer, the large ones first."""
+        weights = [master for stack in self.stacks for master in stack.masters]
+        biases = [master for stack in self.stacks for master in stack.biases]
+        return [*weights, *biases, *self.masters.values()]
+
 
 def read_layers(model: HFModule) -> list[LayerModules]:
     """The layers of a model without its output layer, whose parameters a causal LM knows as `model.…`."""

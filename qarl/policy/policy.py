@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
-from qarl_formats.scheme import Scheme, check_shape, is_ignored
+from qarl_formats.scheme import Scheme, is_ignored
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from qarl.policy.modules import HFModule, check_family, replace_modules
 from qarl.policy.packing import pack
 from qarl.policy.projection import InPlace
 from qarl.policy.sampler import Sampler
-from qarl.policy.skeleton import linear_names
+from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.view import Role, View
 from qarl.policy.views import ViewMaker, restack
 from qarl.transfer import upload
@@ -41,8 +41,9 @@ class Policy:
     masters: `named_parameters()`, float32. current: the `Snapshot` of the masters at `version`; `refresh` makes a
     new one after an optimizer step, and the learner's forward reads it. sampler: what rollout engines get; its
     `install` points the sampler's forward at a published snapshot.
-    Given a snapshot from the start, the policy is for inference alone: `model` may be
-    a `skeleton` whose masters hold no values. Raises UserError for models and schemes that cannot run exactly.
+    Given a snapshot from the start, `model` may be a `skeleton` whose masters hold no values: for inference alone, or
+    for a learner whose masters somebody else holds and who calls `take` with what they quantize to. values: see there.
+    Raises UserError for models and schemes that cannot run exactly.
 
     dtype: of what is published and of the sampler's forward. learner_dtype: of the learner's, where it is another one;
     it then reads the masters, rounded to it. learner_view: what its forward reads.
@@ -59,6 +60,7 @@ class Policy:
         max_length: int | None = None,
         snapshot: Snapshot | None = None,
         learner_dtype: torch.dtype | None = None,
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
         check_family(model.config)
         self.scheme, self.quant, self.dtype, self.device = scheme, quant, dtype, device
@@ -107,18 +109,14 @@ class Policy:
         if snapshot is None:
             self.refresh(version=0)
         else:
-            self._take(snapshot)
+            self.take(snapshot, values)
         self.sampler.install(self.current)
 
     def _replace_linears(self) -> dict[str, QuantLinear]:
+        check_shapes(self.model, self.scheme, self.quant.ignore)
         linears = {}
         for name in linear_names(self.model):
             module: HFModule = self.model.get_submodule(name)
-            if not is_ignored(name, self.quant.ignore):
-                try:
-                    check_shape(self.scheme, name, module.out_features, module.in_features)
-                except ValueError as error:
-                    raise UserError(f"quant.group_size: {error}") from error
             linear = QuantLinear(module, name, self.role, self.quant.ste_input == "dequantized")
             self.model.set_submodule(name, linear)
             linears[name] = linear
@@ -143,27 +141,33 @@ class Policy:
         return self.scheme.quantized and module in self.linears and not is_ignored(module, self.quant.ignore)
 
     @torch.no_grad()
-    def refresh(self, version: int) -> Snapshot:
+    def refresh(self, version: int, values: Mapping[str, Tensor] | None = None) -> Snapshot:
         """Quantize the masters once, as policy `version`, and let the learner's forward read the result.
 
+        values: of the masters by name, each asked for when it is needed, where the policy's own parameters hold none.
         Sampler and reference stay where they are. Raises UserError naming the tensor when a master is not finite.
         """
-        masters = dict(self.named_parameters())
+        masters = dict(self.named_parameters()) if values is None else values
         shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
-        self._take(quantize_parameters(masters, self._scheme_of, self.dtype, version, self.kernels, shared))
+        self.take(quantize_parameters(masters, self.scheme_of, self.dtype, version, self.kernels, shared), values)
         return self.current
 
-    def _take(self, snapshot: Snapshot) -> None:
-        """The snapshot is what the masters are now: the learner's forward reads it, and the sampler's may."""
+    def take(self, snapshot: Snapshot, values: Mapping[str, Tensor] | None = None) -> None:
+        """The snapshot is what the masters are now: the learner's forward reads it, and the sampler's may.
+
+        values: of masters that hold none themselves, by name, in any dtype at least as fine as the learner's; None: the
+        policy's own. An aligned learner reads none.
+        """
         if self.kernels:
             restack(snapshot, self._stacks)
         self.current = snapshot
-        self.learner_view = self._views.learner(snapshot)
+        self.learner_view = self._views.learner(snapshot, values)
         self._shadow: View | None = None  # made where somebody asks
         self.role.settle(self.learner_view)
         self.sampler.offer(snapshot, self._sampling_view)
 
-    def _scheme_of(self, name: str) -> Scheme | None:
+    def scheme_of(self, name: str) -> Scheme | None:
+        """What a parameter is quantized in; None: not at all."""
         return self.scheme if name.endswith(".weight") and self.quantized(name.removesuffix(".weight")) else None
 
     def _sampling_view(self) -> View:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl.errors import UserError
 from qarl.policy.foreign import foreign_errors
-from qarl.policy.modules import check_family
+from qarl.policy.modules import HFModule, check_family
 
 ATTENTION = "sdpa"  # until qarl's own takes its place; a config.json may name a kernel to download and run
 
@@ -47,6 +50,24 @@ def check_rotary(model: PreTrainedModel) -> None:
                 f"model.path: the rope parameters {str(model.config.rope_parameters)[:160]} give no rotary "
                 f"embedding of heads of {head_dim} features; restore config.json"
             )
+
+
+def schemes_of(model: nn.Module, scheme: Scheme, ignore: list[str]) -> Callable[[str], Scheme | None]:
+    """What a parameter is quantized in, by its name; None: not at all. model: a skeleton will do."""
+    modules = {name for name in linear_names(model) if scheme.quantized and not is_ignored(name, ignore)}
+    quantized = {f"{name}.weight" for name in modules}
+    return lambda name: scheme if name in quantized else None
+
+
+def check_shapes(model: nn.Module, scheme: Scheme, ignore: list[str]) -> None:
+    """Raise UserError for a Linear layer that the scheme cannot quantize. model: a skeleton will do."""
+    for name in linear_names(model):
+        module: HFModule = model.get_submodule(name)
+        if not is_ignored(name, ignore):
+            try:
+                check_shape(scheme, name, module.out_features, module.in_features)
+            except ValueError as error:
+                raise UserError(f"quant.group_size: {error}") from error
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.stacked import Form, slices, stack, stackable
-from torch import Tensor, nn
+from torch import Tensor
 
 from qarl.config import QuantConfig
 from qarl.policy.operand import Operand, PlainWeight, fake_quant_operand, full_precision_operand
@@ -24,11 +24,12 @@ NARROW = (torch.bfloat16, torch.float16)
 class ViewMaker:
     """Makes the views of one policy.
 
-    parameters: the masters by name; stacks: the linears that multiply, those of one input together; head: the output
-    layer's name. dtype: of what is published; learner_dtype: of the learner's forward. kernels: see `prepare`.
+    parameters: the masters, or their values, by name; stacks: the linears that multiply, those of one input together;
+    head: the output layer's name. dtype: of what is published; learner_dtype: of the learner's forward. kernels: see
+    `prepare`.
     """
 
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, Tensor]
     stacks: list[Stack]
     head: str
     quant: QuantConfig
@@ -36,11 +37,14 @@ class ViewMaker:
     learner_dtype: torch.dtype
     kernels: bool
 
-    def learner(self, snapshot: Snapshot) -> View:
-        """The learner's view of a snapshot just made from the masters.
+    def learner(self, snapshot: Snapshot, values: Mapping[str, Tensor] | None = None) -> View:
+        """The learner's view of a snapshot just made from the masters. values: see `Policy.take`.
 
         In the published dtype it shares the snapshot's tensors; in another one it reads the masters, rounded to that.
         """
+        return self._learner(snapshot) if values is None else replace(self, parameters=values)._learner(snapshot)
+
+    def _learner(self, snapshot: Snapshot) -> View:
         if self.learner_dtype == self.dtype:
             values = {name: snapshot.tensors[name] for name in self._unquantized()}
         else:

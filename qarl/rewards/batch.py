@@ -36,6 +36,14 @@ class RewardResult:
     messages: list[str]
 
 
+@dataclass(frozen=True)
+class Share:
+    """Completions that are scored here, of a batch that several ranks score. first: their place in it. total: all."""
+
+    first: int
+    total: int
+
+
 @dataclass
 class _Retries:
     """Of one function. until: time.monotonic after which nothing more is scored one by one; None before the first."""
@@ -48,7 +56,7 @@ class Batch:
     """The completions of one `RewardPool.score`, in `chunks` contiguous parts for each function.
 
     weights: of the functions. reads_tokens: which get `completion_ids` as a column. timeout_s, max_failed_frac: of the
-    configuration. Lists are checked by the caller to be of one length.
+    configuration. share: see `Share`, None where these are all. Lists are checked by the caller to be of one length.
     """
 
     def __init__(
@@ -63,12 +71,14 @@ class Batch:
         chunks: int,
         timeout_s: float,
         max_failed_frac: float,
+        share: Share | None = None,
     ) -> None:
         self._completions, self._prompts, self._columns = completions, prompts, columns
         self._completion_ids = completion_ids
         self._labels, self._weights, self._reads_tokens = labels, weights, reads_tokens
         self._timeout_s, self._max_failed_frac = timeout_s, max_failed_frac
         count = len(completions)
+        self._share = share or Share(0, count)
         self._scores = [[0.0] * count for _ in labels]
         self._failed = [0] * len(labels)
         self._messages: list[str] = []
@@ -123,7 +133,7 @@ class Batch:
         retries = self._retries[task.function]
         if len(task.indices) == 1:
             retries.hangs += report.hung and retries.until is not None
-            self._fail(task.function, 1, f"completion {task.indices[0]} scores 0: {outcome}", outcome)
+            self._fail(task.function, 1, f"completion {self._number(task.indices[0])} scores 0: {outcome}", outcome)
             return
         self._note(f"reward `{label}`: {outcome}; scoring its {len(task.indices)} completions one by one")
         if retries.until is None:
@@ -144,7 +154,7 @@ class Batch:
             self._scores[function][index] = score
             return
         why = f"{score:g} times its weight {self._weights[function]:g} is more than the {SCORE_LIMIT:.0e} it may be"
-        self._fail(function, 1, f"completion {index} scores 0: {why}", why)
+        self._fail(function, 1, f"completion {self._number(index)} scores 0: {why}", why)
 
     def _give_up(self, task: Task, why: str) -> None:
         """`task` and all others of the function that were to be asked one by one score 0."""
@@ -154,15 +164,27 @@ class Batch:
         self._fail(task.function, count, f"{count} completions of failed calls score 0: {why}", why)
 
     def _fail(self, function: int, count: int, message: str, why: str) -> None:
-        label, total = self._labels[function], len(self._completions)
+        label = self._labels[function]
         self._failed[function] += count
         self._note(f"reward `{label}`: {message}")
-        if self._failed[function] > self._max_failed_frac * total:
-            raise UserError(
-                f"reward `{label}`: failed on {self._failed[function]} of {total} completions, more than "
-                f"reward.max_failed_frac {self._max_failed_frac:g}; the last: {why}"
-            )
+        require_few_failures(label, self._failed[function], self._share.total, self._max_failed_frac, why)
+
+    def _number(self, index: int) -> int:
+        """Of a completion among those of all ranks."""
+        return self._share.first + index
 
     def _note(self, message: str) -> None:
         logger.warning(message)
         self._messages.append(message)
+
+
+def require_few_failures(
+    label: str, failed: int, total: int, max_failed_frac: float, last: str, place: str = ""
+) -> None:
+    """Raise UserError where a function failed on more of all completions than it may. last: why it last did. place:
+    what the line begins with."""
+    if failed > max_failed_frac * total:
+        raise UserError(
+            f"{place}reward `{label}`: failed on {failed} of {total} completions, more than "
+            f"reward.max_failed_frac {max_failed_frac:g}; the last: {last}"
+        )

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qarl.rewards.batch import Batch, RewardResult
+from qarl.rewards.batch import Batch, RewardResult, Share
 from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.loader import check_reference, labels
 from qarl.rewards.log import RewardLog
@@ -61,11 +61,12 @@ class RewardPool:
         prompts: list[str],
         columns: dict[str, list],
         completion_ids: list[list[int]] | None = None,
+        share: Share | None = None,
     ) -> RewardResult:
         """Call every function on every completion.
 
         columns: the data's, one value a completion. completion_ids: token ids of the completions, which the functions
-        get as they get a column of this name (as TRL's do).
+        get as they get a column of this name (as TRL's do). share: where other ranks score the rest of the batch.
 
         Each function gets the batch in `reward.workers` contiguous chunks, with `timeout_s` seconds for a chunk. A
         chunk whose call raises, hangs, dies or returns nonsense is scored again one completion at a time; those that
@@ -74,8 +75,8 @@ class RewardPool:
         then scores 0 and is counted.
         A score is nonsense, too, where it or its product with the weight is beyond 1e9, so that every sum is finite.
 
-        Raises UserError once a function has failed on more than `max_failed_frac` of the batch; ValueError for lists
-        of unequal length. The pool can be used again after either.
+        Raises UserError once a function has failed on more than `max_failed_frac` of the batch, that of all ranks where
+        this is a share; ValueError for lists of unequal length. The pool can be used again after either.
         """
         assert not self._closed, "score() on a closed RewardPool"
         config, count = self._config, len(completions)
@@ -95,6 +96,7 @@ class RewardPool:
             config.workers,
             config.timeout_s,
             config.max_failed_frac,
+            share,
         )
         try:
             self._replace_dead()

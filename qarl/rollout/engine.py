@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -39,7 +40,17 @@ def ignore_progress(finished: int, tokens: int) -> None:
     """For callers who show nothing."""
 
 
-class RolloutEngine(Protocol):
+class Draws(Protocol):
+    """Gives responses: an engine, or those of several ranks together."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
+    ) -> list[Rollout]:
+        """See `RolloutEngine.generate`."""
+        ...
+
+
+class RolloutEngine(Draws, Protocol):
     """Draws responses from the policy version last published to it.
 
     version: of the tensors it holds, None before the first publish. metrics: what it measured of its last publish and
@@ -56,12 +67,17 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+        progress: Progress = ignore_progress,
+        first: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """n responses to each prompt, in the order (prompt, sample).
 
-        A prompt id that occurs again continues its samples at n, 2n, ..., so that each occurrence has its own random
-        stream. progress: called after every step; what it raises ends the call and leaves the engine usable.
+        first: the number of each prompt's first sample; None: as `first_samples` counts them in these prompts.
+        progress: called after every step; what it raises ends the call and leaves the engine usable.
         Raises PublishError if `version` is not held, UserError for what does not fit the context or the KV cache.
         """
         ...
@@ -77,6 +93,20 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Release everything; the engine is not used afterwards."""
         ...
+
+
+def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:
+    """The number of each prompt's first sample, of n.
+
+    A prompt id that occurs again continues its samples at n, 2n, ..., so that each occurrence has its own random
+    stream.
+    """
+    occurrences: Counter[int] = Counter()
+    first = []
+    for prompt in prompts:
+        first.append(occurrences[prompt.id] * n)
+        occurrences[prompt.id] += 1
+    return first
 
 
 def require_version(held: int | None, wanted: int) -> None:

@@ -1,6 +1,7 @@
 """What a run has behind it: whether its metrics and its checkpoints tell of the same steps. Imports no torch.
 
     history.json    {"began_after": 0, "checkpoint": 20}
+                    of a run that ever had several ranks also {"ranks": [{"after": 0, "count": 2}, ...]}
 
 Written with each checkpoint, and at the start of a run that goes on from the checkpoint of another one. Without it a
 directory whose checkpoints were deleted would look like one that never had any, and the same command would train from
@@ -11,6 +12,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable
@@ -24,12 +28,20 @@ HISTORY = "history.json"
 START_OVER = "choose another train.run_dir to start over"
 
 
+class RanksFrom(Record):
+    """The steps after `after` are of `count` ranks, and add their sums in that order."""
+
+    after: Step
+    count: Annotated[int, Field(ge=1, lt=2**31)]
+
+
 class History(Record):
     """began_after: the step of another run's checkpoint that this run began from, 0 without. checkpoint: the newest
-    step that was saved here, 0 for none yet."""
+    step that was saved here, 0 for none yet. ranks: where their number changed, ascending; one before the first."""
 
     began_after: Step = 0
     checkpoint: Step = 0
+    ranks: list[RanksFrom] = Field([])
 
 
 def read_history(run_dir: Path) -> History | None:
@@ -47,7 +59,14 @@ def write_history(run_dir: Path, history: History) -> None:
     """Durably. Raises UserError if the disk refuses."""
     path = run_dir / HISTORY
     with disk_errors(path):
-        atomic_write_text(path, json.dumps(history.model_dump()) + "\n")
+        atomic_write_text(path, json.dumps(history.model_dump(exclude=None if history.ranks else {"ranks"})) + "\n")
+
+
+def ranks_after(before: History | None, start: int, count: int) -> list[RanksFrom]:
+    """`History.ranks` of a run that goes on from step `start` with `count` ranks. before: its history so far."""
+    kept = [change for change in before.ranks if change.after < start] if before else []
+    same = count == (kept[-1].count if kept else 1)
+    return kept if same else [*kept, RanksFrom(after=start, count=count)]
 
 
 def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:

@@ -5,6 +5,9 @@
     environment.json      package versions, devices, threads, git revision, seed of the latest start; digests of
                           the model and the rewards
     history.json          the newest checkpoint that was saved, with the first of them
+    fault.json            which of several ranks ended the latest start, and how
+    rank-001.log ...      what other ranks than the first print under `qarl train --nproc`; rank-001/ has the logs of
+                          their rewards and samplers
     rewards.log           what the reward functions print, and each of their failures
     metrics.jsonl, rollouts/, diagnostics/, tensorboard/    written by the recorder
     checkpoints/                                            written by the checkpoint store
@@ -19,6 +22,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
@@ -36,13 +40,14 @@ from qarl.inputs.files import read_text
 from qarl.inputs.paths import path_errors
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.environment import describe_environment, environment_changes
-from qarl.storage.history import HISTORY, History, began_after, read_history, write_history
+from qarl.storage.history import HISTORY, History, began_after, ranks_after, read_history, write_history
 from qarl.storage.lock import holder, open_lock, write_holder
 from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 
 # Keys that may differ between a run and its resumption. None of them changes a step that was already taken;
 # `train.steps` extends a run (and stretches a linear or cosine schedule from there on); an evaluation draws from
-# counted random streams, so that it leaves nothing behind in the sampler. Everything else, thread count, batch limits
+# counted random streams, so that it leaves nothing behind in the sampler; the number of ranks and how they hold the
+# masters change the order of sums from there on, which history.json says. Everything else, thread count, batch limits
 # and paths included, can change bits of the result and is refused.
 RESUMABLE_KEYS = (
     "train.steps",
@@ -53,7 +58,9 @@ RESUMABLE_KEYS = (
     "logging.",
     "diagnostics.",
     "evaluation.",
+    "distributed.",
     "rollout.vllm.device",
+    "rollout.vllm.data_parallel",
     "rollout.vllm.memory_frac",
     "rollout.vllm.timeout_s",
     "rollout.vllm.max_restarts",
@@ -74,9 +81,11 @@ os.register_at_fork(after_in_child=_drop_locks_in_child)
 
 # What a start leaves that was killed before `begin`.
 _LEFT_BY_A_START = ("environment.json", "rewards.log", "sampler.log", "sampler", "wandb", "tensorboard")
+# What ranks other than the first keep there.
+_OF_A_RANK = re.compile(r"rank-[0-9]{3,9}(\.log)?")
 # What a run writes or reads back: never into a pipe, and not into what somebody else put there.
 _LOGS = ("rewards.log", "sampler.log")
-_FILES = (".wandb_id", "config.yaml", "environment.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
+_FILES = (".wandb_id", "config.yaml", "environment.json", "fault.json", *_LOGS, HISTORY, METRICS, EVALUATIONS)
 _FOLDERS = ("checkpoints", "rollouts", "diagnostics", "evaluations", "tensorboard", "profile")
 # What a refused start leaves, since its error refers to it.
 _KEPT = ("sampler.log", "rewards.log")
@@ -85,19 +94,20 @@ _KEPT = ("sampler.log", "rewards.log")
 class RunDirectory:
     """One run's directory, locked for this process until `close` (also a context manager).
 
-    path: the directory. A directory that `open` created and in which the run did not `begin` is removed by `close`: a
-    start that is refused leaves nothing behind, but the logs of the sampler and the rewards where they hold anything.
+    path: the directory. ranks: how many the run has; see `qarl.storage.shared_rundir` for more than one. A directory
+    that `open` created and in which the run did not `begin` is removed by `close`: a start that is refused leaves
+    nothing behind, but the logs of the sampler and the rewards where they hold anything.
     """
 
-    def __init__(self, path: Path, config: Config, lock: int, created: list[Path]) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: Config, lock: int | None, created: list[Path], ranks: int = 1) -> None:
+        self.path, self.ranks = path, ranks
         self.checkpoints = path / "checkpoints"
         self._config = config
         self._lock: int | None = lock
         self._created = created  # directories that were not there before, innermost first
 
     @classmethod
-    def open(cls, config: Config, resume: str) -> RunDirectory:
+    def open(cls, config: Config, resume: str, ranks: int = 1) -> RunDirectory:
         """Create or reuse `config.run_dir` and lock it. Apart from the lock nothing is written before `begin`.
 
         resume: `checkpoint.resume`: `auto` and a checkpoint path reuse a directory that holds results of the same
@@ -122,7 +132,7 @@ class RunDirectory:
                     _unlock(lock)
                 _remove_empty(created)
                 raise
-        return cls(path, config, lock, created)
+        return cls(path, config, lock, created, ranks)
 
     def history_at(self, start: int, own: bool) -> History:
         """What the run has behind it if it goes on from step `start`; see `qarl.storage.history.began_after`.
@@ -130,7 +140,9 @@ class RunDirectory:
         Raises UserError, with nothing changed, where checkpoints or metrics up to there are gone.
         """
         after = began_after(self.path, start, own, self._every_before())
-        return History(began_after=after, checkpoint=start if own else 0)
+        before = read_history(self.path) if own else None
+        ranks = ranks_after(before, start, self.ranks)
+        return History(began_after=after, checkpoint=start if own else 0, ranks=ranks)
 
     def _every_before(self) -> int:
         """`checkpoint.every` of the start before; of this one, where there was none or its file is damaged."""
@@ -166,10 +178,10 @@ class RunDirectory:
 
     def _clear(self) -> None:
         for entry in self.path.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name not in _KEPT or not entry.lstat().st_size:
-                entry.unlink(missing_ok=True)
+            if _OF_A_RANK.fullmatch(entry.name) and entry.is_dir():
+                _clear(entry)
+                _remove_empty([entry])
+        _clear(self.path)
         _remove_empty(self._created)
 
     def __enter__(self) -> RunDirectory:
@@ -177,6 +189,16 @@ class RunDirectory:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a refused start left, but for logs that hold anything, and the folders of ranks that have some."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            if not _OF_A_RANK.fullmatch(entry.name):
+                shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name not in _KEPT or not entry.lstat().st_size:
+            entry.unlink(missing_ok=True)
 
 
 def begun_configuration(path: Path) -> Config | None:
@@ -209,6 +231,7 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
             for entry in path.iterdir()
             if not entry.name.startswith(".")
             and entry.name not in _LEFT_BY_A_START
+            and not _OF_A_RANK.fullmatch(entry.name)
             and (entry.name in results or entry.name not in ("rollouts", "checkpoints", "metrics.jsonl"))
         )
         if foreign:

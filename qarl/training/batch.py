@@ -11,9 +11,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from qarl.distributed.ranks import Ranks
 from qarl.objectives import Segments, compute_advantages
 from qarl.objectives.advantages import AdvantageKind
-from qarl.training.cutting import Response, by_tokens, by_work
+from qarl.training.cutting import Response, by_tokens, by_work, deal, for_ranks, work
 from qarl.transfer import upload
 from qarl.types import Prompt, Rollout
 
@@ -43,6 +44,19 @@ class Column:
     def known(self, part: Part) -> bool:
         """Whether all of the part's responses are filled in."""
         return all(self._values[index] is not None for index in part.indices)
+
+    def share(self, ranks: Ranks) -> None:
+        """Every rank has what any of them has filled in. Where several have, it is the same."""
+        if ranks.count == 1:
+            return
+        self._fetch()
+        own = [(index, values) for index, values in enumerate(self._values) if values is not None]
+        places = torch.tensor([(index, len(values)) for index, values in own], dtype=torch.int64).reshape(-1, 2)
+        packed = torch.cat([values for _, values in own]) if own else torch.empty(0)
+        every = zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True)
+        for indices, values in ((there[:, 0].tolist(), found.split(there[:, 1].tolist())) for there, found in every):
+            for index, value in zip(indices, values, strict=True):
+                self._values[index] = value
 
     def read(self, part: Part) -> Tensor:
         """(T,) of the part's responses, one after the other, on the part's device."""
@@ -105,6 +119,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.responses)
 
+    def share(self, ranks: Ranks) -> None:
+        """Every rank has the log-probs that any of them has computed."""
+        for column in (self.logp_old, self.logp, self.logp_ref):
+            column.share(ranks)
+
     def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
         return Part(self, tuple(indices), self.device if device is None else device)
 
@@ -161,6 +180,11 @@ class Part:
         shared = [False, *(a == b for a, b in pairwise(groups))]
         return self.tokens + sum(len(p) for p, known in zip(self.prompts, shared, strict=False) if not known)
 
+    @property
+    def work(self) -> float:
+        """Of one forward, as `qarl.training.cutting` counts it."""
+        return work(self._measured(self.indices))
+
     @cached_property
     def segments(self) -> Segments:
         return Segments.from_lengths([len(response) for response in self.responses], self.device)
@@ -188,11 +212,12 @@ class Part:
         advantages = self.batch.advantages.tolist()
         return self.batch.part([i for i in self.indices if keep(advantages[i])], self.device)
 
-    def micro_batches(self, max_tokens: int) -> list[Part]:
+    def micro_batches(self, max_tokens: int, ranks: int = 1) -> list[Part]:
         """Cut into parts whose forward runs at most `max_tokens` tokens (one response at least).
 
         Responses to one prompt stay side by side, and groups of similar length come together. A GPU gets parts of
-        similar work; on a CPU the cut, and with it the order of all sums, is by tokens alone.
+        similar work; on a CPU the cut, and with it the order of all sums, is by tokens alone. Several ranks get parts
+        that divide among them.
         """
         batch = self.batch
         longest: dict[int, int] = {}  # of each group, prompt and longest response
@@ -201,9 +226,17 @@ class Part:
             longest[group] = max(longest.get(group, 0), len(batch.prompts[i]) + len(batch.responses[i]))
         order = sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i))
         cut = by_work if self.device.type == "cuda" else by_tokens
-        found = [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in order]
-        ends = cut(found, max_tokens)
+        ends = for_ranks(cut, self._measured(order), max_tokens, ranks)
         return [batch.part(order[start:end], self.device) for start, end in pairwise([0, *ends])]
+
+    def _measured(self, indices: Sequence[int]) -> list[Response]:
+        batch = self.batch
+        return [Response(batch.groups[i], len(batch.prompts[i]), len(batch.responses[i])) for i in indices]
+
+
+def rounds(parts: Sequence[Part], ranks: int) -> list[list[Part | None]]:
+    """Which rank runs which part, in rounds; see `qarl.training.cutting.deal`."""
+    return deal(parts, [part.work for part in parts] if ranks > 1 else [0.0] * len(parts), ranks)
 
 
 def build_batch(

@@ -1,4 +1,5 @@
-"""Where a minibatch is cut into micro-batches: by tokens alone, or also so that each of them is as much work.
+"""Where a minibatch is cut into micro-batches, by tokens alone or also so that each of them is as much work, and which
+rank runs which.
 
 Responses stand in a fixed order, those to one prompt side by side; a micro-batch is a run of neighbours, and runs a
 prompt that they share once. No cut changes what a response's forward gives.
@@ -6,8 +7,14 @@ prompt that they share once. No cut changes what a response's forward gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+T = TypeVar("T")
+Cut = Callable[[Sequence["Response"], int], list[int]]
 
 EVEN_LENGTH = 8192
 """Tokens of context at which attention takes a token as long as all products do; of models of 1 to 8 billion parameters
@@ -60,6 +67,59 @@ def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
         allowed = [end for end in range(start + 1, furthest[start] + 1) if parts[end] < parts[start]]
         ends.append(min(allowed, key=distance))
     return ends
+
+
+def for_ranks(cut: Cut, responses: Sequence[Response], max_tokens: int, ranks: int) -> list[int]:
+    """Where micro-batches end that several ranks share: `cut` within the budget, or within a smaller one where all
+    rounds together (see `deal`) are less work.
+
+    A smaller budget gives every rank a micro-batch in the last round too, as far as there are responses.
+    """
+    ends = cut(responses, max_tokens)
+    if ranks == 1 or len(ends) % ranks == 0:
+        return ends
+    wanted = min(len(responses), math.ceil(len(ends) / ranks) * ranks)
+    low, high = 1, max_tokens  # the largest budget that cuts into as many as are wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(by_tokens(responses, middle)) >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    smaller = cut(responses, low)
+    return min((ends, smaller), key=lambda found: _of_all_rounds(responses, found, ranks))
+
+
+def deal(parts: Sequence[T], works: Sequence[float], ranks: int) -> list[list[T | None]]:
+    """Rounds of micro-batches, one for each rank in a round; None where a rank has none, in the last round alone.
+
+    works: of the parts. Ranks wait for one another in every round: the longest ones come first and together, so that
+    all rounds take as long as they have to and no more. In a round the longest goes to the rank with the least work so
+    far. Ties are decided by index. One rank has its parts in their order.
+    """
+    if ranks == 1:
+        return [[part] for part in parts]
+    order = sorted(range(len(parts)), key=lambda i: (-works[i], i))
+    loads = [0.0] * ranks
+    rounds = []
+    for start in range(0, len(order), ranks):
+        dealt: list[T | None] = [None] * ranks
+        by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        for index, rank in zip(order[start : start + ranks], by_load, strict=False):
+            dealt[rank] = parts[index]
+            loads[rank] += works[index]
+        rounds.append(dealt)
+    return rounds
+
+
+def work(responses: Sequence[Response]) -> float:
+    """Of one micro-batch: 1 a token, and attention over what stands before it."""
+    return sum(_added_work(responses, at) for at in range(len(responses)))
+
+
+def _of_all_rounds(responses: Sequence[Response], ends: Sequence[int], ranks: int) -> float:
+    works = sorted((work(responses[start:end]) for start, end in pairwise([0, *ends])), reverse=True)
+    return sum(works[::ranks])
 
 
 def _furthest(responses: Sequence[Response], start: int, max_tokens: int) -> int:

@@ -1,9 +1,9 @@
-"""Decisions that all processes of a run would have to take together, each in one function.
+"""Decisions that all ranks of a run take together, each in one function.
 
-A process that skipped an update, stopped or saved alone would leave the others waiting, or with other weights. Today a
-run is one process and sees everything; where it is several, these functions are where they have to agree, and their
-callers call them at the same points whatever a process sees. The fifth, whether a signal stops the run here, is
-`qarl.training.interrupt.InterruptGuard.check`.
+A rank that skipped an update, stopped or saved alone would leave the others waiting, or with other weights. So these
+functions decide from what is the same on all of them (the whole batch, the norm of the whole gradient, the step), and
+their callers call them at the same points whatever a rank has of its own. The fifth, whether a signal stops the run
+here, is `qarl.training.interrupt.InterruptGuard.check`.
 """
 
 from __future__ import annotations

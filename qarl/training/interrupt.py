@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from qarl.distributed.ranks import Alone, Ranks
 from qarl.rewards import RewardResult
+from qarl.training.batch import Part
 from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 
@@ -29,11 +31,13 @@ class InterruptGuard:
 
     After `defer` the first one is only noted; `check` raises `Interrupted` where stopping is safe, and a second SIGINT
     raises KeyboardInterrupt wherever the program is. say: gets one line at the first signal. In a thread that is not
-    the main one Python gives no signals, and there is nothing to guard.
+    the main one Python gives no signals, and there is nothing to guard. ranks: of the run, None for one process; a
+    signal to one of several is one to all.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
         self.say = say
+        self.ranks = ranks or Alone()
         self.signum: int | None = None
         self._deferred = False
         self._previous: dict[int, Any] = {}  # as `signal.signal` gave them
@@ -64,13 +68,23 @@ class InterruptGuard:
             self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops at once, unsaved")
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal came. The one place where stopping is decided; see `decisions`."""
-        if self.signum is not None:
-            raise Interrupted(self.signum)
+        """Raise `Interrupted` if a signal came to any rank; a collective. The one place where stopping is decided; see
+        `decisions`."""
+        signum = self.ranks.signal(self.signum)
+        if signum is not None:
+            raise Interrupted(signum)
+
+    def check_alone(self) -> None:
+        """`check`, between steps of work that other ranks may have less of: on several ranks it waits for the next."""
+        if self.ranks.count == 1:
+            self.check()
 
 
 class SafePoints(Observer):
-    """Where a signal may end a step: before its first update, when nothing but the data's position has changed."""
+    """Where a signal may end a step: before its first update, when nothing but the data's position has changed.
+
+    On several ranks that is before sampling, after scoring and before the first minibatches, where all of them are.
+    """
 
     def __init__(self, guard: InterruptGuard) -> None:
         self._guard = guard
@@ -86,6 +100,10 @@ class SafePoints(Observer):
         self._guard.check()
 
     def progress(self, responses: int) -> None:
+        if not self._updated:
+            self._guard.check_alone()
+
+    def minibatch(self, minibatch: Part) -> None:
         if not self._updated:
             self._guard.check()
 

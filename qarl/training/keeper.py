@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config.checkpoint import CheckpointConfig
+from qarl.distributed.together import on_first
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import History, write_history
 from qarl.storage.rundir import RunDirectory
@@ -21,7 +22,7 @@ from qarl.training.state import capture, restore
 class Finished:
     """After a step: what a checkpoint of it holds beside masters and optimizer, while these are still its own.
 
-    position: of the data. skipped: `Learner.skipped_in_a_row`. begun: `Optimizer.begun`.
+    position: of the data. skipped: `Learner.skipped_in_a_row`. begun: `Updates.begun`.
     """
 
     step: int
@@ -31,14 +32,16 @@ class Finished:
 
 
 class Keeper:
-    """The checkpoints of one run. Call `resume` first, then `finish` after every step.
+    """The checkpoints of one run. Call `resume` first, then `finish` after every step. All ranks of a run have one, and
+    call `resume`, `save` and `rescue` together.
 
     unrecorded: a step that was learned from and is not yet in metrics.jsonl, with the metrics that are known of it.
     """
 
     def __init__(self, config: CheckpointConfig, run: Run, directory: RunDirectory, console: RunConsole) -> None:
         self.config, self.run, self.directory, self.console = config, run, directory, console
-        self.store = CheckpointStore(directory.checkpoints, config.keep_last)
+        self.ranks = run.learner.ranks
+        self.store = CheckpointStore(directory.checkpoints, config.keep_last, self.ranks)
         self.history = History()
         self.saved_step = 0  # of a new run there is nothing to save before its first step
         self.unrecorded: tuple[int, dict[str, float]] | None = None
@@ -53,7 +56,7 @@ class Keeper:
         if self.config.resume == "auto":
             found = self.store.latest_valid(self.console.warn)
         elif self.config.resume != "never":
-            found = self.store.load(Path(self.config.resume).expanduser())
+            found = self.store.load(Path(self.config.resume).expanduser(), ranks=self.ranks)
         if found is None:
             self.history = self.directory.history_at(0, own=False)
             return 0
@@ -80,44 +83,57 @@ class Keeper:
         """The run is now exactly after `step`, and its metrics are on the disk."""
         run = self.run
         self.unrecorded = None
-        self.finished = Finished(step, run.stream.state(), run.learner.skipped_in_a_row, run.optimizer.begun)
+        self.finished = Finished(step, run.stream.state(), run.learner.skipped_in_a_row, run.updates.begun)
 
     def save(self) -> None:
         """A checkpoint of the finished step, unless there is one. Raises UserError if the disk refuses."""
         finished = self.finished
         if finished.step == self.saved_step:
             return
-        assert self.run.optimizer.begun == finished.begun, "the masters are those of a later step"
+        assert self.run.updates.begun == finished.begun, "the masters are those of a later step"
         self.run.learner.skipped_in_a_row = finished.skipped
         self._refused_step = finished.step
         with self.console.phase("checkpoint"):
-            self.store.save(finished.step, *capture(self.run, finished.position))
+            self.store.save_pieces(finished.step, *capture(self.run, finished.position))
         self.saved_step, self._refused_step = finished.step, 0
         self.history = self.history.model_copy(update={"checkpoint": finished.step})
-        write_history(self.directory.path, self.history)
+        on_first(self.ranks, lambda: write_history(self.directory.path, self.history))
 
-    def rescue(self, recorder: Recorder) -> None:
+    def rescue(self, recorder: Recorder, fault: Exception) -> None:
         """After an exception: save the finished step, and say from where the run can go on. Raises nothing.
 
         Once the learner has begun an optimizer step the masters are no longer the finished step's, nor yet the next
         one's: then the newest checkpoint stands. A step that was learned from and only lacks its metrics is finished
-        here, with those that are known, if they can be written now.
+        here, with those that are known, if they can be written now. Of several ranks all must have raised, by
+        `Ranks.agree`: after what one raises alone the others are elsewhere, or gone, and the newest checkpoint stands.
         """
         reason = "the step that broke off had begun to change the weights"
         try:
-            if self.unrecorded is not None:
-                step, metrics = self.unrecorded
-                if recorder.step < step:
-                    recorder.log(step, metrics)
-                self.finish(step)
-            if self.finished.step == self._refused_step:
-                reason = "its checkpoint could not be written"
-            elif self.run.optimizer.begun == self.finished.begun:
-                self.save()
+            if self.ranks.count > 1 and self.ranks.agreed is not fault:
+                reason = "that takes all ranks, and one broke off alone"
+            else:
+                reason = self._rescue(recorder) or reason
         except Exception as failure:  # whatever broke the run may break this too; the first fault is the one to tell
             reason = " ".join(str(failure).split()) or type(failure).__name__
         with suppress(Exception):
             self._say_where_it_goes_on(reason)
+
+    def _rescue(self, recorder: Recorder) -> str | None:
+        """Save the finished step, if it can be; otherwise why it cannot, None where the weights are half-way."""
+        if self.unrecorded is not None:
+            step, metrics = self.unrecorded
+
+            def log() -> None:
+                if recorder.step < step:
+                    recorder.log(step, metrics)
+
+            on_first(self.ranks, log)
+            self.finish(step)
+        if self.finished.step == self._refused_step:
+            return "its checkpoint could not be written"
+        if set(self.ranks.gather(self.run.updates.begun)) == {self.finished.begun}:
+            self.save()
+        return None
 
     def _say_where_it_goes_on(self, reason: str) -> None:
         saved, finished = self.saved_step, self.finished.step

@@ -12,38 +12,38 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.config import Config
+from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.objectives import Constants, TokenLogProbs, build_objective
-from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
-from qarl.training.batch import Batch, Column, Part
+from qarl.training.batch import Batch, Column, Part, rounds
 from qarl.training.decisions import too_many_skipped, update_is_taken
 from qarl.training.observer import Observer
-from qarl.training.optim import Optimizer, clip_grad_norm, lr_at
+from qarl.training.optim import lr_at
 from qarl.training.totals import LearnerTotals
+from qarl.training.updates import Updates
 
 
 class Learner:
     """Forwards over parts of a batch, and updates of the policy.
 
-    totals: of the training step that `begin` began. skipped_in_a_row: optimizer steps skipped for a non-finite gradient
-    since the last good one; past `train.max_skipped_steps` the run stops with a UserError.
+    updates: what adds up gradients and changes the masters. ranks: those that run one `learn` together, each on parts
+    of its own. totals: of the training step that `begin` began. skipped_in_a_row: optimizer steps skipped for a
+    non-finite gradient since the last good one; past `train.max_skipped_steps` the run stops with a UserError.
     """
 
-    def __init__(self, policy: Policy, optimizer: Optimizer, config: Config, truncation: Truncation) -> None:
-        self.policy, self.optimizer, self.config, self.truncation = policy, optimizer, config, truncation
+    def __init__(self, policy: Policy, updates: Updates, config: Config, truncation: Truncation, ranks: Ranks) -> None:
+        self.policy, self.updates, self.config, self.truncation, self.ranks = policy, updates, config, truncation, ranks
         self.objective = build_objective(config.objective, config.correction)
-        self._masters = [parameter for _, parameter in policy.named_parameters()]
-        self.gradients = GradientAccumulator(self._masters, config.loss_scale)
         self.totals = LearnerTotals()
         self.skipped_in_a_row = 0
 
     def begin(self, step: int) -> None:
         """Begin training step `step`, counted from 0."""
         self.totals = LearnerTotals()
-        self.gradients.clear()
+        self.updates.clear()
         self._lr_factor = lr_at(step, self.config.train.steps, self.config.optim)
-        self.optimizer.set_lr(self._lr_factor)
+        self.updates.set_lr(self._lr_factor)
 
     def forwards(self, responses: int) -> int:
         """Responses that `learn` reports for a batch of this many: once an epoch, and for `logp_old` but the first
@@ -62,19 +62,19 @@ class Learner:
 
     # --- forwards ----------------------------------------------------------------------------------------------
 
-    def micro_batches(self, minibatch: Part) -> list[tuple[Part, bool]]:
-        """What one forward runs at a time, and whether it needs a backward; those without come first.
+    def micro_batches(self, minibatch: Part) -> tuple[list[Part], list[Part]]:
+        """What one forward runs at a time: (those that need no backward, those that need one).
 
         A response with advantage 0 gives, in most objectives, exactly no gradient: it then needs no backward.
         """
         skips = self.objective.zero_advantage_is_idle
         idle = minibatch.where(lambda advantage: skips and advantage == 0)
         live = minibatch.where(lambda advantage: not (skips and advantage == 0))
-        return [(part, False) for part in self.cut(idle)] + [(part, True) for part in self.cut(live)]
+        return self.cut(idle), self.cut(live)
 
     def cut(self, part: Part) -> list[Part]:
         """Micro-batches of `train.micro_batch_tokens`."""
-        return part.micro_batches(self.config.train.micro_batch_tokens)
+        return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count)
 
     def logprobs(self, part: Part) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy, (T,) each. The first over a response is at the rollout's snapshot: its `logp_old`."""
@@ -136,11 +136,14 @@ class Learner:
             return Constants()
         known = self.at_snapshot(batch) and batch.logp_old.known(minibatch)
         logp, shadow = Column.empty(len(batch)), Column.empty(len(batch))
-        for part in self.cut(minibatch):
-            logp.fill(part, part.logp_old if known else self.logprobs(part)[0])
-            if needs.shadow:
-                shadow.fill(part, self.shadow(part, logp.read(part)))
+        for round_ in rounds(self.cut(minibatch), self.ranks.count):
+            if (part := round_[self.ranks.rank]) is not None:
+                logp.fill(part, part.logp_old if known else self.logprobs(part)[0])
+                if needs.shadow:
+                    shadow.fill(part, self.shadow(part, logp.read(part)))
             watch.progress(0)
+        for column in (logp, shadow, batch.logp_old):
+            column.share(self.ranks)
         logps = TokenLogProbs(
             logp.read(minibatch),
             minibatch.logp_old,
@@ -151,26 +154,23 @@ class Learner:
 
     # --- gradients ---------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss."""
-        scale = self.config.loss_scale
-        self.gradients.backward(loss if scale == 1.0 else loss * scale)
+    def backward(self, loss: Tensor | None) -> None:
+        """Add the gradient of a micro-batch's loss; None on a rank that has no part in this round."""
+        self.updates.backward(loss)
 
     def update(self) -> float:
         """Step the optimizer and quantize the masters once, or skip a gradient that is not finite.
 
-        Returns the gradient's norm before clipping.
+        Returns the gradient's norm before clipping, by which all ranks decide the same.
         """
-        self.gradients.deliver()
-        norm = clip_grad_norm(self._masters, self.config.optim.max_grad_norm)
+        norm = self.updates.norm()
         if update_is_taken(norm):
             self.skipped_in_a_row = 0
             self.totals.grad_norms.append(norm)
-            self.optimizer.step()
-            self.policy.refresh(self.policy.version + 1)
+            self.updates.step(norm)
         else:
+            self.updates.clear()
             self._skip()
-        self.optimizer.zero_grad()
         return norm
 
     def _skip(self) -> None:

@@ -8,16 +8,23 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from qarl.config import Config
+from qarl.config.yaml_io import parse_yaml
 from qarl.diagnostics.agreement import Agreement
 from qarl.diagnostics.probe import Probe
+from qarl.distributed.group import connect, rank_device
+from qarl.distributed.ranks import Ranks
+from qarl.distributed.together import together
 from qarl.machine import gpu_bytes
-from qarl.policy.device import pick_device
 from qarl.policy.load import load_architecture
 from qarl.sizes import decide_sizes, keep_sizes
+from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import read_metrics
+from qarl.storage.shared_rundir import open_run_directory
 from qarl.training.alarms import Alarms
 from qarl.training.console import RunConsole
 from qarl.training.decisions import save_is_due
@@ -25,11 +32,11 @@ from qarl.training.display import StepDisplay
 from qarl.training.faults import memory_errors
 from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
 from qarl.training.keeper import Keeper
-from qarl.training.metrics import Clock
+from qarl.training.metrics import Clock, over_ranks
 from qarl.training.noise import quiet_libraries, rewards_logged
 from qarl.training.observer import Observer, Observers
 from qarl.training.profiler import StepProfiler
-from qarl.training.recorder import Recorder
+from qarl.training.recorder import NoRecords, Recorder
 from qarl.training.setup import Run, build_run
 from qarl.training.step import rl_step
 from qarl.training.step_record import StepRecord
@@ -40,18 +47,30 @@ def train(config: Config) -> int:
 
     Raises UserError for whatever the user can fix. Refused before its first step, a new run leaves no directory;
     later, the steps finished before it are in the run directory, as they are after any other exception.
+    A process that a launcher started as one of several trains together with the others; the first one writes and
+    tells. What ends one of them ends all: `OtherRankFailed` on the others.
     """
-    config = with_sizes(config)
-    console = RunConsole(config.logging.console, config.train.steps)
-    with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn) as guard:
+    device = rank_device(config.model.device)
+    try:
+        with connect(config, device) as ranks:
+            return _train(config, device, ranks)
+    except Interrupted as stop:  # of a rank alone, which the others have been told
+        return stop.exit_code
+
+
+def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
+    console = RunConsole(config.logging.console if ranks.first else "none", config.train.steps)
+    with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn, ranks) as guard:
         try:
-            with RunDirectory.open(config, config.checkpoint.resume) as directory:
+            config = with_sizes(config, device, ranks)
+            with open_run_directory(config, config.checkpoint.resume, ranks) as directory:
+                ranks.log_in(directory.path)
                 console.message(
                     f"{config.model.path}, {config.quant.scheme} ({config.quant.learner} learner), "
                     f"{config.objective.name}: {config.train.steps} steps in {directory.path}"
                 )
-                rewards_log = directory.path / "rewards.log"
-                run = build_run(config, pick_device(config.model.device), console, rewards_log)
+                rewards_log = own_folder(directory.path, ranks) / "rewards.log"
+                run = build_run(config, device, console, rewards_log, ranks)
                 try:
                     with rewards_logged(rewards_log):
                         code = Loop(config, run, directory, console, guard).run_all()
@@ -62,22 +81,44 @@ def train(config: Config) -> int:
                 run.close()
         except Interrupted as stop:
             console.message("stopped before a step of this start: nothing to save, the same command starts again")
+            if ranks.count > 1:  # which may be anywhere
+                raise
             return stop.exit_code
-    if code == 0:
-        console.summary(config.run_dir, read_metrics(config.run_dir / "metrics.jsonl"), next_commands(config))
+    if code == 0 and ranks.first:
+        history = read_metrics(config.run_dir / "metrics.jsonl")
+        console.summary(config.run_dir, history, next_commands(config, ranks.count))
     return code
 
 
-def with_sizes(config: Config) -> Config:
-    """The configuration with a number for each size that is left to the device: the run's own where it has begun."""
-    config = keep_sizes(config, begun_configuration(config.run_dir))
-    if pick_device(config.model.device).type == "cpu":
-        return decide_sizes(config, "cpu")
-    return decide_sizes(config, "cuda", load_architecture(config.model), gpu_bytes())
+def with_sizes(config: Config, device: torch.device, ranks: Ranks) -> Config:
+    """The configuration with a number for each size that is left to the device: the run's own where it has begun.
+
+    Several ranks have those of the first one.
+    """
+
+    def sized() -> Config:
+        kept = keep_sizes(config, begun_configuration(config.run_dir))
+        if device.type == "cpu":
+            return decide_sizes(kept, "cpu")
+        return decide_sizes(kept, "cuda", load_architecture(kept.model), gpu_bytes(), ranks.count)
+
+    own = together(ranks, sized)
+    first = ranks.gather(own.to_yaml())[0]
+    return own if ranks.first else Config.model_validate(parse_yaml(first, "configuration"))
+
+
+def own_folder(run_dir: Path, ranks: Ranks) -> Path:
+    """Where a rank keeps the logs of its reward workers and its sampler: the run directory itself, of the first one."""
+    if ranks.first:
+        return run_dir
+    folder = run_dir / f"rank-{ranks.rank:03d}"
+    with disk_errors(folder):
+        folder.mkdir(exist_ok=True)
+    return folder
 
 
 class Loop:
-    """One run's steps, its checkpoints and its records.
+    """One run's steps, its checkpoints and its records. Of several ranks all take the steps, and the first one records.
 
     A step is finished once its line is in metrics.jsonl, which comes after everything else it leaves; a checkpoint of
     it comes later still, so that metrics.jsonl is never behind one.
@@ -87,6 +128,7 @@ class Loop:
         self, config: Config, run: Run, directory: RunDirectory, console: RunConsole, guard: InterruptGuard
     ) -> None:
         self.config, self.run, self.directory, self.console, self.guard = config, run, directory, console, guard
+        self.ranks = run.learner.ranks
         self.keeper = Keeper(config.checkpoint, run, directory, console)
         self.alarms = Alarms(config, run.learner.objective, console.warn)
         self.agreement = Agreement(config, run.policy, console.warn)
@@ -96,16 +138,14 @@ class Loop:
 
         Whatever is raised, what is finished is saved first; see `Keeper.rescue`.
         """
-        config, run, keeper = self.config, self.run, self.keeper
+        config, run, keeper, ranks = self.config, self.run, self.keeper, self.ranks
         step = keeper.resume()
         with self.console.phase("sampler"):
-            run.engine.publish(run.policy.current)
-        with Recorder(
-            self.directory.path, config.logging, config.model_dump(mode="json"), self.console.warn
-        ) as recorder:
+            together(ranks, lambda: run.engine.publish(run.policy.current), config.rollout.restarts_s)
+        with together(ranks, self.recorder) as recorder:
             for change in self.directory.begin(run.inputs, keeper.history):
                 self.console.warn(f"since the last start {change}")
-            recorder.truncate(step)
+            together(ranks, lambda: recorder.truncate(step))
             run.evaluation.begin(self.directory.path, step)
             self.guard.defer()
             keeper.finish(step)
@@ -124,10 +164,17 @@ class Loop:
                 keeper.save()
                 self.console.message(f"stopped after step {step}, saved; {keeper.how_to_go_on()} goes on from there")
                 return stop.exit_code
-            except Exception:
-                keeper.rescue(recorder)
+            except Exception as fault:
+                keeper.rescue(recorder, fault)
                 raise
         return 0
+
+    def recorder(self) -> Recorder:
+        """What keeps the run's records: the first rank's."""
+        logging = self.config.logging
+        if not self.ranks.first:
+            return NoRecords(logging)
+        return Recorder(self.directory.path, logging, self.config.model_dump(mode="json"), self.console.warn)
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
         """The evaluation that is due after `step`, if any. It changes nothing: a signal may end it anywhere."""
@@ -148,7 +195,7 @@ class Loop:
         due, rollouts_due = config.diagnostics.due(step + 1), recorder.rollouts_due(step + 1)
         objective, truncation, stop = run.learner.objective, run.sampling.truncation, run.sampling.stop_token_ids
         clock = Clock()
-        probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop)
+        probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop, self.ranks)
         record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
         # The profiler comes first: what it writes at the end is no phase's time. The record comes last: it takes the
         # probe's numbers, and once it is told the step counts as learned from.
@@ -157,10 +204,10 @@ class Loop:
             StepDisplay(self.console),
             SafePoints(self.guard),
             probe,
-            self.agreement,
+            *([self.agreement] if self.ranks.first else []),
             record,
         ]
-        if config.train.profile is not None and config.train.profile.step == step + 1:
+        if self.ranks.first and config.train.profile is not None and config.train.profile.step == step + 1:
             shape = load_architecture(config.model)
             watching.insert(0, StepProfiler(self.directory.path / "profile", step + 1, run, shape))
         watch = Observers(watching)
@@ -174,6 +221,7 @@ class Loop:
         clock.move(watch.seconds["learner"], "learner", "diagnostics")
         tokens = record.rollout_tokens, run.learner.totals.forward_tokens
         record.metrics |= clock.metrics(*tokens) | run.engine.metrics
+        record.metrics |= over_ranks(record.metrics, self.ranks)
         self.record(step + 1, record, recorder, failure)
 
     def record(self, step: int, record: StepRecord, recorder: Recorder, failure: Exception | None) -> None:
@@ -188,21 +236,28 @@ class Loop:
             trace.write(step, metrics, self.config, recorder)
         except Exception as error:
             failure = failure or error
-        try:
-            recorder.log(step, metrics)
-        except Exception as error:
-            raise failure or error from None
+
+        def log() -> None:
+            try:
+                recorder.log(step, metrics)
+            except Exception as error:
+                raise failure or error from None
+
+        together(self.ranks, log)
         self.keeper.finish(step)
-        if failure is not None:
-            raise failure
+        self.ranks.agree(failure)
         if trace.rows is not None:
             self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one of each prompt
         self.console.step(step, metrics)
-        self.alarms.step(step, metrics)
+        if self.ranks.first:
+            self.alarms.step(step, metrics)
 
 
-def next_commands(config: Config) -> list[tuple[str, str]]:
-    """What a user may want to do with a finished run: (what for, command). Each is a line for the shell."""
+def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
+    """What a user may want to do with a finished run: (what for, command). Each is a line for the shell.
+
+    ranks: that it ran on.
+    """
     directory = shlex.quote(str(config.run_dir))
     # The programs beside this Python, spelled out where the shell would not find them (make's .venv is not activated).
     programs = Path(sys.executable).parent
@@ -225,7 +280,8 @@ def next_commands(config: Config) -> list[tuple[str, str]]:
     out = shlex.quote(f"{config.run_dir}-compare")
     schemes = f"--schemes {config.quant.scheme},{other} --reuse {directory} --out {out}"
     commands.append((f"to compare with {other}:", f"{qarl} compare {directory}/config.yaml {schemes}"))
-    more = f"{qarl} train {directory}/config.yaml train.steps={2 * config.train.steps}"
+    on_ranks = f" --nproc {ranks}" if ranks > 1 else ""
+    more = f"{qarl} train {directory}/config.yaml train.steps={2 * config.train.steps}{on_ranks}"
     return [*commands, ("to train it further:", more)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from qarl.averages import deviation, mean
 from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
+from qarl.distributed.ranks import Ranks
 from qarl.rewards import RewardResult
 from qarl.training.batch import CPU, Batch
 from qarl.training.observer import Observer, Phase
@@ -84,6 +85,24 @@ def token_metrics(batch: Batch) -> dict[str, float]:
     sampler, segments = whole.logp_sampler, whole.segments
     mismatch = mismatch_metrics(whole.logp_old, sampler, segments)
     return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
+
+
+def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
+    """NAME_min, NAME_mean and NAME_max over the ranks of each time and memory that all of them have, and throughput by
+    the slowest rank's times; a collective. metrics: of this rank. Nothing on one rank.
+    """
+    if ranks.count == 1:
+        return {}
+    every = ranks.gather({name: value for name, value in metrics.items() if name.startswith(("time/", "memory/"))})
+    found: dict[str, float] = {}
+    for name in every[0]:
+        if all(name in rank for rank in every):
+            values = [rank[name] for rank in every]
+            found |= {f"{name}_min": min(values), f"{name}_mean": mean(values), f"{name}_max": max(values)}
+    for phase in ("rollout", "learner"):
+        name, time_s = f"throughput/{phase}_tokens_per_s", f"time/{phase}_s"
+        found[name] = metrics[name] * metrics[time_s] / found[f"{time_s}_max"]
+    return found
 
 
 def peak_memory_gib(device: torch.device) -> float:

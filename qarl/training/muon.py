@@ -51,7 +51,7 @@ def batched_step(
     gradients = [_gradient(parameter) for parameter in parameters]
     torch._foreach_lerp_(list(momenta), gradients, 1 - momentum)
     torch._foreach_mul_(list(parameters), 1 - lr * options["weight_decay"])
-    for batch in _batches(parameters, budget):
+    for batch in batches([parameter.shape for parameter in parameters], budget):
         shape = parameters[batch[0]].shape
         stack = torch.empty(len(batch), *shape, dtype=torch.bfloat16, device=parameters[0].device)
         for row, place in enumerate(batch):
@@ -59,7 +59,7 @@ def batched_step(
             stack[row].copy_(gradient.lerp(buffer, momentum) if options["nesterov"] else buffer)
         updates = orthogonalized(stack, options["ns_coefficients"], options["ns_steps"], options["eps"])
         for row, place in enumerate(batch):
-            parameters[place].add_(updates[row], alpha=-_adjusted(lr, options["adjust_lr_fn"], shape))
+            parameters[place].add_(updates[row], alpha=-adjusted(lr, options["adjust_lr_fn"], shape))
 
 
 def orthogonalized(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -75,15 +75,18 @@ def orthogonalized(stack: Tensor, coefficients: tuple[float, float, float], step
     return x.mT if tall else x
 
 
-def _batches(parameters: Sequence[Parameter], budget: int) -> Iterator[list[int]]:
-    """Places of parameters of one shape, as many at a time as the budget holds, and at least one."""
+def batches(of: Sequence[torch.Size], budget: int, ranks: int = 1) -> Iterator[list[int]]:
+    """Places of matrices of one shape, as many at a time as the budget of each rank holds, and at least one for each.
+
+    of: their shapes.
+    """
     shapes: dict[torch.Size, list[int]] = {}
-    for place, parameter in enumerate(parameters):
-        shapes.setdefault(parameter.shape, []).append(place)
+    for place, shape in enumerate(of):
+        shapes.setdefault(shape, []).append(place)
     for shape, places in shapes.items():
         least = min(shape)
         each = 2 * (3 * shape.numel() + 2 * least * least)  # the stack, x and the next x; gram and polynomial
-        count = max(1, budget // each)
+        count = max(1, budget // each) * ranks
         yield from (places[first : first + count] for first in range(0, len(places), count))
 
 
@@ -92,7 +95,7 @@ def _gradient(parameter: Parameter) -> Tensor:
     return parameter.grad
 
 
-def _adjusted(lr: float, kind: str | None, shape: torch.Size) -> float:
+def adjusted(lr: float, kind: str | None, shape: torch.Size) -> float:
     """The learning rate for a matrix of this shape."""
     n, k = shape
     if kind == "match_rms_adamw":

@@ -13,7 +13,7 @@ from qarl.rewards import RewardResult
 from qarl.training.batch import Batch, Part
 from qarl.types import Prompt, Rollout
 
-Phase = Literal["rollout", "reward", "learner", "publish"]
+Phase = Literal["rollout", "reward", "gather", "learner", "publish"]  # gather: where there are several ranks
 
 
 class Observer:

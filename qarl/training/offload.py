@@ -1,14 +1,16 @@
-"""AdamW with its two moments in pinned memory of the host (`optim.offload`): 8 bytes a parameter less on the GPU.
+"""AdamW with its two moments in pinned memory of the host (`optim.offload`): 8 bytes a parameter less on the GPU, and
+12 where the masters are there as well.
 
-In a step the moments pass through the GPU in buckets: while one is updated by the same fused kernel that updates them
-there otherwise, the next is on its way in and the last on its way out, each on a stream of its own. No element's
-update depends on another's, so parameters and moments get the same bits. A step takes what the bus takes for 8 bytes a
-parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at once.
+In a step they pass through the GPU in buckets: while one is updated by the same fused kernel that updates them there
+otherwise, the next is on its way in and the last on its way out, each on a stream of its own. No element's update
+depends on another's, so parameters and moments get the same bits. A step takes what the bus takes for 8 bytes a
+parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at once. Masters add 4 bytes, and 4 on the way
+in again, to be quantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,42 +18,67 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-BUCKET_BYTES = 2**28  # of moments; two buckets are on the GPU during a step
+from qarl.policy.handles import empty
+
+BUCKET_BYTES = 2**28  # two buckets are on the GPU during a step
 ARENA_BYTES = 2**33
 _ALIGNED = 64  # elements: vectors of the kernel and lines of the bus
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some elements of one parameter, flat. moments: its exp_avg and exp_avg_sq, on the host. start: in the bucket."""
+    """Some elements of one parameter, flat. parameter: None where the host has it. host: what passes through, exp_avg,
+    exp_avg_sq and such a parameter. start: in the bucket."""
 
-    parameter: Tensor
+    parameter: Tensor | None
     gradient: Tensor
-    moments: tuple[Tensor, Tensor]
+    host: tuple[Tensor, ...]
     step: Tensor
     start: int
 
     @property
     def end(self) -> int:
-        return self.start + self.parameter.numel()
+        return self.start + self.gradient.numel()
+
+    def on_device(self, slot: Tensor) -> list[Tensor]:
+        """exp_avg, exp_avg_sq and the parameter. slot: (2 or 3, size), where `host` is."""
+        passing = [row[self.start : self.end] for row in slot]
+        return passing if self.parameter is None else [*passing, self.parameter]
 
 
 class OffloadedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` with `exp_avg` and `exp_avg_sq` on the host; `step` stays with its parameter.
 
-    groups, options: AdamW's, fused among them; float32 parameters of one device, contiguous. On a CPU, as in tests,
-    buckets go through one after the other.
+    groups, options: AdamW's, fused among them; float32 parameters of one device, contiguous. masters: whether the
+    parameters' values go to the host too; then a parameter is a handle (`qarl.policy.handles`), `values` has what it
+    was, and after an update they are rounded to `rounded`. On a CPU, as in tests, buckets go through one after the
+    other.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], bucket_bytes: int = BUCKET_BYTES, **options: Any) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        bucket_bytes: int = BUCKET_BYTES,
+        masters: bool = False,
+        rounded: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         super().__init__(groups, **options)
-        self._elements = bucket_bytes // 8
+        passing = 3 if masters else 2
+        self._elements = max(_ALIGNED, bucket_bytes // (4 * passing) // _ALIGNED * _ALIGNED)
+        self._passing, self._rounded = passing, rounded
         members = [parameter for group in self.param_groups for parameter in group["params"]]
         self._device = members[0].device
         assert all(parameter.device == self._device and parameter.is_contiguous() for parameter in members)
         pinned = self._device.type == "cuda"
-        places = list(_host_tensors([parameter.shape for parameter in members for _ in range(2)], pinned))
-        self._places = dict(zip(members, zip(places[::2], places[1::2], strict=True), strict=True))
+        places = _host_tensors([parameter.shape for parameter in members for _ in range(passing)], pinned)
+        self._places: dict[Parameter, tuple[Tensor, Tensor]] = {}
+        self.values: dict[Parameter, Tensor] = {}
+        for parameter in members:
+            self._places[parameter] = next(places), next(places)
+            if masters:
+                self.values[parameter] = next(places).copy_(parameter.detach())
+                empty([parameter], self._device)
         self._streams = [torch.cuda.Stream(self._device) for _ in range(2)] if pinned else []
 
     @torch.no_grad()
@@ -65,7 +92,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                 self._update(list(self._buckets(members)), group)
 
     def settle(self) -> None:
-        """Wait until the moments of the last step are on the host."""
+        """Wait until the last step's results are on the host."""
         for stream in self._streams:
             stream.synchronize()
 
@@ -93,12 +120,15 @@ class OffloadedAdamW(torch.optim.AdamW):
         for parameter in members:
             assert parameter.grad is not None
             state = self.state[parameter]
-            flat = [tensor.view(-1) for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])]
+            moments = state["exp_avg"], state["exp_avg_sq"]
+            held = (*moments, self.values[parameter]) if self.values else moments
+            flat, own = [tensor.view(-1) for tensor in held], None if self.values else parameter.detach().view(-1)
             gradient, total, done = parameter.grad.reshape(-1), parameter.numel(), 0
             while done < total:
                 part = slice(done, done + min(total - done, self._elements - filled))
-                own, first, second = (tensor[part] for tensor in flat)
-                bucket.append(_Piece(own, gradient[part], (first, second), state["step"], filled))
+                host = tuple(tensor[part] for tensor in flat)
+                mine = None if own is None else own[part]
+                bucket.append(_Piece(mine, gradient[part], host, state["step"], filled))
                 done = part.stop
                 filled = -(-bucket[-1].end // _ALIGNED) * _ALIGNED
                 if filled >= self._elements:
@@ -107,13 +137,35 @@ class OffloadedAdamW(torch.optim.AdamW):
         if bucket:
             yield bucket
 
+    def _fused(self, bucket: Sequence[_Piece], slot: Tensor, group: dict[str, Any]) -> None:
+        """What `torch.optim.AdamW(fused=True)` does with whole parameters."""
+        beta1, beta2 = group["betas"]
+        first, second, parameters = zip(*(piece.on_device(slot) for piece in bucket), strict=True)
+        torch._fused_adamw_(
+            parameters,
+            [piece.gradient for piece in bucket],
+            first,
+            second,
+            [],
+            [piece.step for piece in bucket],
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        if self.values and self._rounded != torch.float32:
+            slot[2].copy_(slot[2].to(self._rounded))
+
     def _update(self, buckets: Sequence[list[_Piece]], group: dict[str, Any]) -> None:
         size = max((bucket[-1].end for bucket in buckets), default=0)
-        slots = [torch.empty(2, size, device=self._device) for _ in buckets[:2]]
+        slots = [torch.empty(self._passing, size, device=self._device) for _ in buckets[:2]]
         if not self._streams:
             for bucket in buckets:
                 _bring(bucket, slots[0])
-                _fused(bucket, slots[0], group)
+                self._fused(bucket, slots[0], group)
                 _return(bucket, slots[0])
             return
         here, (inward, outward) = torch.cuda.current_stream(self._device), self._streams
@@ -128,7 +180,7 @@ class OffloadedAdamW(torch.optim.AdamW):
                     _bring(bucket, slot)
                     arrived = inward.record_event()
                 here.wait_event(arrived)
-                _fused(bucket, slot, group)
+                self._fused(bucket, slot, group)
                 updated = here.record_event()
                 with torch.cuda.stream(outward):
                     outward.wait_event(updated)
@@ -141,34 +193,30 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 def _bring(bucket: Sequence[_Piece], slot: Tensor) -> None:
     for piece in bucket:
-        for row, moment in zip(slot, piece.moments, strict=True):
-            row[piece.start : piece.end].copy_(moment, non_blocking=True)
+        for row, host in zip(slot, piece.host, strict=True):
+            row[piece.start : piece.end].copy_(host, non_blocking=True)
 
 
 def _return(bucket: Sequence[_Piece], slot: Tensor) -> None:
     for piece in bucket:
-        for row, moment in zip(slot, piece.moments, strict=True):
-            moment.copy_(row[piece.start : piece.end], non_blocking=True)
+        for row, host in zip(slot, piece.host, strict=True):
+            host.copy_(row[piece.start : piece.end], non_blocking=True)
 
 
-def _fused(bucket: Sequence[_Piece], slot: Tensor, group: dict[str, Any]) -> None:
-    """What `torch.optim.AdamW(fused=True)` does with whole parameters."""
-    beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        [piece.parameter for piece in bucket],
-        [piece.gradient for piece in bucket],
-        [slot[0, piece.start : piece.end] for piece in bucket],
-        [slot[1, piece.start : piece.end] for piece in bucket],
-        [],
-        [piece.step for piece in bucket],
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
+class HostValues(Mapping[str, Tensor]):
+    """Values by name that come to a device when they are asked for, and go when nobody holds them."""
+
+    def __init__(self, values: Mapping[str, Tensor], device: torch.device) -> None:
+        self._values, self._device = values, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values[name].to(self._device, non_blocking=True)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def _host_tensors(shapes: Sequence[torch.Size], pinned: bool) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 AdamW runs fused: one elementwise pass over each parameter and its state on CPU and CUDA, without the temporaries of
 foreach, and bitwise repeatable, since no element depends on the order of any sum. On a GPU a launch takes dozens of
-tensors or some 20 million elements. With `optim.offload` its moments stay on the host (`qarl.training.offload`).
+tensors or some 20 million elements. With `optim.offload` its moments, or masters too, stay on the host
+(`qarl.training.offload`).
 
 Muon is `torch.optim.Muon` (Jordan et al. 2024), on a GPU batched over equal shapes (`qarl.training.muon`). Its
 Newton-Schulz iteration runs in bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`,
@@ -14,7 +15,7 @@ of the layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class Optimizer:
         self.begun += 1
         for part, _ in self._parts.values():
             part.step()
-            round_masters(_parameters(part), self.master_dtype)
+            if not (isinstance(part, OffloadedAdamW) and part.values):  # which rounds what passes through
+                round_masters(_parameters(part), self.master_dtype)
 
     def zero_grad(self) -> None:
         for part, _ in self._parts.values():
@@ -66,6 +68,24 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
+    def masters(self) -> dict[str, Tensor]:
+        """The parameters' values by name: live tensors, on the host where they are offloaded.
+
+        There they may be about to change: what reads them on the stream of the step comes behind it, the host waits by
+        `settle`.
+        """
+        return {
+            name: part.values[parameter] if isinstance(part, OffloadedAdamW) and part.values else parameter.detach()
+            for part, names in self._parts.values()
+            for name, parameter in zip(names, _parameters(part), strict=True)
+        }
+
+    def settle(self) -> None:
+        """Wait until what is offloaded is on the host."""
+        for part, _ in self._parts.values():
+            if isinstance(part, OffloadedAdamW):
+                part.settle()
+
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The state as named tensors, `model.layers.0.mlp.up_proj.weight/exp_avg`, and JSON-able meta.
 
@@ -73,9 +93,7 @@ class Optimizer:
         gradient has no state and no tensors.
         Hyperparameters are not in it: they come from the configuration, the learning rate from the schedule.
         """
-        for part, _ in self._parts.values():
-            if isinstance(part, OffloadedAdamW):
-                part.settle()
+        self.settle()
         tensors = {
             f"{name}/{key}": value
             for part, names in self._parts.values()
@@ -84,6 +102,23 @@ class Optimizer:
         }
         return tensors, {"optimizer": self.kind, "tensors": sorted(tensors)}
 
+    def state_shapes(self, meta: dict[str, Any]) -> dict[str, torch.Size]:
+        """The shapes that the tensors of a state with this meta must have. Raises ValueError where it is another's."""
+        if meta["optimizer"] != self.kind:
+            raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
+        shapes = {
+            name: parameter.shape
+            for part, names in self._parts.values()
+            for name, parameter in zip(names, _parameters(part), strict=True)
+        }
+        found = {}
+        for full_name in meta["tensors"]:
+            name, _, key = full_name.rpartition("/")
+            if name not in shapes:
+                raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
+            found[full_name] = torch.Size() if key == "step" else shapes[name]
+        return found
+
     def load_state_tensors(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Restores what `state_tensors` gave, copied to where it is kept; the next step is bit-equal. Whether the state
         was offloaded does not matter.
@@ -91,24 +126,16 @@ class Optimizer:
         Raises ValueError, before anything is changed, where the state is of another optimizer, is incomplete, or does
         not fit the parameters.
         """
-        if meta["optimizer"] != self.kind:
-            raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
+        shapes = self.state_shapes(meta)
         if sorted(tensors) != meta["tensors"]:
             different = sorted(set(tensors) ^ set(meta["tensors"]))[0]
             raise ValueError(f"optimizer state is incomplete: {different} is not in both the tensors and their list")
 
-        shapes = {
-            name: parameter.shape
-            for part, names in self._parts.values()
-            for name, parameter in zip(names, _parameters(part), strict=True)
-        }
         keys = {name: _STATE[kind] for kind, (_, names) in self._parts.items() for name in names}
         by_name: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
             name, _, key = full_name.rpartition("/")
-            if name not in shapes:
-                raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
-            shape = () if key == "step" else shapes[name]
+            shape = shapes[full_name]
             if value.shape != shape:
                 raise ValueError(f"optimizer state {full_name} has shape {list(value.shape)}, not {list(shape)}")
             if value.dtype != torch.float32:
@@ -127,28 +154,38 @@ class Optimizer:
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Parameter]], optim_cfg: OptimConfig) -> Optimizer:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    optim_cfg: OptimConfig,
+    muon: Callable[..., torch.optim.Optimizer] | None = None,
+) -> Optimizer:
     """The optimizer of the `optim` section over these parameters; those that need no gradient are left out.
 
     AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
-    is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None. Raises UserError where
-    the state shall be offloaded and the parameters are on no device.
+    is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None. muon: makes its part, be
+    there hidden matrices among the parameters or not; None: a `BatchedMuon`, if there are. Raises UserError where the
+    state shall be offloaded and the parameters are on no device.
     """
     rounded = DTYPES[optim_cfg.master_dtype]
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    if optim_cfg.offload and any(parameter.device.type == "cpu" for _, parameter in trained):
-        raise UserError("optim.offload: the model is on the CPU, there is no device to offload from; set false")
+    if optim_cfg.offload:
+        _require_device(parameter for _, parameter in trained)
     if optim_cfg.name == "adamw":
-        return Optimizer("adamw", {"adamw": _adamw(trained, optim_cfg.lr, optim_cfg)}, rounded)
+        return Optimizer("adamw", {"adamw": adamw(trained, optim_cfg.lr, optim_cfg)}, rounded)
     assert optim_cfg.name == "muon", f"unknown optimizer {optim_cfg.name!r}"
     hidden = [(name, parameter) for name, parameter in trained if is_hidden_matrix(name, parameter)]
     rest = [(name, parameter) for name, parameter in trained if not is_hidden_matrix(name, parameter)]
     parts = {}
-    if hidden:
-        parts["muon"] = _muon(hidden, optim_cfg)
+    if hidden or muon is not None:
+        parts["muon"] = _muon(hidden, optim_cfg, muon or BatchedMuon)
     if rest:
-        parts["adamw"] = _adamw(rest, optim_cfg.lr if optim_cfg.adamw_lr is None else optim_cfg.adamw_lr, optim_cfg)
+        parts["adamw"] = adamw(rest, optim_cfg.lr if optim_cfg.adamw_lr is None else optim_cfg.adamw_lr, optim_cfg)
     return Optimizer("muon", parts, rounded)
+
+
+def _require_device(parameters: Iterable[Parameter]) -> None:
+    if any(parameter.device.type == "cpu" for parameter in parameters):
+        raise UserError("optim.offload: the model is on the CPU, there is no device to offload from; set false")
 
 
 @torch.no_grad()
@@ -171,7 +208,7 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
 
 
-def _adamw(
+def adamw(
     named: list[tuple[str, Parameter]], lr: float, optim_cfg: OptimConfig
 ) -> tuple[torch.optim.Optimizer, list[str]]:
     decayed = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
@@ -181,15 +218,20 @@ def _adamw(
         for members, decay in ((decayed, optim_cfg.weight_decay), (plain, 0.0))
         if members
     ]
-    kind = OffloadedAdamW if optim_cfg.offload else torch.optim.AdamW
-    part = kind(groups, lr=lr, betas=optim_cfg.betas, eps=optim_cfg.eps, fused=True)
-    return part, [name for name, _ in decayed + plain]
+    options: dict[str, Any] = {"lr": lr, "betas": optim_cfg.betas, "eps": optim_cfg.eps, "fused": True}
+    names = [name for name, _ in decayed + plain]
+    if not optim_cfg.offload:
+        return torch.optim.AdamW(groups, **options), names
+    masters, rounded = optim_cfg.offload == "all", DTYPES[optim_cfg.master_dtype]
+    return OffloadedAdamW(groups, masters=masters, rounded=rounded, **options), names
 
 
-def _muon(named: list[tuple[str, Parameter]], optim_cfg: OptimConfig) -> tuple[torch.optim.Optimizer, list[str]]:
+def _muon(
+    named: list[tuple[str, Parameter]], optim_cfg: OptimConfig, kind: Callable[..., torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, list[str]]:
     assert optim_cfg.momentum is not None, "a checked configuration of muon says its momentum"
     group = {"params": [parameter for _, parameter in named], "initial_lr": optim_cfg.lr}
-    part = BatchedMuon(
+    part = kind(
         [group],
         lr=optim_cfg.lr,
         weight_decay=optim_cfg.weight_decay,
@@ -231,17 +273,21 @@ def lr_at(step: int, total_steps: int, optim_cfg: OptimConfig) -> float:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[Parameter], max_norm: float) -> float:
-    """Scales the gradients so that their joint L2 norm is at most `max_norm`; returns the norm before, in fp32.
+def grad_norm(parameters: Iterable[Parameter]) -> float:
+    """The joint L2 norm of the gradients, in fp32; 0 where there are none.
 
-    Waits for a GPU once, for the norm, and takes a handful of launches for any number of tensors. max_norm 0 only
-    measures. A non-finite norm is returned as it is and the gradients are left alone: the caller skips the step.
+    Waits for a GPU once, and takes a handful of launches for any number of tensors.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return 0.0
     norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms)).item()
-    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
+    return torch.linalg.vector_norm(torch.stack(norms)).item()
+
+
+@torch.no_grad()
+def clip_grads(parameters: Iterable[Parameter], norm: float, max_norm: float) -> None:
+    """Scales the gradients, whose joint norm is `norm`, finite, so that it is at most `max_norm`; 0: leaves them."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads and max_norm > 0 and norm > max_norm:
         torch._foreach_mul_(grads, max_norm / norm)
-    return norm

@@ -176,7 +176,7 @@ class StepProfiler(Observer):
     def _bytes(self) -> dict[str, float]:
         """Bytes that must move, where it is known."""
         known: dict[str, float] = {}
-        if self._run.optimizer.kind == "adamw":
+        if self._run.updates.kind == "adamw":
             parameters = sum(master.numel() for _, master in self._run.policy.named_parameters())
             known["optimizer"] = ADAMW_BYTES * self._updates * parameters
         if (sent := self._run.engine.metrics.get("publish/sent_mib")) is not None:

@@ -169,6 +169,27 @@ class Recorder:
                 self._warn(f"logging.{tracker.name}: stopped for this run: {reason}")
 
 
+class NoRecords(Recorder):
+    """Of a rank that is not the first: takes everything and writes nothing."""
+
+    def __init__(self, logging: Any) -> None:
+        self.step = 0
+        self._rollouts_every = logging.rollouts_every
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.step = step
+
+    def track(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        pass
+
+    def truncate(self, step: int) -> int:
+        self.step = step
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
 def _number(value: Any) -> float | int | None:
     value = value if isinstance(value, int) else float(value)
     return value if math.isfinite(value) else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,10 @@ from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.data import PromptStream, build_prompts
 from qarl.diagnostics.backward import require_fp8_backward
+from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.together import together
 from qarl.errors import UserError
-from qarl.evaluation.tasks import TaskRewards
+from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_architecture, load_model, load_model_config, load_tokenizer, stop_token_ids
@@ -27,14 +31,20 @@ from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.shared import NoSampler
 from qarl.storage.saved_state import Digests
+from qarl.text import visible
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
-from qarl.training.fingerprints import input_digests
+from qarl.training.fingerprints import input_digests, shared_tensors_digest, tensors_digest
 from qarl.training.learner import Learner
-from qarl.training.optim import Optimizer, build_optimizer, round_masters
+from qarl.training.local_updates import LocalUpdates
+from qarl.training.optim import round_masters
 from qarl.training.trackers import require_trackers
+from qarl.training.updates import Updates
 from qarl.types import Prompt
+
+ALONE = Alone()
 
 
 @dataclass
@@ -43,7 +53,7 @@ class Run:
 
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
-    optimizer: Optimizer
+    updates: Updates
     learner: Learner
     engine: RolloutEngine
     stream: PromptStream
@@ -73,11 +83,51 @@ def set_determinism(config: Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def build_run(config: Config, device: torch.device, console: RunConsole, rewards_log: Path) -> Run:
+def build_run(
+    config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks = ALONE
+) -> Run:
     """Data, rewards, model, policy, engine and optimizer. Raises UserError for whatever does not fit.
 
     device: the learner's; nothing below picks one of its own. rewards_log: gets what the reward functions print.
+    ranks: of the run; each has all of this, but the masters, of which it has its rows.
     """
+    asked, rewards, task_rewards = together(
+        ranks, lambda: _asked_and_scored(config, device, console, rewards_log, ranks)
+    )
+    try:
+        if ranks.count == 1:
+            policy, updates, inputs = _of_one_process(config, device, console, asked)
+        else:
+            policy, updates, inputs = _of_ranks(config, device, console, asked, ranks)
+        policy.set_recompute(config.train.recompute)
+        sampling = build_sampling(config, policy, asked.tokenizer)
+        place, say = rewards_log.parent, console.warn if ranks.first else partial(_say, ranks.rank)
+        engine = together(ranks, lambda: _own_engine(config, policy, asked, place, say, ranks))
+    except BaseException:
+        rewards.close()
+        task_rewards.close()
+        raise
+    stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
+    learner = Learner(policy, updates, config, sampling.truncation, ranks)
+    if learner.objective.needs.reference:
+        policy.keep_reference()  # the model itself, before a checkpoint is put back
+    evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks)
+    return Run(policy, asked.tokenizer, updates, learner, engine, stream, rewards, sampling, evaluation, inputs)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a run is about. context: tokens that the policy may attend to."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    prompts: list[Prompt]
+    tasks: list[LoadedTask]
+
+
+def _asked_and_scored(
+    config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks
+) -> tuple[_Asked, RewardPool, TaskRewards]:
     set_determinism(config)
     require_trackers(config.logging)
     require_fp8_backward(config, device)
@@ -93,7 +143,7 @@ def build_run(config: Config, device: torch.device, console: RunConsole, rewards
                 "families are Llama, Mistral, Qwen2 and Qwen3"
             )
         context = min(config.model.max_length or limit, limit)
-        if config.rollout.engine == "vllm":
+        if config.rollout.engine == "vllm" and _draws(config, ranks):
             from qarl.rollout.vllm.launch import require_vllm
 
             require_vllm(config, device, context)
@@ -110,29 +160,55 @@ def build_run(config: Config, device: torch.device, console: RunConsole, rewards
         )
     with console.phase("reward workers"), ExitStack() as started:
         rewards = started.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
-        task_rewards = TaskRewards(tasks, config.reward, rewards_log)
+        task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
         started.pop_all()
-    try:
-        with console.phase("model"):
-            model = load_model(config.model)
-        with console.phase("digests of model and rewards"):
-            inputs = input_digests(config, model, tokenizer)
-        with console.phase("quantize"):
-            policy = build_policy(config, model, device, context)
-        policy.set_recompute(config.train.recompute)
-        sampling = build_sampling(config, policy, tokenizer)
-        optimizer = build_optimizer(policy.named_parameters(), config.optim)
-        engine = build_engine(config, policy, tokenizer, prompts, rewards_log.parent, console.warn)
-    except BaseException:
-        rewards.close()
-        task_rewards.close()
-        raise
-    stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
-    learner = Learner(policy, optimizer, config, sampling.truncation)
-    if learner.objective.needs.reference:
-        policy.keep_reference()  # the model itself, before a checkpoint is put back
-    evaluation = TrainingEvaluation(config, tasks, task_rewards, sampling)
-    return Run(policy, tokenizer, optimizer, learner, engine, stream, rewards, sampling, evaluation, inputs)
+    return _Asked(tokenizer, context, prompts, tasks), rewards, task_rewards
+
+
+def _of_one_process(
+    config: Config, device: torch.device, console: RunConsole, asked: _Asked
+) -> tuple[Policy, Updates, Digests]:
+    """The policy, what changes it, and digests of what the run is made from."""
+    with console.phase("model"):
+        model = load_model(config.model)
+    with console.phase("digests of model and rewards"):
+        inputs = input_digests(
+            config, model.generation_config, asked.tokenizer, tensors_digest(model.named_parameters())
+        )
+    with console.phase("quantize"):
+        policy = build_policy(config, model, device, asked.context)
+    return policy, LocalUpdates(policy, config), inputs
+
+
+def _of_ranks(
+    config: Config, device: torch.device, console: RunConsole, asked: _Asked, ranks: Ranks
+) -> tuple[Policy, Updates, Digests]:
+    """`_of_one_process`, where each rank reads and keeps its rows of the masters alone, or what DeepSpeed gives it."""
+    from qarl.distributed.exchange import GroupExchange
+    from qarl.distributed.group import Group
+    from qarl.training.row_setup import build_rows
+
+    assert isinstance(ranks, Group) and ranks.tensors is not None, "several ranks are a group"
+    policy: Policy
+    updates: Updates
+    with console.phase("model"):
+        if config.distributed.engine == "deepspeed":
+            from qarl.training.zero_updates import build_zero
+
+            policy, updates = build_zero(config, device, asked.context, ranks)
+        else:
+            exchange = GroupExchange(ranks.tensors, ranks.rank, ranks.count, device)
+            policy, updates = build_rows(config, device, asked.context, exchange, ranks)
+    with console.phase("digests of model and rewards"):
+        shapes = {name: tuple(master.shape) for name, master in policy.named_parameters()}
+        weights = shared_tensors_digest(config.model, shapes, ranks)
+        inputs = input_digests(config, policy.model.generation_config, asked.tokenizer, weights)
+    return policy, updates, inputs
+
+
+def _say(rank: int, line: str) -> None:
+    """What a rank has to tell that is not the first; its console is silent."""
+    print(f"rank {rank}: {visible(line)}", file=sys.stderr, flush=True)
 
 
 def build_policy(config: Config, model: PreTrainedModel, device: torch.device, max_length: int | None = None) -> Policy:
@@ -150,6 +226,19 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
         max_length,
         learner_dtype=DTYPES[config.learner_dtype],
     )
+
+
+def _draws(config: Config, ranks: Ranks) -> bool:
+    """Whether this rank has a sampler."""
+    return ranks.rank < config.rollout.samplers(ranks.count)
+
+
+def _own_engine(
+    config: Config, policy: Policy, asked: _Asked, place: Path, say: Callable[[str], None], ranks: Ranks
+) -> RolloutEngine:
+    if not _draws(config, ranks):
+        return NoSampler()
+    return build_engine(config, policy, asked.tokenizer, asked.prompts, place, say)
 
 
 def build_engine(

@@ -2,45 +2,85 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.storage.checkpoint import Checkpoint
+from qarl.storage.pieces import Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state
+from qarl.storage.stored import StoredTensors
 from qarl.training.setup import Run
 
 
-def capture(run: Run, data: dict[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Masters, optimizer and positions -> (tensors by group, JSON-able state). data: `PromptStream.state()`.
+def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
+    """Masters, optimizer and positions -> (what this rank holds of the tensors, JSON-able state). A collective.
 
-    No random state is among them: every draw and shuffle is counted from the seed and the step.
+    data: `PromptStream.state()`. No random state is among it: every draw and shuffle is counted from the seed and the
+    step. Raises RuntimeError where a rank has come to hold other codes than the first.
     """
-    optimizer, optimizer_meta = run.optimizer.state_tensors()
-    masters = {name: parameter.detach() for name, parameter in run.policy.named_parameters()}
+    pieces, optimizer_meta = run.updates.pieces()
+    ranks, digest = run.learner.ranks, run.policy.current.manifest().digest()
+    first = ranks.gather(digest)[0]
+
+    def same_codes() -> None:
+        if digest != first:
+            raise RuntimeError(f"rank {ranks.rank} on {socket.gethostname()} holds other codes than rank 0")
+
+    together(ranks, same_codes)
     state = {
         "version": run.policy.version,
         "data": data,
         "optimizer": optimizer_meta,
         "skipped_in_a_row": run.learner.skipped_in_a_row,
-        "snapshot_sha256": run.policy.current.manifest().digest(),
+        "snapshot_sha256": digest,
         "inputs": run.inputs,
     }
-    return {"masters": masters, "optimizer": optimizer}, state
+    return pieces, state
 
 
 @torch.no_grad()
 def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> list[str]:
-    """Put a checkpoint back and quantize its masters again.
+    """Put a checkpoint back, of any number of ranks, and quantize its masters again. A collective.
 
-    allowed: `checkpoint.allow_changed`. Returns what has changed of that, a line each. Raises UserError for a
-    checkpoint of another model, for inputs that changed and may not, and if the codes are not those of the run.
+    allowed: `checkpoint.allow_changed`. Returns what has changed of that, and the number of ranks, a line each. Raises
+    UserError for a checkpoint of another model, for inputs that changed and may not, and if the codes are not those of
+    the run.
     """
+    ranks, place = run.learner.ranks, checkpoint.path
+    state, changed = together(ranks, lambda: _fitting(run, checkpoint, allowed))
+    try:
+        run.updates.load(checkpoint.read, state.optimizer.model_dump(), state.version)
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from error
+    run.learner.skipped_in_a_row = state.skipped_in_a_row
+
+    def require_codes() -> None:
+        if run.policy.current.manifest().digest() != state.snapshot_sha256:
+            raise UserError(
+                f"{place}: its masters quantize to other codes than they did when it was saved; "
+                "resume with that run's quant section and the package versions in its environment.json, "
+                "or choose another train.run_dir"
+            )
+
+    together(ranks, require_codes)
+    lines = [f"{what} changed since the checkpoint of step {checkpoint.step}" for what in changed]
+    if checkpoint.ranks != ranks.count:
+        lines.append(
+            f"the number of ranks changed since the checkpoint of step {checkpoint.step}, {checkpoint.ranks} then and "
+            f"{ranks.count} now: from here on sums are added in another order"
+        )
+    return lines
+
+
+def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tuple[SavedState, list[str]]:
+    """The state of a checkpoint that may be put back, and what has changed since; the data is at its place then."""
     state = saved_state(SavedState, checkpoint.state, str(checkpoint.path))
-    masters = _masters(run, checkpoint)
+    _require_masters(run, checkpoint)
     changed = _changed_inputs(run, state)
     for kind, what in changed:
         if kind not in allowed:
@@ -48,40 +88,45 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
                 f"{checkpoint.path}: {what} changed since it was saved; restore that, choose another "
                 f"train.run_dir, or set checkpoint.allow_changed: [{kind}]"
             )
+    _require_optimizer(checkpoint, state)
     _load_position(run, state.data)
-    for name, parameter in run.policy.named_parameters():
-        parameter.copy_(masters[name])
-    try:
-        run.optimizer.load_state_tensors(checkpoint.tensors.get("optimizer", {}), state.optimizer.model_dump())
-    except ValueError as error:
-        raise UserError(f"{checkpoint.path}: {error}") from error
-    run.learner.skipped_in_a_row = state.skipped_in_a_row
-    run.policy.refresh(state.version)
-    if run.policy.current.manifest().digest() != state.snapshot_sha256:
-        raise UserError(
-            f"{checkpoint.path}: its masters quantize to other codes than they did when it was saved; "
-            "resume with that run's quant section and the package versions in its environment.json, "
-            "or choose another train.run_dir"
-        )
-    return [f"{what} changed since the checkpoint of step {checkpoint.step}" for _, what in changed]
+    return state, [what for _, what in changed]
 
 
-def _masters(run: Run, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The checkpoint's masters, which fit the policy's."""
-    masters = checkpoint.tensors.get("masters", {})
+def _require_masters(run: Run, checkpoint: Checkpoint) -> None:
+    """Raise UserError unless the checkpoint's masters fit the policy's."""
+    masters = checkpoint.tensors.get("masters", StoredTensors({}, {}))
     parameters = dict(run.policy.named_parameters())
     if masters.keys() != parameters.keys():
         odd = sorted(masters.keys() ^ parameters.keys())[0]
         raise UserError(f"{checkpoint.path}: made for another model ('{odd}' is in one of the two only)")
     for name, parameter in parameters.items():
-        for what in ("shape", "dtype"):
-            there, here = getattr(masters[name], what), getattr(parameter, what)
+        for what, there, here in (
+            ("shape", list(masters.shape(name)), list(parameter.shape)),
+            ("dtype", *(str(x).removeprefix("torch.") for x in (masters.dtype(name), parameter.dtype))),
+        ):
             if there != here:
-                shown = [list(x) if what == "shape" else str(x).removeprefix("torch.") for x in (there, here)]
                 raise UserError(
-                    f"{checkpoint.path}: made for another model ('{name}' has {what} {shown[0]} there, {shown[1]} here)"
+                    f"{checkpoint.path}: made for another model ('{name}' has {what} {there} there, {here} here)"
                 )
-    return masters
+
+
+def _require_optimizer(checkpoint: Checkpoint, state: SavedState) -> None:
+    """Raise UserError unless the optimizer's tensors are those of its list, each of its master's shape or a number."""
+    stored = checkpoint.tensors.get("optimizer", StoredTensors({}, {}))
+    masters = checkpoint.tensors["masters"]
+    if odd := sorted(stored.keys() ^ set(state.optimizer.tensors)):
+        raise UserError(
+            f"{checkpoint.path}: optimizer state is incomplete: {odd[0]} is not in both the tensors and their list"
+        )
+    for name in stored:
+        parameter, _, key = name.rpartition("/")
+        expected = () if key == "step" else masters.shape(parameter) if parameter in masters else None
+        if expected is None:
+            raise UserError(f"{checkpoint.path}: optimizer state {name} is of a parameter that the model does not have")
+        for there, here in ((list(stored.shape(name)), list(expected)), (stored.dtype(name), torch.float32)):
+            if there != here:
+                raise UserError(f"{checkpoint.path}: optimizer state {name} is {there}, not {here}")
 
 
 def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:

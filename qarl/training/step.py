@@ -1,6 +1,9 @@
 """The RL step, in the order of the method: sample, score, advantages, log-probs, loss, backward, update, publish.
 
 What only watches (display, clock, signals, diagnostics, records) stands beside it, behind `qarl.training.observer`.
+
+On several ranks each samples and scores its share of the prompts; then all of them have the whole batch, cut it in the
+same way, and run their share of the micro-batches.
 """
 
 from __future__ import annotations
@@ -8,11 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from qarl.config import Config
-from qarl.rewards import RewardPool, RewardResult
+from qarl.distributed.ranks import Ranks
+from qarl.distributed.together import together
+from qarl.objectives import Stats
+from qarl.rewards import RewardResult
+from qarl.rewards.shared import gather_results, score_share
 from qarl.rollout.engine import RolloutEngine, SamplingParams
-from qarl.training.batch import Batch, build_batch
+from qarl.rollout.shared import gather_rollouts, generate_share
+from qarl.training.batch import Batch, Part, build_batch, rounds
 from qarl.training.decisions import minibatch_totals
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer, Observers
@@ -27,12 +36,20 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
     records or of the new version at the sampler.
     """
     policy, engine, learner = run.policy, run.engine, run.learner
+    ranks, samplers = learner.ranks, config.rollout.samplers(learner.ranks.count)
 
-    with watch.phase("rollout", config.train.prompts_per_step * run.sampling.n):
-        prompts = run.stream.next(config.train.prompts_per_step)
-        rollouts = sample(engine, prompts, replace(run.sampling, seed=run.sampling.seed + step), policy.version, watch)
-    with watch.phase("reward"):
-        scores = score(run.rewards, prompts, rollouts)
+    prompts = run.stream.next(config.train.prompts_per_step)
+
+    def own() -> tuple[list[Rollout], RewardResult]:
+        with watch.phase("rollout", len(ranks.share(len(prompts), samplers)) * run.sampling.n):
+            sampling = replace(run.sampling, seed=run.sampling.seed + step)
+            drawn = sample(engine, prompts, sampling, policy.version, watch, ranks, samplers)
+        with watch.phase("reward"):
+            return drawn, score_share(run.rewards, prompts, drawn, ranks, samplers)
+
+    rollouts, scores = gather(
+        *together(ranks, own, config.rollout.restarts_s), config.reward.max_failed_frac, watch, ranks
+    )
     watch.scored(prompts, rollouts, scores)
 
     advantage = config.objective.advantage
@@ -46,13 +63,22 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
         engine.wake()
 
     with watch.phase("publish"):
-        engine.publish(policy.current)
+        together(ranks, lambda: engine.publish(policy.current), config.rollout.restarts_s)
 
 
 def sample(
-    engine: RolloutEngine, prompts: list[Prompt], sampling: SamplingParams, version: int, watch: Observer
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    version: int,
+    watch: Observer,
+    ranks: Ranks,
+    samplers: int | None = None,
 ) -> list[Rollout]:
-    """sampling.n responses to each prompt, in order, from policy `version`."""
+    """sampling.n responses to each of this rank's prompts, in order, from policy `version`.
+
+    prompts: of all ranks. samplers: see `generate_share`.
+    """
     before = 0
 
     def progress(finished: int, tokens: int) -> None:
@@ -60,15 +86,17 @@ def sample(
         watch.progress(finished - before)
         before = finished
 
-    return engine.generate(prompts, sampling, version, progress)
+    return generate_share(engine, prompts, sampling, version, progress, ranks, samplers)
 
 
-def score(rewards: RewardPool, prompts: list[Prompt], rollouts: list[Rollout]) -> RewardResult:
-    """The rewards of each rollout, of which there are n for each prompt, in order."""
-    asked = [prompt for prompt in prompts for _ in range(len(rollouts) // len(prompts))]
-    columns = {name: [prompt.columns[name] for prompt in asked] for name in asked[0].columns}
-    texts = [rollout.text for rollout in rollouts]
-    return rewards.score(texts, [prompt.text for prompt in asked], columns, [r.token_ids for r in rollouts])
+def gather(
+    rollouts: list[Rollout], scores: RewardResult, max_failed_frac: float, watch: Observer, ranks: Ranks
+) -> tuple[list[Rollout], RewardResult]:
+    """What all ranks drew, and its rewards, in the order of the prompts."""
+    if ranks.count == 1:
+        return rollouts, scores
+    with watch.phase("gather", None):
+        return gather_rollouts(rollouts, ranks), gather_results(scores, ranks, max_failed_frac)
 
 
 def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
@@ -77,31 +105,46 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     `logp_old` is the learner at the rollout's snapshot. Before the first update the current parameters *are* that
     snapshot, so the first minibatch takes it from its own forward; the rest is computed beforehand. A minibatch whose
     advantages are all 0 makes no update where that gives exactly no gradient.
+    Ranks take micro-batches in rounds; one that has none in a round still enters the sum of gradients.
     """
-    config, train = learner.config, learner.config.train
+    config, train, ranks = learner.config, learner.config.train, learner.ranks
     learner.begin(step)
     watch.begin(batch)
     for epoch in range(train.epochs):
         minibatches = batch.minibatches(config.minibatch_size, train.seed, step, epoch)
         if epoch == 0:
             later = batch.part([i for minibatch in minibatches[1:] for i in minibatch.indices])
-            for part in learner.cut(later):
-                with torch.no_grad():
-                    learner.logprobs(part)
-                watch.progress(len(part))
+            for round_ in rounds(learner.cut(later), ranks.count):
+                if (part := round_[ranks.rank]) is not None:
+                    with torch.no_grad():
+                        learner.logprobs(part)
+                watch.progress(responses(round_))
+            batch.logp_old.share(ranks)
         for minibatch in minibatches:
             watch.minibatch(minibatch)
             totals = minibatch_totals(minibatch, config.rollout.max_response_length)
             constants = learner.constants(minibatch, watch)
-            micro_batches = learner.micro_batches(minibatch)
-            for part, gradient in micro_batches:
-                with torch.set_grad_enabled(gradient):
-                    logps = learner.token_logprobs(part)
-                    watch.forward(part, logps)
-                    loss, stats = learner.objective(logps, part.advantages, part.segments, totals, constants)
+            idle, live = learner.micro_batches(minibatch)
+            dealt = [(round_, False) for round_ in rounds(idle, ranks.count)]
+            dealt += [(round_, True) for round_ in rounds(live, ranks.count)]
+            for round_, gradient in dealt:
+                found: tuple[Tensor, Stats] | None = None
+                if (part := round_[ranks.rank]) is not None:
+                    with torch.set_grad_enabled(gradient):
+                        logps = learner.token_logprobs(part)
+                        watch.forward(part, logps)
+                        found = learner.objective(logps, part.advantages, part.segments, totals, constants)
                 if gradient:
-                    learner.backward(loss)
-                learner.totals.add_loss(loss, stats)
-                watch.progress(len(part))
-            if any(gradient for _, gradient in micro_batches):
+                    learner.backward(None if found is None else found[0])
+                if found is not None:
+                    learner.totals.add_loss(*found)
+                watch.progress(responses(round_))
+            if live:
                 watch.update(learner.update())
+        batch.share(ranks)
+    learner.totals.add_up(ranks)
+
+
+def responses(round_: list[Part | None]) -> int:
+    """Of all ranks in a round."""
+    return sum(len(part) for part in round_ if part is not None)

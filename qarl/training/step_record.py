@@ -60,8 +60,8 @@ class StepRecord(Observer):
     """Gathers what one step leaves, while it runs; told after the probe, whose numbers it takes.
 
     metrics: as in metrics.jsonl, but for the clock's and the engine's. trace: None until the step is learned from and
-    all of this is there. on_learned: gets the metrics as soon as the step is learned from; more follow in the same
-    dictionary.
+    all of this is there; empty on a rank that is not the first, which writes it. on_learned: gets the metrics as soon
+    as the step is learned from; more follow in the same dictionary.
     """
 
     def __init__(
@@ -82,6 +82,10 @@ class StepRecord(Observer):
         run = self._run
         self.metrics |= metrics
         self._on_learned(self.metrics)
+        if not run.learner.ranks.first:
+            self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
+            self.trace = Trace()
+            return
         crossed = crossings(self._before, run.policy.current)
         self.metrics |= token_metrics(batch) | crossing_metrics(crossed) | self._probe.metrics
         self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)

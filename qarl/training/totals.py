@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qarl.distributed.ranks import Ranks
 from qarl.objectives import Stats, add_stats, finish_stats
 
 
@@ -38,6 +39,27 @@ class LearnerTotals:
         """Of one micro-batch, as an objective gives them."""
         self.loss = self.loss + loss.detach().double()
         self.stats = add_stats(self.stats, stats)
+
+    def add_up(self, ranks: Ranks) -> None:
+        """From here on the totals are those of all ranks, added in their order: every rank has the same.
+
+        Gradients are everybody's already. A rank without responses may lack names that others have.
+        """
+        if ranks.count == 1:
+            return
+        own = {
+            "sums": [self.forward_tokens, float(self.entropy), self.entropy_tokens, float(self.loss)],
+            "stats": {name: pair.tolist() for name, pair in self.stats.items()},
+        }
+        every = ranks.gather(own)
+        tokens, self.entropy, entropy_tokens, self.loss = map(sum, zip(*(rank["sums"] for rank in every), strict=True))
+        self.forward_tokens, self.entropy_tokens = int(tokens), int(entropy_tokens)
+        self.stats = {}
+        for rank in every:
+            part = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in rank["stats"].items()}
+            self.stats = add_stats(self.stats, part)
+        retained = torch.cat(self.retained).cpu() if self.retained else torch.empty(0)
+        self.retained = [mass for mass in ranks.gather_tensors(retained) if len(mass)]
 
     def metrics(self, minibatches: int) -> dict[str, float]:
         """policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient, skipped steps.

@@ -7,7 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -23,7 +23,7 @@ from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.link import Link, SamplerFault
 from qarl.weight_sync.plan import UpdatePlan, flatten, plan_update, unflatten
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.transport import ReceiverPlan, make_carrier
+from qarl.weight_sync.transport import ReceiverPlan, TeamCarrier, make_carrier
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
@@ -73,7 +73,7 @@ class WeightSender:
         self.layout, self.tokenizer, self.scorer, self.canary, self.say = layout, tokenizer, scorer, canary, say
         self._exact = exact
         self.metrics: dict[str, float] = {}
-        self._carrier: Carrier | None = None
+        self._carrier: Carrier | TeamCarrier | None = None
         self._held: _Held | None = None
         self._bound: Bound | None = None
 
@@ -95,6 +95,12 @@ class WeightSender:
         """Make the carrier of later updates to a process of its own, and say what that process must open."""
         self._carrier, plan = make_carrier(self.layout.device, sampler_gpu)
         return plan
+
+    def open_team(self, sampler_gpus: Sequence[int | None]) -> list[ReceiverPlan]:
+        """`open`, to several processes that hold a part of the model each: what each of them must open."""
+        made = [make_carrier(self.layout.device, gpu) for gpu in sampler_gpus]
+        self._carrier = TeamCarrier([carrier for carrier, _ in made])
+        return [plan for _, plan in made]
 
     def accept(self, link: Link, snapshot: Snapshot, mode: Mode) -> None:
         """Note that a sampler has started from `snapshot`; the first one's canary sets the bound of all others.

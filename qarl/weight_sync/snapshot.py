@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,13 +64,18 @@ def quantize_parameter(
         except ValueError as error:
             raise UserError(f"quantize version {version}: {error}") from error
     value = master.detach().to(dtype, copy=True)
-    if not value.isfinite().all():
-        bad = value.isfinite().logical_not_().sum().item()
-        raise UserError(
-            f"quantize version {version}: {name}: {bad} of {value.numel()} values are NaN or infinite in {dtype}; "
-            "go back to an earlier checkpoint or lower the learning rate"
-        )
+    if bad := value.isfinite().logical_not_().sum().item():
+        raise not_finite(version, name, scheme, dtype, int(bad), value.numel())
     return value
+
+
+def not_finite(version: int, name: str, scheme: Scheme | None, dtype: torch.dtype, bad: int, total: int) -> UserError:
+    """What to say of a parameter that cannot be published, because `bad` of its values are NaN or infinite."""
+    why = f"in {dtype}" if scheme is None else "and cannot be quantized"
+    return UserError(
+        f"quantize version {version}: {name}: {bad} of {total} values are NaN or infinite {why}; "
+        "go back to an earlier checkpoint or lower the learning rate"
+    )
 
 
 @torch.no_grad()
@@ -89,43 +93,72 @@ def quantize_parameters(
     scheme_of: of a parameter's name. shared: by name, see `qarl.fused.shared_scales`. Raises UserError as
     `quantize_parameter` does, of tensors that are not finite for the first one.
     """
-    shared = shared or {}
     forms: dict[str, QuantizedWeight | Tensor] = {}
-    counts: dict[str, Tensor] = {}  # of quantized weights: how many of its values are not finite
-    largest: dict[str, Tensor] = {}  # of others: the largest magnitude, which is NaN or infinite if any value is
+    quantizer, shared = Quantizer(dtype, version, kernels), shared or {}
     for name, master in masters.items():
         scheme = scheme_of(name)
-        if scheme is not None:
-            try:
-                forms[name], counts[name] = _quantized(name, master.detach(), scheme, kernels, shared.get(name))
-            except ValueError as error:
-                raise UserError(f"quantize version {version}: {error}") from error
-            continue
-        value = forms[name] = master.detach().to(dtype, copy=True)
-        if value.numel():
-            largest[name] = torch.linalg.vector_norm(value, torch.inf)
-    faulty = _faulty(counts, largest)
+        quantizer.check(name, master.shape, scheme)
+        forms[name] = quantizer.form(name, master, scheme, shared.get(name))
+    names, flags = quantizer.faults()
+    faulty = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
     for name in filter(faulty.__contains__, masters):
-        quantize_parameter(name, masters[name], scheme_of(name), dtype, version, kernels, shared.get(name))
-    assert not faulty, f"{sorted(faulty)} were not finite, and now they are"
+        master, scheme = masters[name], scheme_of(name)
+        bad = int(quantizer.bad_values(master, scheme).item())
+        raise not_finite(version, name, scheme, dtype, bad, master.numel())
     return build_snapshot(version, forms.items())
 
 
-def _quantized(
-    name: str, master: Tensor, scheme: Scheme, kernels: bool, shared: Tensor | None
-) -> tuple[QuantizedWeight, Tensor]:
-    """`quantize_weight` without its look at the second part: a scalar on the device, 0 where all values are finite."""
-    n, k = master.shape
-    check_shape(scheme, name, n, k)
-    tensors, bad = scheme.quantize(master.contiguous(), kernels, shared)
-    return QuantizedWeight(scheme, tensors, (n, k)), bad.reshape(())
+class Quantizer:
+    """Masters, or rows of them, to what is published of them, without a look at whether they are finite until `faults`.
 
+    dtype: of what is not quantized. version: of the policy, for errors. kernels: see `quantize_parameter`.
+    """
 
-def _faulty(counts: Mapping[str, Tensor], largest: Mapping[str, Tensor]) -> set[str]:
-    """Names whose count is not 0 or whose largest magnitude is not finite; one transfer from the device."""
-    stacked = [torch.stack(list(some.values())).double() for some in (counts, largest) if some]
-    seen = iter(torch.cat(stacked).tolist() if stacked else [])
-    return {name for name in counts if next(seen)} | {name for name in largest if not math.isfinite(next(seen))}
+    def __init__(self, dtype: torch.dtype, version: int, kernels: bool) -> None:
+        self.dtype, self.version, self.kernels = dtype, version, kernels
+        self._counts: dict[str, Tensor] = {}  # of quantized weights: how many of its values are not finite
+        self._largest: dict[str, Tensor] = {}  # of others: the largest magnitude, NaN or infinite if any value is
+
+    def check(self, name: str, shape: Sequence[int], scheme: Scheme | None) -> None:
+        """Raises UserError where the scheme does not fit the shape of a whole master."""
+        if scheme is not None:
+            try:
+                check_shape(scheme, name, *shape)
+            except ValueError as error:
+                raise UserError(f"quantize version {self.version}: {error}") from error
+
+    def form(self, name: str, master: Tensor, scheme: Scheme | None, shared: Tensor | None) -> QuantizedWeight | Tensor:
+        """What is published of a master, or of whole units of its rows; those of a scheme must not be empty."""
+        master = master.detach()
+        if scheme is not None:
+            try:
+                tensors, bad = scheme.quantize(master.contiguous(), self.kernels, shared)
+            except ValueError as error:
+                raise UserError(f"quantize version {self.version}: {name}: {error}") from error
+            self._counts[name] = bad.reshape(())
+            return QuantizedWeight(scheme, tensors, (master.shape[0], master.shape[1]))
+        value = master.to(self.dtype, copy=True)
+        self._largest[name] = torch.linalg.vector_norm(value, torch.inf) if value.numel() else value.new_zeros(())
+        return value
+
+    def nothing(self, name: str, device: torch.device) -> None:
+        """Takes note of a quantized weight of which there are no rows here."""
+        self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
+
+    def faults(self) -> tuple[list[str], Tensor]:
+        """(names of all parameters so far, float32 (names,) on their device: 1 where a value is not finite, else 0).
+
+        The names depend on which parameters there were and on their order alone.
+        """
+        flags = [torch.stack(list(self._counts.values())) != 0] if self._counts else []
+        if self._largest:
+            flags.append(torch.stack(list(self._largest.values())).isfinite().logical_not_())
+        return [*self._counts, *self._largest], torch.cat(flags).float() if flags else torch.zeros(0)
+
+    def bad_values(self, master: Tensor, scheme: Scheme | None) -> Tensor:
+        """How many values of a master `not_finite` speaks of: int64 [] on its device."""
+        values = master.detach() if scheme is not None else master.detach().to(self.dtype)
+        return values.isfinite().logical_not_().sum()
 
 
 def named_tensors(name: str, form: QuantizedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:

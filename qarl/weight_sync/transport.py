@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from qarl.weight_sync.carriers import Carrier, MemoryFileCarrier, MemoryFileReceiver, Receiver
 from qarl.weight_sync.gpu_carriers import CudaIpcCarrier, CudaIpcReceiver
+from qarl.weight_sync.parcels import Parcel
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,24 @@ def make_carrier(learner: torch.device, sampler_gpu: int | None) -> tuple[Carrie
     source = learner_gpu(learner)
     own = source if sampler_gpu is None else sampler_gpu
     return CudaIpcCarrier(), ReceiverPlan("cuda_ipc", gpus=(own,) if own == source else (own, source))
+
+
+class TeamCarrier:
+    """Packs tensors for several receivers, a parcel for each: a handle of CUDA IPC counts one receiver."""
+
+    def __init__(self, carriers: Sequence[Carrier]) -> None:
+        self._carriers = carriers
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> list[Parcel]:
+        return [carrier.pack(tensors) for carrier in self._carriers]
+
+    def release(self) -> None:
+        for carrier in self._carriers:
+            carrier.release()
+
+    def close(self) -> None:
+        for carrier in self._carriers:
+            carrier.close()
 
 
 def open_receiver(plan: ReceiverPlan) -> Receiver:

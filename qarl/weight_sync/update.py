@@ -14,7 +14,8 @@ from qarl.weight_sync.parcels import Parcel
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One update. content: a parcel of a carrier; in one process the tensors and patches by name.
+    """One update. content: a parcel of a carrier, one for each process of a `TeamCarrier`; in one process the tensors
+    and patches by name.
 
     expected: fingerprints of the whole snapshot. canary: token sequences to score afterwards.
     """

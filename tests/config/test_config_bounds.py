@@ -23,6 +23,7 @@ FREE = {
     "data.task",
     "reward.functions.[].options",
     "rollout.vllm.args",
+    "distributed.config",
     "objective.custom.kwargs",
     "config",
     "profiles.{}",

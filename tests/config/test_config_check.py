@@ -389,3 +389,22 @@ def test_more_threads_than_the_machine_starts_are_refused(inspect, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 100))
     assert "this machine allows 100 threads in all" in refused(inspect, "train.threads=64")
     inspect("train.threads=8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["rollout.vllm.tensor_parallel=3"], "the model has 4 attention heads; must divide them"),
+        (["rollout.vllm.tensor_parallel=4"], "the model has 2 key and value heads; must divide them"),
+        (["rollout.vllm.tensor_parallel=2"], "o_proj has 96 input features in blocks of 32"),
+        (["rollout.vllm.tensor_parallel=2", "quant.group_size=-1", "quant.symmetric=false"], None),
+        (["rollout.vllm.tensor_parallel=2", "quant.scheme=fp8", "quant.group_size=null"], None),
+    ],
+)
+def test_a_model_that_cannot_be_cut_over_gpus_is_refused(inspect, overrides, text):
+    overrides = ["rollout.engine=vllm", "model.device=cpu", *overrides]
+    if text is None:
+        inspect(*overrides)
+    else:
+        message = refused(inspect, *overrides)
+        assert "rollout.vllm.tensor_parallel" in message and text in message

@@ -143,7 +143,8 @@ def test_to_yaml_loads_back_to_an_equal_config_from_any_file_name(load, tmp_path
 def test_to_yaml_shows_every_section_and_default(load):
     text = yaml.safe_load(load().to_yaml())
     assert " ".join(text) == (
-        "model quant rollout data reward objective correction optim train checkpoint evaluation diagnostics logging"
+        "model quant rollout data reward objective correction optim train distributed checkpoint evaluation "
+        "diagnostics logging"
     )
     assert text["quant"]["group_size"] == 128
     assert text["rollout"]["max_batched_tokens"] is None  # until the device is known

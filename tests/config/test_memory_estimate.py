@@ -5,29 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from estimates import TINY, config
 from qarl_formats.registry import make_scheme
 
 from qarl import memory
 from qarl.activations import plain_activation_bytes
-from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.machine import machine_bytes
 
-TINY = Architecture("llama", 64, 128, 2, 4, 2, 16, 100, 1024, tied_embeddings=True)
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
 PARAMETERS = MATRICES + 2 * 2 * 64 + 64 + 100 * 64
-
-
-def config(**sections) -> Config:
-    base = {
-        "model": {"path": "x"},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 24},
-        "rollout": {"max_response_length": 8, "max_num_seqs": 2},
-        "reward": {"functions": [{"name": "exact"}]},
-        "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "recompute": "elementwise"},
-        "quant": {"group_size": 32},
-    }
-    return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
 
 
 def sizes(device="cpu", **sections) -> dict[str, int]:
@@ -73,6 +60,17 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
     assert "the moments that optim.offload keeps here alone take" in memory.too_large(offloaded, TINY, "cuda")
     assert memory.too_large(config(), TINY, "cuda") is None
+
+
+def test_masters_that_the_host_keeps_come_to_the_gpu_one_at_a_time(monkeypatch):
+    offloaded = config(optim={"offload": "all"})
+    items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "master" in item.name}
+    largest = max(TINY.vocab_size * TINY.hidden_size, *(n * k for _, n, k in TINY.linears()))
+    assert [(item.bytes, item.phase) for item in items.values()] == [(4 * largest, "publish")]
+    assert memory.certain_bytes(offloaded, TINY, "cuda") == 12 * PARAMETERS
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 10 * PARAMETERS)
+    assert "the masters and moments that optim.offload keeps here alone" in memory.too_large(offloaded, TINY, "cuda")
+    assert memory.too_large(config(optim={"offload": "moments"}), TINY, "cuda") is None
 
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer():

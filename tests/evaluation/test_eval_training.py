@@ -29,7 +29,7 @@ IN_EVALUATION = """
 import os, signal
 import qarl.evaluation.training as training
 real, calls = training.evaluate, []
-def evaluate(engine, version, tasks, settings, rewards, sink, phase, check):
+def evaluate(engine, version, tasks, settings, rewards, sink, phase, check, ranks):
     calls.append(1)
     if len(calls) == N:
         append = sink.append
@@ -37,7 +37,7 @@ def evaluate(engine, version, tasks, settings, rewards, sink, phase, check):
             append(rows)
             os.kill(os.getpid(), signal.SIGNAL)
         sink.append = stop
-    return real(engine, version, tasks, settings, rewards, sink, phase, check)
+    return real(engine, version, tasks, settings, rewards, sink, phase, check, ranks)
 training.evaluate = evaluate
 """
 

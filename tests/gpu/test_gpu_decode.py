@@ -107,7 +107,7 @@ class Batch:
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES)
 def test_replays_have_the_learners_bits_whatever_the_tensors_hold(tiny_model, scheme, group) -> None:
-    policy = make_policy(tiny_model("qwen3"), scheme, BF16, group, CUDA)
+    policy = make_policy(tiny_model("qwen3", max_position_embeddings=2048), scheme, BF16, group, CUDA)
     policy.sampler.install(policy.current)
     batch = Batch(policy, [1300, 70, 130], 4)
     batch.prefill([1020, 64, 1])

@@ -11,12 +11,13 @@ from qarl_kernels.logprob import Truncation
 from tiny_runs import settings
 
 from qarl.config import Config
+from qarl.distributed.ranks import Alone
 from qarl.policy.load import load_model
 from qarl.sizes import decide_sizes
 from qarl.training.batch import Batch, Column, Part
 from qarl.training.learner import Learner
+from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer
-from qarl.training.optim import build_optimizer
 from qarl.training.setup import build_policy, set_determinism
 from qarl.training.step import learn
 
@@ -96,7 +97,7 @@ def test_only_an_update_waits_for_the_gpu(tiny_model, scheme, quant, objective, 
     policy = build_policy(config, load_model(config.model), GPU)
     drawn = config.rollout
     truncation = Truncation(drawn.temperature, drawn.top_k, drawn.top_p, config.min_p)
-    learner = Learner(policy, build_optimizer(policy.named_parameters(), config.optim), config, truncation)
+    learner = Learner(policy, LocalUpdates(policy, config), config, truncation, Alone())
     if learner.objective.needs.reference:
         policy.keep_reference()
     learn(learner, random_batch(policy.version), 0, Observer())  # compiles kernels, and makes the optimizer's state

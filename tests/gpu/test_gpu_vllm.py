@@ -51,6 +51,22 @@ def test_a_run_publishes_and_proves_every_version(case: str, smollm2: str, tmp_p
         assert record["memory/sampler_freed_gib"] > 1
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices; torch sees fewer")
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8", "bf16"])
+def test_a_model_on_two_gpus_of_its_own_is_published_and_proved(scheme: str, tiny_model, tmp_path: Path) -> None:
+    changes = [
+        *(f"quant.scheme={scheme}", f"quant.group_size={64 if scheme == 'w4a16' else 'null'}"),
+        *("rollout.vllm.device=1", "rollout.vllm.tensor_parallel=2", "data.max_prompt_length=96"),
+        *("rollout.max_response_length=32", "model.max_length=128", "reward.functions=[{name: length}]"),
+        "optim.lr=1e-4",
+    ]
+    records, output = run(tmp_path / "run", str(tiny_model("llama", **SIZES)), changes)
+    assert "warning" not in output
+    assert all(record["publish/canary_abs_mean"] < 0.5 for record in records)
+    if scheme != "w4a16":
+        assert all(record["publish/proved_frac"] > 0.99 for record in records)
+
+
 @pytest.mark.parametrize("kernels", ["vllm", "qarl"])
 @pytest.mark.parametrize("scheme", ["fp8_block", "nvfp4a16"])
 def test_a_model_of_whole_blocks_trains(scheme: str, kernels: str, tiny_model, tmp_path: Path) -> None:

@@ -225,6 +225,7 @@ class ForkedWorker:
         for fd in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
             os.closerange(at, fd)
             at = fd + 1
+        os.environ.clear()
         os.environ.update(env)
         sys.argv = command[3:]
         worker.Host = FakeHost

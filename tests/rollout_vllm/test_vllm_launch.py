@@ -125,3 +125,14 @@ def test_final_texts_are_the_native_engines_own(tiny) -> None:
         ends.add(type(ended_by))
         assert stopping.final_text(rollout.token_ids, ended_by) == rollout.text
     assert ends == {int, str, type(None)}
+
+
+def test_a_part_of_a_model_does_what_the_others_do(tiny):
+    vllm = tiny.config.rollout.vllm.model_copy(update={"tensor_parallel": 2})
+    settings = sampler_settings(changed(tiny, vllm=vllm), tiny.policy.sampler.layout, Path("here"))
+    whole = sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here"))
+    assert settings.kv_cache_bytes == whole.kv_cache_bytes / 2
+    found = engine_arguments(replace(settings, shards=2, cuda=0))
+    assert (found["tensor_parallel_size"], found["distributed_executor_backend"]) == (2, "external_launcher")
+    assert found["async_scheduling"] is False and not found["compilation_config"]["pass_config"]["fuse_allreduce_rms"]
+    assert "tensor_parallel_size" not in engine_arguments(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from full_disk import fill_disk
 
 from qarl.errors import UserError
 from qarl.storage import checkpoint as module
-from qarl.storage import tensorfile
+from qarl.storage import tensorfile, writing
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 
 
@@ -49,7 +50,7 @@ def test_state_comes_back_equal(tmp_path):
 
 
 def test_a_group_above_the_shard_size_is_split_and_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1000)
     monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 96)
     tensors = {f"t{i}": torch.randn(100) for i in range(7)}
     path = store(tmp_path).save(1, {"masters": tensors}, {})
@@ -147,7 +148,7 @@ def test_all_damaged_is_a_user_error_with_the_fix(tmp_path):
 
 
 def test_another_format_version_is_not_called_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(writing, "WHOLE", 99)
     path = store(tmp_path).save(1, small(1), {})
     monkeypatch.undo()
     with pytest.raises(UserError, match="checkpoint format 99") as caught:
@@ -185,7 +186,7 @@ def test_a_real_write_failure_half_way_through_a_file_is_a_user_error(tmp_path):
 
 def test_too_little_space_is_refused_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda path: 20_000)
-    monkeypatch.setattr(module, "_write_checkpoint", lambda *arguments: pytest.fail("wrote"))
+    monkeypatch.setattr(module, "write_checkpoint", lambda *arguments: pytest.fail("wrote"))
     with pytest.raises(UserError, match=r"no space for a checkpoint \([\d,]+ bytes needed, 20,000 free\)"):
         store(tmp_path).save(1, small(1), {})
 
@@ -278,4 +279,4 @@ def test_manifest_lists_size_and_digest_of_every_other_file(tmp_path):
     assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
     for name, entry in manifest["files"].items():
         data = (path / name).read_bytes()
-        assert entry == {"bytes": len(data), "sha256": module.hashlib.sha256(data).hexdigest()}
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -65,6 +65,19 @@ def test_a_new_directory_in_which_nothing_began_is_removed_with_its_new_parents(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_logs_of_a_refused_start_stay_of_every_rank(make):
+    with RunDirectory.open(make(), "auto") as run:
+        for folder in ("rank-001/sampler", "rank-002"):
+            (run.path / folder).mkdir(parents=True)
+        (run.path / "rank-001" / "sampler.log").write_text("no such model")
+        for empty in ("rank-001/rewards.log", "rank-002/rewards.log"):
+            (run.path / empty).write_text("")
+    assert [str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file() and p.name != ".lock"] == [
+        "rank-001/sampler.log"
+    ]
+    assert not (run.path / "rank-002").exists() and not (run.path / "rank-001" / "sampler").exists()
+
+
 def test_a_directory_that_was_there_stays_though_nothing_began(make, tmp_path):
     make().run_dir.mkdir(parents=True)
     RunDirectory.open(make(), "auto").close()

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from qarl.training.batch import CPU, Batch, Column, Part, build_batch
-from qarl.training.cutting import EVEN_LENGTH
+from qarl.training.batch import CPU, Batch, Column, Part, build_batch, rounds
+from qarl.training.cutting import EVEN_LENGTH, deal
 from qarl.types import Prompt, Rollout
 
 
@@ -194,3 +194,56 @@ def test_a_cut_does_not_run_a_long_prompt_twice_for_balance():
 def test_no_responses_are_no_micro_batches():
     batch = ragged(0)
     assert batch.part([]).micro_batches(10) == batch.part([], GPU).micro_batches(10) == []
+
+
+# --- several ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_rounds_hold_every_part_once_and_only_the_last_has_idle_ranks(ranks):
+    for seed in range(20):
+        rng = random.Random(seed)
+        works = [rng.choice([1.0, 2.0, rng.uniform(0, 9)]) for _ in range(rng.randint(0, 11))]
+        dealt = deal(list(range(len(works))), works, ranks)
+        assert all(len(round_) == ranks for round_ in dealt)
+        assert all(None not in round_ for round_ in dealt[:-1]) and all(any(p is not None for p in r) for r in dealt)
+        found = [part for round_ in dealt for part in round_ if part is not None]
+        assert sorted(found) == list(range(len(works)))
+        if ranks == 1:
+            assert found == list(range(len(works)))
+            continue
+        # No other rounds take less: the longest of each are what they must at least be.
+        longest = sum(max(works[p] for p in round_ if p is not None) for round_ in dealt)
+        assert longest == pytest.approx(sum(sorted(works, reverse=True)[::ranks]))
+
+
+def test_parts_of_equal_work_are_dealt_by_index():
+    assert deal(["a", "b", "c", "d", "e"], [1.0, 1.0, 2.0, 1.0, 1.0], 2) == [["c", "a"], ["d", "b"], [None, "e"]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_micro_batches_of_ranks_are_within_the_budget_and_take_no_longer(device, ranks):
+    def longest(parts: list[Part]) -> float:
+        return sum(max(part.work for part in round_ if part is not None) for round_ in rounds(parts, ranks))
+
+    shorter = 0
+    for seed in range(20):
+        whole = ragged(seed).whole(torch.device(device))
+        for budget in (25, 60, 10_000):
+            alone, dealt = whole.micro_batches(budget), whole.micro_batches(budget, ranks)
+            assert sorted(i for part in dealt for i in part.indices) == list(range(20))
+            assert all(len(part) == 1 or part.forward_tokens <= budget for part in dealt)
+            if ranks == 1:
+                assert orders(dealt) == orders(alone)
+                continue
+            assert longest(dealt) <= longest(alone)
+            shorter += longest(dealt) < longest(alone)
+            assert budget < 10_000 or len(dealt) >= ranks
+    assert ranks == 1 or shorter > 10
+
+
+def test_parts_of_more_ranks_than_responses_leave_the_others_idle():
+    part = ragged(0).part([3, 4])
+    assert rounds(part.micro_batches(10_000, 5), 5)[0].count(None) == 3
+    assert rounds(ragged(0).part([]).micro_batches(10_000, 5), 5) == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from qarl.training.muon import BatchedMuon, _batches, batched_step, orthogonalized
+from qarl.training.muon import BatchedMuon, batched_step, batches, orthogonalized
 
 SHAPES = [(16, 48), (48, 16), (16, 48), (32, 32), (16, 48), (48, 16), (1, 5), (5, 1)]
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
@@ -69,10 +69,14 @@ def test_a_matrix_gets_the_same_update_alone_and_among_others() -> None:
 def test_batches_are_of_one_shape_and_fit_the_budget() -> None:
     parameters = matrices(0)
     each = 2 * (3 * 16 * 48 + 2 * 16 * 16)
-    assert sorted(place for batch in _batches(parameters, each) for place in batch) == list(range(len(SHAPES)))
-    assert list(_batches(parameters, 2 * each))[:2] == [[0, 2], [4]]
-    assert list(_batches(parameters, 1)) == [[place] for place in (0, 2, 4, 1, 5, 3, 6, 7)]
-    assert list(_batches([], 1)) == []
+    assert sorted(
+        place for batch in batches([parameter.shape for parameter in parameters], each) for place in batch
+    ) == list(range(len(SHAPES)))
+    assert list(batches([parameter.shape for parameter in parameters], 2 * each))[:2] == [[0, 2], [4]]
+    assert list(batches([parameter.shape for parameter in parameters], 1)) == [
+        [place] for place in (0, 2, 4, 1, 5, 3, 6, 7)
+    ]
+    assert list(batches([], 1)) == []
 
 
 def test_parameters_without_gradient_keep_everything() -> None:

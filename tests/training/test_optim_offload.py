@@ -6,13 +6,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load, save
+from tiny_runs import live, parts
 from torch.nn import Parameter
 
 from qarl.config import OptimConfig
 from qarl.errors import UserError
-from qarl.training import offload
+from qarl.training import offload, optim
 from qarl.training.offload import OffloadedAdamW
-from qarl.training.optim import Optimizer, build_optimizer
+from qarl.training.optim import Optimizer, build_optimizer, round_masters
 
 SHAPES = [(11, 60), (8, 6), (8,), (64, 64), (1,), (700,), (0, 4)]
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-8}
@@ -37,11 +38,12 @@ def set_gradients(members: list[Parameter], seed: int, skip: int | None = None) 
         parameter.grad = None if place == skip else gradient.detach()
 
 
-@pytest.mark.parametrize("bucket", [8 * 64, 8 * 256, 8 * 1000, 2**28])
-def test_parameters_and_moments_have_the_bits_of_torch_s_fused_adamw(bucket) -> None:
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("bucket", [12 * 64, 8 * 256, 8 * 1000, 2**28])
+def test_parameters_and_moments_have_the_bits_of_torch_s_fused_adamw(bucket, masters) -> None:
     theirs, ours = parameters(), parameters()
     reference = torch.optim.AdamW(groups(theirs), fused=True, **OPTIONS)
-    optimizer = OffloadedAdamW(groups(ours), bucket_bytes=bucket, fused=True, **OPTIONS)
+    optimizer = OffloadedAdamW(groups(ours), bucket_bytes=bucket, masters=masters, fused=True, **OPTIONS)
     for step in range(4):
         for members, one in ((theirs, reference), (ours, optimizer)):
             set_gradients(members, step, skip=step)
@@ -49,8 +51,9 @@ def test_parameters_and_moments_have_the_bits_of_torch_s_fused_adamw(bucket) -> 
                 group["lr"] = 1e-2 / (step + 1)
             one.step()
     optimizer.settle()
+    assert not masters or all(p.isnan().all() and p.untyped_storage().nbytes() == 4 for p in ours)
     for mine, their in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, their)
+        assert torch.equal(optimizer.values[mine].to(DEVICE) if masters else mine, their)
         assert optimizer.state[mine].keys() == reference.state[their].keys()
         for name, value in reference.state[their].items():
             assert torch.equal(optimizer.state[mine][name].cpu(), value.cpu()), name
@@ -84,6 +87,50 @@ def test_the_host_s_tensors_do_not_overlap_and_fill_their_arenas(monkeypatch) ->
     assert all((tensor == value).all() for value, tensor in enumerate(tensors))
     arenas = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert max(arenas.values()) <= 4 * 2048  # the power of two that holds the largest, 1100
+
+
+def test_masters_on_the_host_are_rounded_as_those_on_the_device() -> None:
+    found = []
+    for masters in (False, True):
+        members = parameters()
+        round_masters(members, torch.bfloat16)
+        options = OPTIONS | {"masters": masters, "rounded": torch.bfloat16}
+        part = OffloadedAdamW(groups(members), bucket_bytes=12 * 256, fused=True, **options)
+        names = [str(place) for place in range(len(members))]
+        optimizer = Optimizer("adamw", {"adamw": (part, names)}, torch.bfloat16)
+        for step in range(3):
+            set_gradients(members, step)
+            optimizer.step()
+        optimizer.settle()
+        found.append([optimizer.masters()[name].cpu() for name in names])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert any(not torch.equal(one, start.detach().cpu()) for one, start in zip(found[0], parameters(), strict=True))
+
+
+@pytest.mark.parametrize("learner", ["aligned", "full_precision"])
+def test_a_learner_without_masters_on_its_device_learns_and_goes_on_with_the_same_bits(
+    tiny_model, monkeypatch, learner
+) -> None:
+    monkeypatch.setattr(optim, "_require_device", lambda parameters: None)  # a CPU does as well
+    found, saved = [], None
+    for where in (False, "all", "all from a checkpoint"):
+        sections = {"quant": {"group_size": 32, "learner": learner}, "train": {"minibatch_size": 16}}
+        run = parts(tiny_model("qwen3"), **sections, optim={"lr": 1e-3, "offload": where and "all"})
+        if where == "all from a checkpoint":
+            run.learner.updates.load(*saved, 1)
+        else:
+            run.learn(live(run))
+            pieces, meta = run.learner.updates.pieces()
+            kept = {(piece.group, piece.name): piece.values.clone() for piece in pieces}
+            saved = (lambda group, name, start, stop, kept=kept: kept[group, name][start:stop]), meta
+        run.learn(live(run, seed=2))
+        pieces, _ = run.learner.updates.pieces()
+        found.append((run.policy.current.manifest().digest(), {(p.group, p.name): p.values.clone() for p in pieces}))
+        assert all(master.isnan().all() for _, master in run.policy.named_parameters()) == bool(where)
+    first, tensors = found[0]
+    for digest, others in found[1:]:
+        assert digest == first and others.keys() == tensors.keys()
+        assert all(torch.equal(tensors[name], other) for name, other in others.items())
 
 
 def wrapped(members: list[Parameter], part: torch.optim.Optimizer) -> Optimizer:
@@ -120,14 +167,14 @@ def test_a_saved_state_goes_on_bit_for_bit_wherever_it_was_kept(way) -> None:
 def test_there_is_nothing_to_offload_from_on_a_cpu() -> None:
     named = [("w", Parameter(torch.zeros(2, 2)))]
     with pytest.raises(UserError, match=r"optim\.offload: the model is on the CPU"):
-        build_optimizer(named, OptimConfig(offload=True))
+        build_optimizer(named, OptimConfig(offload="moments"))
 
 
 @needs_gpu
 def test_the_moments_are_in_pinned_memory_of_the_host() -> None:
     members = parameters()
     named = [(f"model.layers.{i}.weight", parameter) for i, parameter in enumerate(members)]
-    optimizer = build_optimizer(named, OptimConfig(offload=True))
+    optimizer = build_optimizer(named, OptimConfig(offload="moments"))
     set_gradients(members, 0)
     optimizer.step()
     tensors, _ = optimizer.state_tensors()

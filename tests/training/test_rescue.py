@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
+from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.policy.policy import Policy
 from qarl.rewards.pool import RewardPool
@@ -24,7 +25,8 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.storage import rundir
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.environment import describe_environment
-from qarl.training import keeper, learner, loop, step, step_record
+from qarl.storage.pieces import whole_tensors
+from qarl.training import keeper, local_updates, loop, step, step_record
 from qarl.training.console import RunConsole
 from qarl.training.metrics import Clock
 from qarl.training.optim import Optimizer
@@ -64,10 +66,11 @@ class Tiny:
             if name <= f"{last}z" and not (but and name.startswith(but)):
                 assert (self.run / "rollouts" / name).read_bytes() == data, name
 
-    def build_run(self, config: Config, device: torch.device, console: RunConsole, rewards_log: Path) -> Run:
+    def build_run(self, config: Config, device: torch.device, console: RunConsole, log: Path, ranks: Ranks) -> Run:
         if self._parts is None:
-            run = self._build(config, device, console, rewards_log)
-            tensors, state = capture(run, run.stream.state())
+            run = self._build(config, device, console, log, ranks)
+            pieces, state = capture(run, run.stream.state())
+            tensors = whole_tensors(pieces)
             kept = {group: {k: v.clone() for k, v in members.items()} for group, members in tensors.items()}
             self._parts = run, kept, state
         run, tensors, state = self._parts
@@ -76,7 +79,7 @@ class Tiny:
                 parameter.copy_(tensors["masters"][name])
                 parameter.grad = None
         run.stream.load_state(state["data"])
-        run.optimizer.load_state_tensors(tensors["optimizer"], state["optimizer"])
+        run.updates.optimizer.load_state_tensors(tensors["optimizer"], state["optimizer"])
         run.learner.skipped_in_a_row = 0
         run.policy.refresh(state["version"])
         shared = SimpleNamespace(**vars(run))
@@ -130,10 +133,10 @@ PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "batch": (step, "build_batch", 1, False, AT - 1),
     "learn": (step, "learn", 1, False, AT - 1),
     "probe": (Probe, "begin", 1, False, AT - 1),
-    "first gradient": (learner, "clip_grad_norm", 2, False, AT - 1),
+    "first gradient": (local_updates, "grad_norm", 2, False, AT - 1),
     "first step of the optimizer": (Optimizer, "step", 2, False, AT - 1),
     "refresh": (Policy, "refresh", 2, False, 0),
-    "second gradient": (learner, "clip_grad_norm", 1, False, 0),
+    "second gradient": (local_updates, "grad_norm", 1, False, 0),
     "end of the probe": (Probe, "learned", 1, False, 0),
     "finished learning": (step, "learn", 1, True, 0),
     "wake": (NativeEngine, "wake", 1, False, AT),

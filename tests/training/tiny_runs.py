@@ -14,6 +14,7 @@ from forks import ForkServer
 
 from qarl.config import Config
 from qarl.diagnostics.probe import Probe
+from qarl.distributed.ranks import Alone
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -21,8 +22,9 @@ from qarl.rollout.native.engine import NativeEngine
 from qarl.sizes import decide_sizes
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
+from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer
-from qarl.training.optim import Optimizer, build_optimizer
+from qarl.training.optim import Optimizer
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.step import learn
 from qarl.types import Prompt
@@ -111,11 +113,12 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     policy = build_policy(config, load_model(config.model), torch.device("cpu"))
     tokenizer = load_tokenizer(config.model)
     sampling = build_sampling(config, policy, tokenizer)
-    optimizer = build_optimizer(policy.named_parameters(), config.optim)
-    learner = Learner(policy, optimizer, config, sampling.truncation)
+    updates = LocalUpdates(policy, config)
+    learner = Learner(policy, updates, config, sampling.truncation, Alone())
     if learner.objective.needs.reference:
         policy.keep_reference()
-    return Parts(config, policy, optimizer, learner, NativeEngine(policy.sampler, tokenizer, config.rollout), sampling)
+    engine = NativeEngine(policy.sampler, tokenizer, config.rollout)
+    return Parts(config, policy, updates.optimizer, learner, engine, sampling)
 
 
 @pytest.fixture(scope="module")

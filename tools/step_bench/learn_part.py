@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import torch
 from qarl_kernels.logprob import Truncation
 
+from qarl.distributed.ranks import Alone
 from qarl.policy.policy import Policy
 from qarl.training.batch import Batch, build_batch
 from qarl.training.learner import Learner
+from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observers
-from qarl.training.optim import build_optimizer
 from qarl.training.step import learn
 from qarl.types import Prompt, Rollout
 from step_bench.learner_part import make_policy
@@ -36,7 +37,7 @@ def learn_records(options: argparse.Namespace, shape: Shape, device: torch.devic
     rollout = config.rollout.model_copy(update={"n": options.responses})
     config = config.model_copy(update={"train": train, "rollout": rollout})
     policy = make_policy(options, shape, device, config, longest)
-    learner = Learner(policy, build_optimizer(policy.named_parameters(), config.optim), config, Truncation())
+    learner = Learner(policy, LocalUpdates(policy, config), config, Truncation(), Alone())
     draw = torch.Generator().manual_seed(options.seed)
     batch, tokens = drawn_batch(options, shape, policy, draw), 0
 

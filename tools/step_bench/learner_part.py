@@ -12,12 +12,14 @@ from vllm_bench.models import policy_of, quant_of, random_masters
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.distributed.ranks import Alone
 from qarl.flops import BACKWARD, forward_flops
 from qarl.memory import estimate, forward_peak, phase_bytes
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.learner import Learner
-from qarl.training.optim import build_optimizer, clip_grad_norm
+from qarl.training.local_updates import LocalUpdates
+from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
 from step_bench.measure import Record, timed, top_kernels
 from step_bench.settings import learner_config
@@ -134,8 +136,8 @@ def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.d
     config = learner_config(options, shape, device, length)
     policy = make_policy(options, shape, device, config, length + 1)
     masters = [parameter for _, parameter in policy.named_parameters()]
-    optimizer = build_optimizer(policy.named_parameters(), config.optim)
-    learner = Learner(policy, optimizer, config, Truncation())
+    updates = LocalUpdates(policy, config)
+    learner = Learner(policy, updates, config, Truncation(), Alone())
     learner.begin(0)
     (ids,) = random_tokens(1, length + 1, shape.vocabulary, options.seed)
 
@@ -144,18 +146,21 @@ def optimizer_records(options: argparse.Namespace, shape: Shape, device: torch.d
         learner.backward(logp.mean())
 
     def gradients() -> None:
-        optimizer.zero_grad()  # or those of the call before would be held beside the new ones
+        updates.clear()  # or those of the call before would be held beside the new ones
         backward()
-        learner.gradients.deliver()
+        updates.gradients.deliver()
+
+    def clip() -> None:
+        clip_grads(masters, grad_norm(masters), config.optim.max_grad_norm)
 
     def refresh() -> None:
-        policy.refresh(policy.version + 1)
+        updates.publish(policy.version + 1)
 
     labels = {"optimizer": config.optim.name, "parameters": sum(master.numel() for master in masters)}
     parts = {
         "update": (learner.update, backward),
-        "clip": (lambda: clip_grad_norm(masters, config.optim.max_grad_norm), gradients),
-        "optimizer": (optimizer.step, gradients),
+        "clip": (clip, gradients),
+        "optimizer": (updates.optimizer.step, gradients),
         "refresh": (refresh, None),
     }
     for what, (call, prepare) in parts.items():

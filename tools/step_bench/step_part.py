@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from qarl.config import Config
 from qarl.config.yaml_io import dump_yaml
 from qarl.storage.runs import METRICS, read_metrics
 from step_bench.measure import Record
@@ -21,10 +24,13 @@ from step_bench.shapes import REWARD, Shape, model_directory, write_questions
 PHASES = ("step", "rollout", "reward", "learner", "diagnostics", "publish")
 
 
+def peak_of(metrics: dict[str, Any]) -> float:
+    return metrics.get("memory/peak_gib_max", metrics["memory/peak_gib"])
+
+
 def step_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """A record for each training step, and one with medians over those after the first, which compiles."""
     from qarl.config import load_config
-    from qarl.training.loop import train
 
     model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
@@ -35,21 +41,36 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
         (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
         config = load_config(place / "step.yaml", options.set)
         begin = time.perf_counter()
-        code = train(config)
+        code = run(options, place / "step.yaml", config)
         total = time.perf_counter() - begin
         assert code == 0, f"the run ended with {code}"
         yield from records_of(read_metrics(place / "run" / METRICS), config.rollout.max_response_length, engine, total)
 
 
+def run(options: argparse.Namespace, path: Path, config: Config) -> int:
+    """The exit code of `qarl train`, in this process or of the ranks that it starts. config: of path and --set."""
+    if options.nproc > 1:
+        command = ["-m", "qarl.cli", "train", str(path), *options.set, "--nproc", str(options.nproc)]
+        return subprocess.run([sys.executable, *command], check=False).returncode
+    from qarl.training.loop import train
+
+    return train(config)
+
+
 def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total: float) -> Iterator[Record]:
-    """steps: lines of metrics.jsonl. total: seconds of the run with its start."""
+    """steps: lines of metrics.jsonl. total: seconds of the run with its start.
+
+    Of several ranks memory is the most of any, and a phase's time that of the first; the whole batch's tokens count.
+    """
     for metrics in steps:
         assert metrics["response/length_mean"] == new_tokens, "nothing ends a response early"
         times = {f"{phase}_s": metrics[f"time/{phase}_s"] for phase in PHASES if f"time/{phase}_s" in metrics}
         rates = {f"{side}_tokens_per_s": metrics[f"throughput/{side}_tokens_per_s"] for side in ("rollout", "learner")}
-        memory = {"peak_gib": metrics["memory/peak_gib"]}
-        idle = {"idle_responses": metrics["policy/zero_advantage_frac"]}
-        yield {"what": "one_step", "step": metrics["step"], "engine": engine, **times, **rates, **memory, **idle}
+        memory = {"peak_gib": peak_of(metrics)}
+        seen = {"idle_responses": metrics["policy/zero_advantage_frac"]}
+        if "mismatch/delta_abs_max" in metrics:
+            seen["delta_abs_max"] = metrics["mismatch/delta_abs_max"]
+        yield {"what": "one_step", "step": metrics["step"], "engine": engine, **times, **rates, **memory, **seen}
     timed = steps[1:] or steps
     medians = {
         f"{phase}_s": statistics.median(metrics[f"time/{phase}_s"] for metrics in timed)
@@ -63,6 +84,6 @@ def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total:
         "steps": len(steps),
         "new_tokens": new_tokens,
         "total_s": total,
-        "peak_gib": max(metrics["memory/peak_gib"] for metrics in steps),
+        "peak_gib": max(map(peak_of, steps)),
         **medians,
     }

@@ -9,7 +9,6 @@ ITEM_ROWS rows, which write float32 partial sums that a last kernel adds in orde
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from qarl_kernels.flash import layout as tables
@@ -17,6 +16,7 @@ from qarl_kernels.flash.backward_kernels import key_grad_kernel, key_sum_kernel,
 from qarl_kernels.flash.forward import Tile, check, padded
 from qarl_kernels.flash.layout import PackedLayout
 from qarl_kernels.flash.steps import LOG2E
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 
 # By head size padded to a power of two: (gradient of queries, gradients of keys and values). A row's bits depend on
@@ -77,12 +77,12 @@ def attention_backward(
     if tokens == 0:
         return dq, dk, dv
     # Past the last row as much again as a block reads, which must be finite: it is multiplied by 0.
-    padded_tokens = triton.cdiv(tokens + 3 + tables.TILE, 4) * 4
+    padded_tokens = cdiv(tokens + 3 + tables.TILE, 4) * 4
     stats = torch.zeros(4, 2, heads, padded_tokens, dtype=torch.float32, device=q.device)
     sizes = {"D": dim, "D_PAD": padded(dim)}
     launch(
         stats_kernel,
-        (heads, triton.cdiv(tokens, STATS_ROWS)),
+        (heads, cdiv(tokens, STATS_ROWS)),
         num_warps=4,
         grad_out=grad_out,
         out=out,

@@ -27,6 +27,7 @@ from qarl_kernels.flash.steps import (
     probabilities,
     row_total,
 )
+from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 
 # By head size padded to a power of two: warps and stages of a decode program. Looking up a page takes a stage for each
@@ -187,9 +188,9 @@ def decode(
     heads, dim = q.shape[1:]
     head_axis = 3 - token_axis
     rep = heads // k.shape[head_axis]
-    together = min(64, max(16, triton.next_power_of_2(rep)))
-    sequences_count, chunks = lengths.shape[0], max(1, triton.cdiv(max_length, tables.CHUNK))
-    programs = k.shape[head_axis] * triton.cdiv(rep, together)
+    together = min(64, max(16, next_power_of_2(rep)))
+    sequences_count, chunks = lengths.shape[0], max(1, cdiv(max_length, tables.CHUNK))
+    programs = k.shape[head_axis] * cdiv(rep, together)
     shared = min(chunks, PROGRAMS // max(1, programs * sequences_count))
     partial = state = None
     if shared > 1:

@@ -29,6 +29,7 @@ from qarl_kernels.flash.steps import (
     probabilities,
     row_total,
 )
+from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 
 
@@ -255,7 +256,7 @@ def run(
 
 def padded(dim: int) -> int:
     """Head size as the kernels hold it."""
-    return max(64, triton.next_power_of_2(dim))
+    return max(64, next_power_of_2(dim))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, head_axis: int = 1) -> None:

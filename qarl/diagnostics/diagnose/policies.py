@@ -65,7 +65,7 @@ class RunPolicy:
             raise UserError(f"{error}; restore it from a copy, or give another --step") from error
         masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
         for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
-            if name not in masters or name not in parameters or masters[name].shape != parameters[name].shape:
+            if name not in masters or name not in parameters or masters.shape(name) != parameters[name].shape:
                 raise UserError(
                     f"{checkpoint.path}: made for another model ('{name}' is not the same in both); give "
                     "the model that the run started from with --model"

@@ -6,7 +6,6 @@ any batch, the log-probs reported here equal the learner's recomputation bit for
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
 
@@ -19,7 +18,15 @@ from qarl.errors import UserError
 from qarl.machine import gpu_bytes
 from qarl.memory import kv_cache_bytes
 from qarl.policy.sampler import Sampler
-from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
+from qarl.rollout.engine import (
+    Progress,
+    SamplingParams,
+    first_samples,
+    ignore_progress,
+    longest_of,
+    require_finite,
+    require_version,
+)
 from qarl.rollout.native.ahead import AheadRunner
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.plain import PlainRunner
@@ -70,7 +77,12 @@ class NativeEngine:
         self.version = None
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+        progress: Progress = ignore_progress,
+        first: Sequence[int] | None = None,
     ) -> list[Rollout]:
         require_version(self.version, version)
         if not self.sampler.current:  # a run draws from what was learned last
@@ -89,14 +101,10 @@ class NativeEngine:
             pool, runner.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
         )
         responses: list[Response] = []
-        occurrences: Counter[int] = Counter()
-        for prompt in prompts:
-            # A prompt that is there twice gets other random numbers the second time.
-            first = occurrences[prompt.id] * sampling.n
-            occurrences[prompt.id] += 1
+        for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
             samples = [
                 Response(prompt, i, uniforms(sampling.seed, prompt.id, i, sampling.max_response_length))
-                for i in range(first, first + sampling.n)
+                for i in range(begin, begin + sampling.n)
             ]
             scheduler.add(samples)
             responses += samples

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
+import torch.distributed as dist
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -28,9 +28,9 @@ def no_way_in(backend: str) -> Iterator[None]:
     backend: of the default group, as vLLM would choose it.
     """
     before = set(listening_sockets())
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    new_group = torch.distributed.new_group
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    new_group = dist.new_group
 
     def new_group_without_a_socket(*args: Any, **keywords: Any) -> Any:
         try:
@@ -39,11 +39,11 @@ def no_way_in(backend: str) -> Iterator[None]:
             close_sockets(before)
 
     close_sockets(before)
-    torch.distributed.new_group = new_group_without_a_socket
+    dist.new_group = new_group_without_a_socket
     try:
         yield
     finally:
-        torch.distributed.new_group = new_group
+        dist.new_group = new_group
         close_sockets(before)
 
 

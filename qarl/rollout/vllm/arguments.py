@@ -37,6 +37,8 @@ def engine_arguments(settings: SamplerSettings) -> dict[str, Any]:
         arguments |= {"gpu_memory_utilization": settings.memory_frac, "enable_sleep_mode": settings.sleep}
     if settings.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.shards > 1:
+        arguments |= _cut_arguments(settings)
     overrides: dict[str, Any] = {}
     if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
         overrides["quantization_config"] = {"quant_method": "qarl-dense"}
@@ -46,6 +48,19 @@ def engine_arguments(settings: SamplerSettings) -> dict[str, Any]:
     if overrides:
         arguments["hf_overrides"] = overrides
     return arguments | dict(settings.args)
+
+
+def _cut_arguments(settings: SamplerSettings) -> dict[str, Any]:
+    """Of a process that holds a part of the model. Sums go over NCCL: others ask for GPUs that it does not see."""
+    arguments: dict[str, Any] = {
+        "tensor_parallel_size": settings.shards,
+        "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,
+        "async_scheduling": False,  # it schedules by what is done when, which may differ between the processes
+    }
+    if settings.cuda is not None:
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return arguments
 
 
 def _exact_architecture(settings: SamplerSettings) -> str:

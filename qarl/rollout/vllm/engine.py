@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,21 @@ from transformers import PreTrainedTokenizerBase
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.policy.trace import Tracer
-from qarl.rollout.engine import Progress, SamplingParams, ignore_progress, longest_of, require_finite, require_version
+from qarl.rollout.engine import (
+    Progress,
+    SamplingParams,
+    first_samples,
+    ignore_progress,
+    longest_of,
+    require_finite,
+    require_version,
+)
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import drawing_of, sampler_settings
+from qarl.rollout.vllm.launch import drawing_of, sampler_gpu, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, request_seed
+from qarl.rollout.vllm.team import SamplerTeam
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.link import SamplerFault
@@ -65,7 +73,7 @@ class VLLMEngine:
         self.restarts = 0
         self._measured: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
-        self._sampler: SamplerProcess | InlineSampler | None = None
+        self._sampler: SamplerProcess | SamplerTeam | InlineSampler | None = None
         self._asleep = False
         self._fault: SamplerFault | None = None
 
@@ -83,18 +91,20 @@ class VLLMEngine:
         self.version = snapshot.version
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+        progress: Progress = ignore_progress,
+        first: Sequence[int] | None = None,
     ) -> list[Rollout]:
         require_version(self.version, version)
         if not prompts:
             return []
         longest_of(prompts, sampling, self.layout.max_length)  # raises where one does not fit
         order: list[tuple[Prompt, int]] = []
-        occurrences: Counter[int] = Counter()
-        for prompt in prompts:
-            first = occurrences[prompt.id] * sampling.n
-            occurrences[prompt.id] += 1
-            order += [(prompt, sample) for sample in range(first, first + sampling.n)]
+        for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
+            order += [(prompt, sample) for sample in range(begin, begin + sampling.n)]
         requests = [Request(p.token_ids, request_seed(sampling.seed, p.id, sample)) for p, sample in order]
         drawing = drawing_of(sampling)
 
@@ -186,8 +196,13 @@ class VLLMEngine:
             expected = snapshot.fingerprints()
             if vllm.process == "inline":
                 self._sampler = InlineSampler(settings, expected, self.log)
+            elif vllm.tensor_parallel > 1:
+                first = sampler_gpu(self.config)
+                gpus = [None if first is None else first + i for i in range(vllm.tensor_parallel)]
+                plans = self.weights.open_team(gpus)
+                self._sampler = SamplerTeam(settings, expected, plans, self.log, vllm.timeout_s)
             else:
-                plan = self.weights.open(vllm.device)
+                plan = self.weights.open(sampler_gpu(self.config))
                 self._sampler = SamplerProcess(settings, expected, plan, self.log, vllm.timeout_s)
             self._sampler.start(ignore_progress)
         finally:

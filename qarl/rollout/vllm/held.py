@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
-# Checkpoint metadata that a kernel does not read: int64 [2], the same at every version.
-METADATA = (".weight_shape",)
 SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 
 

@@ -22,11 +22,13 @@ from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
 from qarl.rollout.vllm.arguments import engine_arguments
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
-from qarl.rollout.vllm.loading import Loader
+from qarl.rollout.vllm.loading import Loader, stored
+from qarl.rollout.vllm.meeting import agreed, meeting_in
 from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
-from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.receiver import Arriving, arrived
-from qarl.weight_sync.verify import PublishError
+from qarl.weight_sync.shards import METADATA, Shard, shard_prints
+from qarl.weight_sync.verify import PublishError, verify
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -52,6 +54,7 @@ class Host:
         self._llm = _start(settings)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
+        self._shard = Shard(settings.shard, settings.shards)
         if settings.numerics == "exact":
             from qarl.rollout.vllm.exact.start import take_over
 
@@ -64,8 +67,9 @@ class Host:
             self._head = use_float32_head(self._model)
         if settings.linear_kernels == "qarl":
             _require_served(self._model)
-        self.held = HeldModel(self._model, expected)
-        self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging)
+        self._parts = self._parts_in_checkpoint()
+        self.held = HeldModel(self._model, self._parts)
+        self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging, self._shard)
 
     @property
     def _model(self) -> nn.Module:
@@ -95,8 +99,22 @@ class Host:
 
         arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
         the whole snapshot. Returns the seconds of its parts: receive, load, check.
-        Raises PublishError: other bytes arrived than were sent, or other ones are held.
+        Raises PublishError: other bytes arrived than were sent, or other ones are held, here or in another process of
+        the same model.
         """
+        fault: Exception | None = None
+        seconds: dict[str, float] = {}
+        try:
+            seconds = self._publish(version, arriving, expected)
+        except Exception as error:
+            fault = error
+        if self._shard.count > 1 and not agreed(fault is None) and fault is None:
+            fault = PublishError(f"publish of version {version}: another process of the same model refused it")
+        if fault is not None:
+            raise fault
+        return seconds
+
+    def _publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
         begin = time.perf_counter()
         tensors = arrived(version, arriving, expected, lambda name: self._loader.base(name, expected))
         received = self._now()
@@ -109,10 +127,25 @@ class Host:
             if self._policy is not None:
                 self._policy.follow()
         loaded = self._now()
+        if self._shard.count > 1:
+            self._parts |= shard_prints(tensors.items(), self._shard)
+            expected = self._parts
         self.held.check(version, expected)
         if self._head is not None and not self._head.fresh():
             raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
         return {"receive": received - begin, "load": loaded - received, "check": self._now() - loaded}
+
+    def _parts_in_checkpoint(self) -> dict[str, Fingerprint]:
+        """Fingerprints of what this process must hold of the snapshot that vLLM started from, by published name.
+
+        Raises PublishError where the checkpoint is not the snapshot.
+        """
+        if self._shard.count == 1:
+            return dict(self._expected)
+        checkpoint, device = self.settings.checkpoint, self._worker.device
+        whole = {name: print_ for name, print_ in self._expected.items() if not name.endswith(METADATA)}
+        verify(0, whole, fingerprints(stored(checkpoint, set(whole), device)), "the checkpoint")
+        return dict(self._expected) | shard_prints(stored(checkpoint, set(whole), device), self._shard)
 
     def _now(self) -> float:
         """Seconds, when all work given to the GPU is done."""
@@ -243,7 +276,11 @@ def _start(settings: SamplerSettings) -> LLM:
     keep_scales()
     batch_seeded_noise()
     register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
-    with no_way_in("gloo" if settings.cuda is None else "nccl"):
+    backend = "gloo" if settings.cuda is None else "nccl"
+    groups = no_way_in(backend)
+    if settings.meeting is not None:
+        groups = meeting_in(settings.meeting, backend, settings.shard, settings.shards)
+    with groups:
         return LLM(str(settings.checkpoint), **engine_arguments(settings))
 
 

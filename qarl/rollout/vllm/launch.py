@@ -11,6 +11,7 @@ import torch
 from qarl import memory
 from qarl.config import Config
 from qarl.config.quant import scheme_of
+from qarl.distributed.place import place
 from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
@@ -24,7 +25,8 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     """What vLLM is started with. checkpoint: of the current snapshot."""
     rollout, vllm = config.rollout, config.rollout.vllm
     on_gpu = layout.device.type == "cuda"
-    shared = on_gpu and vllm.device is None
+    own = sampler_gpu(config)
+    shared = on_gpu and own is None
     return SamplerSettings(
         checkpoint=checkpoint,
         dtype=config.model.dtype,
@@ -32,14 +34,14 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         context=layout.max_length,
         max_num_seqs=rollout.max_num_seqs,
         max_batched_tokens=rollout.max_batched_tokens,
-        kv_cache_bytes=kv_cache_bytes(config, layout),
+        kv_cache_bytes=_of_one(kv_cache_bytes(config, layout), vllm.tensor_parallel),
         memory_frac=vllm.memory_frac,
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
         sleep=shared and vllm.sleep_level > 0,
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
-        cuda=(learner_gpu(layout.device) if vllm.device is None else vllm.device) if on_gpu else None,
+        cuda=(learner_gpu(layout.device) if own is None else own) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),
     )
@@ -69,9 +71,25 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
             f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
             f"demands; set {context} or more, or lower model.max_length"
         )
-    own = config.rollout.vllm.device
-    if device.type == "cuda" and own is not None and own >= torch.cuda.device_count():
-        raise UserError(f"rollout.vllm.device: {own}, but this machine shows {torch.cuda.device_count()} GPUs, from 0")
+    own, gpus = sampler_gpu(config), config.rollout.vllm.tensor_parallel
+    if device.type == "cuda" and own is None and gpus > 1:
+        raise UserError(f"rollout.vllm.device: with tensor_parallel {gpus} vLLM needs GPUs of its own; name the first")
+    if device.type == "cuda" and own is not None and own + gpus > torch.cuda.device_count():
+        raise UserError(
+            f"rollout.vllm.device: vLLM's last GPU is {own + gpus - 1}, but this machine shows "
+            f"{torch.cuda.device_count()} GPUs, from 0"
+        )
+
+
+def sampler_gpu(config: Config) -> int | None:
+    """The CUDA index of this rank's vLLM where that has a GPU of its own; of several, the first one's."""
+    vllm, rank = config.rollout.vllm, place()
+    first = vllm.device
+    return first if first is None or rank is None else first + rank.local * vllm.tensor_parallel
+
+
+def _of_one(nbytes: int | None, gpus: int) -> int | None:
+    return None if nbytes is None else math.ceil(nbytes / gpus)
 
 
 def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:

@@ -18,9 +18,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.held import METADATA, HeldModel
+from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.marlin import workspaces
 from qarl.weight_sync.fingerprints import Fingerprint
+from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
 
 logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
 
@@ -29,13 +30,20 @@ class Loader:
     """Loads published tensors into a started vLLM.
 
     worker: vLLM's. held: its model. expected: fingerprints of the snapshot in `checkpoint`, which vLLM started from.
-    staging: keep the published tensors of repacked layers; patches of those need it.
+    staging: keep the published tensors of repacked layers; patches of those need it. shard: what of each tensor the
+    model holds; vLLM's reload cuts them itself.
     """
 
     def __init__(
-        self, worker: Any, held: HeldModel, expected: Mapping[str, Fingerprint], checkpoint: Path, staging: bool
+        self,
+        worker: Any,
+        held: HeldModel,
+        expected: Mapping[str, Fingerprint],
+        checkpoint: Path,
+        staging: bool,
+        shard: Shard = WHOLE,
     ) -> None:
-        self._worker, self._held = worker, held
+        self._worker, self._held, self._shard = worker, held, shard
         self._units = {name: held.unit_of(name).name for name in expected}
         device: torch.device = worker.device
         # On the CPU a layer may be held by a library as well, which only vLLM's reload tells.
@@ -46,7 +54,7 @@ class Loader:
         self._workspaces = workspaces(worker.model_runner.get_model().modules())  # held, for the graphs of the start
         if staging:
             wanted = [name for name in expected if self._units[name] not in self._plain]
-            found = dict(_stored(checkpoint, set(wanted), device))
+            found = dict(stored(checkpoint, set(wanted), device))
             self._staging = {name: found[name] for name in wanted}
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
@@ -56,7 +64,7 @@ class Loader:
     def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
         """Put new tensors in checkpoint layout, by published name, into the model's layers."""
         plain = {name: tensor for name, tensor in tensors.items() if self._units[name] in self._plain}
-        self._held.write(plain)
+        self._held.write({name: shard_of(name, tensor, self._shard) for name, tensor in plain.items()})
         repacked = {self._units[name] for name in tensors if name not in plain}
         if not repacked:
             return
@@ -127,7 +135,8 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) ->
             held.update(kept)
 
 
-def _stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def stored(checkpoint: Path, names: set[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """These tensors of a checkpoint, on a device."""
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file.get_tensor(name).to(device)) for name in file.keys() if name in names)  # noqa: SIM118

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qarl.distributed.place import alone
 from qarl.rollout.vllm.messages import (
     data_limit,
     order,
@@ -21,7 +23,7 @@ from qarl.rollout.vllm.messages import (
     read_ready,
     start_order,
 )
-from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings
 from qarl.rollout.vllm.wire import Message, WireError, WireTimeout, channel_pair
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.link import SamplerFault
@@ -38,7 +40,7 @@ class SamplerProcess:
     """A vLLM in a process of its own, which leads a session: the terminal's Ctrl-C does not reach it.
 
     log: gets what vLLM prints. timeout_s: without a sign of life for so long it counts as hung. plan: of
-    the other end of the carrier that publications come by.
+    the other end of the carrier that publications come by. progress: responses and tokens of the order under way.
     """
 
     def __init__(
@@ -52,12 +54,6 @@ class SamplerProcess:
         self.timeout_s, self.log = timeout_s, log
         self.facts: dict[str, Any] = {}
         self._channel, child = channel_pair()
-        environment = dict(os.environ)
-        if plan.gpus:
-            visible = environment.get("CUDA_VISIBLE_DEVICES")
-            names = [visible.split(",")[gpu] if visible else str(gpu) for gpu in plan.gpus]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "qarl.rollout.vllm.worker", str(child.fileno())],
@@ -66,11 +62,14 @@ class SamplerProcess:
                 stderr=output,
                 pass_fds=(child.fileno(), *plan.fds),
                 start_new_session=True,
-                env=environment,
+                env=sampler_environment(os.environ, plan),
             )
         child.close()
         self._start = start_order(settings, expected, plan)
         self._order: tuple[str, Any] = ("start", None)
+        self.progress = (0, 0)
+        self.result: Any = None
+        self._deadline, self._received = math.inf, 0
 
     @property
     def pid(self) -> int:
@@ -78,8 +77,12 @@ class SamplerProcess:
 
     def start(self, tick: Tick) -> None:
         """Wait until vLLM is ready. tick(0, 0): called meanwhile. Raises SamplerFault, PublishError."""
-        self._send(self._start)
+        self.begin_start()
         self.facts = self._answer(tick)
+
+    def begin_start(self) -> None:
+        """The order that every other follows."""
+        self._send(self._start)
 
     def call(self, operation: str, payload: Any, tick: Tick) -> Any:
         """Give an order and wait for its result. tick(responses, tokens): called meanwhile; what it raises aborts.
@@ -122,40 +125,54 @@ class SamplerProcess:
         except WireError as error:  # an interrupt cut an order off, and the sampler waits for the rest of it
             raise self._ended(str(error)) from None
 
-    def _answer(self, tick: Tick) -> Any:
+    def expect(self) -> None:
+        """Be ready to hear the answer to the last order."""
+        self._channel.data_limit = data_limit(*self._order)
+        self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
+        self.progress, self.result = (0, 0), None
+
+    def hear(self, seconds: float) -> bool:
+        """Listen for at most so long; returns whether the answer is there, as `result`. `progress`: what came of it.
+
+        Raises SamplerFault, PublishError.
+        """
         operation, payload = self._order
-        self._channel.data_limit = data_limit(operation, payload)
-        deadline, received = time.monotonic() + self.timeout_s, self._channel.received
-        responses = tokens = 0
-        while True:
-            try:
-                message = self._channel.poll(TICK_S)
-                if self._channel.received != received:
-                    deadline, received = time.monotonic() + self.timeout_s, self._channel.received
-                if message is not None:
-                    match message.kind:
-                        case "ready":
-                            return read_ready(message)
-                        case "done":
-                            return read_done(operation, payload, message)
-                        case "aborted":
-                            return None
-                        case "failed":
-                            failure = read_failed(message)
-                            raise PublishError(failure.message) if failure.publish else SamplerFault(failure.message)
-                        case "progress":
-                            responses, tokens = read_progress(message)
-                        case other:
-                            raise WireError(f"an answer {other[:40]!r}")
-                elif self._process.poll() is not None:
-                    raise self._died()
-                elif time.monotonic() > deadline:
-                    raise self._hung()
-            except EOFError as error:
-                raise self._died() from error
-            except WireError as error:
-                raise self._ended(f"it sent what is no answer: {error}") from None
-            tick(responses, tokens)
+        try:
+            message = self._channel.poll(seconds)
+            if self._channel.received != self._received:
+                self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
+            if message is not None:
+                match message.kind:
+                    case "ready":
+                        self.result = read_ready(message)
+                        return True
+                    case "done":
+                        self.result = read_done(operation, payload, message)
+                        return True
+                    case "aborted":
+                        return True
+                    case "failed":
+                        failure = read_failed(message)
+                        raise PublishError(failure.message) if failure.publish else SamplerFault(failure.message)
+                    case "progress":
+                        self.progress = read_progress(message)
+                    case other:
+                        raise WireError(f"an answer {other[:40]!r}")
+            elif self._process.poll() is not None:
+                raise self._died()
+            elif time.monotonic() > self._deadline:
+                raise self._hung()
+        except EOFError as error:
+            raise self._died() from error
+        except WireError as error:
+            raise self._ended(f"it sent what is no answer: {error}") from None
+        return False
+
+    def _answer(self, tick: Tick) -> Any:
+        self.expect()
+        while not self.hear(TICK_S):
+            tick(*self.progress)
+        return self.result
 
     def _abort(self) -> None:
         """Let it forget the operation under way; it is ended if it does not within a while."""
@@ -184,3 +201,23 @@ class SamplerProcess:
             return SamplerFault(f"its process ended with exit code {code}")
         hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
         return SamplerFault(f"its process was ended by {signal.Signals(-code).name}{hint}")
+
+
+def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> dict[str, str]:
+    """What a sampler's process gets of the learner's environment: the plan's GPUs, and nothing of other ranks.
+
+    vLLM would take a launcher's ranks for its own. The network interface that ranks reach each other by is not for the
+    sampler, which talks to nobody. Nor is its compiled code for others: vLLMs that start at the same time would read
+    what another one is writing.
+    """
+    own = alone(environment)
+    if len(own) < len(environment):
+        own |= {name: ENVIRONMENT[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    if (local := environment.get("LOCAL_RANK", "0")) != "0":
+        user = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        own["VLLM_CACHE_ROOT"] = str(Path(environment.get("VLLM_CACHE_ROOT") or Path(user, "vllm"), f"rank-{local}"))
+    if plan.gpus:
+        visible = own.get("CUDA_VISIBLE_DEVICES")
+        names = [visible.split(",")[gpu] if visible else str(gpu) for gpu in plan.gpus]
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    return own | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -33,7 +33,8 @@ class SamplerSettings:
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
     staging: the published tensors of repacked layers are kept. linear_kernels: whose; numerics: exact is the policy's
     own forward, with qarl's. cuda: index of the GPU, None on the CPU. threads: on the CPU. args: further engine
-    arguments.
+    arguments. shard: which of `shards` parts of the model this process holds. meeting: file in a private directory
+    that the processes of one model meet in, None for a whole one.
     """
 
     checkpoint: Path
@@ -52,6 +53,9 @@ class SamplerSettings:
     numerics: Literal["exact", "fast"] = "fast"
     threads: int | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
+    shard: int = 0
+    shards: int = 1
+    meeting: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,87 @@
+"""What a user may say in a DeepSpeed JSON, given in the configuration or as a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qarl.config.base import Fault
+from qarl.inputs.json import read_json_object
+
+# What qarl decides, and the key that says it.
+DECIDED = {
+    "optimizer": "set optim.name",
+    "scheduler": "set optim.schedule",
+    "fp16": "set model.dtype",
+    "bf16": "set model.dtype",
+    "amp": "set model.dtype",
+    "data_types": "set model.dtype",
+    "torch_autocast": "set model.dtype",
+    "communication_data_type": "gradients are added in float32; leave it out",
+    "prescale_gradients": "gradients are added in float32; leave it out",
+    "gradient_predivide_factor": "gradients are added in float32; leave it out",
+    "gradient_clipping": "set optim.max_grad_norm",
+    "gradient_accumulation_steps": "set train.minibatch_size",
+    "train_batch_size": "set train.minibatch_size",
+    "train_micro_batch_size_per_gpu": "set train.micro_batch_tokens",
+    "activation_checkpointing": "set train.recompute",
+    "checkpoint": "see the section checkpoint",
+    "tensorboard": "see the section logging",
+    "wandb": "see the section logging",
+    "csv_monitor": "see the section logging",
+}
+DECIDED_ZERO = {
+    "stage": "set distributed.zero_stage",
+    "offload_optimizer": "use distributed.engine: rows with optim.offload",
+    "offload_param": "use distributed.engine: rows with optim.offload",
+    "cpu_offload": "use distributed.engine: rows with optim.offload",
+    "overlap_comm": "a group of gradients is reduced once it is complete; leave it out",
+    "contiguous_gradients": "gradients are; leave it out",
+}
+# What does something where DeepSpeed's module never runs a forward.
+READ = ("comms_logger", "dump_state", "zero_optimization")
+READ_ZERO = {
+    "allgather_bucket_size": int,
+    "reduce_bucket_size": int,
+    "reduce_scatter": bool,
+    "round_robin_gradients": bool,
+    "sub_group_size": int,
+    "use_multi_rank_bucket_allreduce": bool,
+}
+
+
+def deepspeed_keys(config: dict[str, Any] | str) -> dict[str, Any]:
+    """The keys of `distributed.config`, a mapping or the path of a JSON file. Raises NoSuchFile, Unreadable."""
+    return read_json_object(Path(config).expanduser()) if isinstance(config, str) else config
+
+
+def key_faults(keys: Mapping[str, Any]) -> Iterator[Fault]:
+    """What of a DeepSpeed JSON qarl decides, and what would do nothing."""
+    yield from _faults(keys, (), DECIDED, READ)
+    if "zero_optimization" in keys:
+        zero = keys["zero_optimization"]
+        if isinstance(zero, dict):
+            yield from _faults(zero, ("zero_optimization",), DECIDED_ZERO, tuple(READ_ZERO))
+            for key, kind in READ_ZERO.items():
+                if key in zero and (fault := _value_fault(zero[key], kind)):
+                    yield Fault(("zero_optimization", key), zero[key], fault)
+        else:
+            yield Fault(("zero_optimization",), zero, "must be a mapping")
+
+
+def _value_fault(value: Any, kind: type) -> str | None:
+    if kind is bool:
+        return None if isinstance(value, bool) else "must be true or false"
+    whole = not isinstance(value, bool) and isinstance(value, (int, float)) and value == value // 1
+    return None if whole and 0 < value < 2**63 else "must be a whole number above 0"
+
+
+def _faults(
+    keys: Mapping[str, Any], place: tuple[str, ...], decided: Mapping[str, str], read: tuple[str, ...]
+) -> Iterator[Fault]:
+    for key, value in keys.items():
+        if key in decided:
+            yield Fault((*place, key), value, f"is decided elsewhere; {decided[key]}")
+        elif key not in read:
+            yield Fault((*place, key), value, f"does nothing here; leave it out. Read are {', '.join(read)}")

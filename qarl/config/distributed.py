@@ -1,0 +1,104 @@
+"""One run on several GPUs: who steps the optimizer, and how long ranks wait for each other."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import JsonValue
+
+from qarl.config.base import Fault, Field, Section, path_faults
+from qarl.config.deepspeed import key_faults
+from qarl.config.limits import SECONDS
+
+if TYPE_CHECKING:
+    from qarl.config.config import Config
+
+
+class DistributedConfig(Section):
+    """Read where there are several ranks: `qarl train --nproc`, torchrun or the deepspeed launcher start them."""
+
+    engine: Literal["rows", "deepspeed"] = Field(
+        "rows",
+        description="What holds masters, gradients and optimizer state: qarl's own, each rank its rows of every "
+        "matrix, with the codes of all of them; or DeepSpeed's ZeRO.",
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="With engine deepspeed: what is cut between the ranks. 0: nothing; 1: the optimizer state; 2: "
+        "gradients too; 3: masters too. null: 3.",
+    )
+    timeout_s: float = Field(
+        600.0,
+        ge=1,
+        le=SECONDS,
+        description="How long a rank waits for the others, and without a sign of life of one; after it the run ends. "
+        "No rank may be behind another for longer, such as by a slow reward.",
+    )
+    config: dict[str, JsonValue] | str = Field(
+        {},
+        description="With engine deepspeed: further keys of a DeepSpeed JSON, or the path of one; what qarl decides, "
+        "and what does nothing here, is refused.",
+    )
+
+    def faults(self) -> Iterator[Fault]:
+        if self.engine == "rows":
+            if self.zero_stage is not None:
+                yield Fault(("zero_stage",), self.zero_stage, "is DeepSpeed's; leave null, or use engine: deepspeed")
+            if self.config:
+                yield Fault(("config",), self.config, "is DeepSpeed's; leave it out, or use engine: deepspeed")
+        if isinstance(self.config, str):
+            yield from path_faults("config", self.config)
+        else:
+            yield from (Fault(("config", *fault.key), *fault[1:]) for fault in key_faults(self.config))
+
+    def resolved(self) -> dict[str, Any]:
+        return {"zero_stage": 3} if self.engine == "deepspeed" and self.zero_stage is None else {}
+
+
+def several_ranks_faults(config: Config, count: int, gpus: int | None = None) -> Iterator[Fault]:
+    """What of a configuration does not work on `count` ranks.
+
+    gpus: how many this machine has for ranks that are all on it; None where that is not known, or there is none.
+    """
+    with_ranks = f"with {count} ranks"
+    vllm = config.rollout.vllm
+    if config.rollout.engine == "vllm" and vllm.samplers(count) > count:
+        text = f"each is beside a rank, and there are fewer ({count}); start more (qarl train --nproc), or leave null"
+        yield Fault(("rollout", "vllm", "data_parallel"), vllm.data_parallel, text)
+    if count == 1:
+        return
+    if gpus is not None and count > gpus:
+        text = f"{count} ranks, but this machine shows {gpus} GPUs; start at most one for each"
+        yield Fault(("model", "device"), config.model.device, text)
+    if config.distributed.engine == "deepspeed":
+        yield from _deepspeed_faults(config)
+    for key in ("gradients_every", "backward_every"):
+        if every := getattr(config.diagnostics, key):
+            yield Fault(("diagnostics", key), every, f"needs whole gradients on one rank {with_ranks}; must be 0")
+    if config.rollout.engine == "vllm":
+        if vllm.process == "inline":
+            text = f"vLLM would take the learner's process groups for its own {with_ranks}; use separate"
+            yield Fault(("rollout", "vllm", "process"), vllm.process, text)
+        if gpus is not None and vllm.device is not None:
+            last = vllm.device + vllm.samplers(count) * vllm.tensor_parallel - 1
+            if vllm.device < count:
+                text = f"is a learner's GPU {with_ranks}, of which each has its own; must be {count} or more, or null"
+                yield Fault(("rollout", "vllm", "device"), vllm.device, text)
+            elif last >= gpus:
+                text = f"vLLMs would be on GPUs {vllm.device} to {last}, but this machine shows {gpus}, from 0"
+                yield Fault(("rollout", "vllm", "device"), vllm.device, text)
+
+
+def _deepspeed_faults(config: Config) -> Iterator[Fault]:
+    rows = "or distributed.engine: rows"
+    if importlib.util.find_spec("deepspeed") is None:
+        text = f"needs the package deepspeed; pip install 'qarl[deepspeed]', {rows}"
+        yield Fault(("distributed", "engine"), "deepspeed", text)
+    if config.optim.name != "adamw":
+        text = f"DeepSpeed's is another algorithm; use adamw, {rows}"
+        yield Fault(("optim", "name"), config.optim.name, text)
+    if config.optim.offload:
+        text = f"DeepSpeed's has an Adam of its own with other bits; use false, {rows}"
+        yield Fault(("optim", "offload"), config.optim.offload, text)

@@ -1,0 +1,96 @@
+"""What ended a run on several ranks: who, how, and where it is written. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from qarl.errors import UNEXPECTED, UserError
+
+FAULT = "fault.json"
+OTHER_RANK = 75  # the exit code where another rank failed (EX_TEMPFAIL of sysexits.h)
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal stopped
+
+_LONGEST = 2000  # characters of a line
+
+
+@dataclass(frozen=True)
+class Fault:
+    """rank, host: who. code: its exit code as a shell sees it, None where it has none. line: what happened to it."""
+
+    rank: int
+    host: str
+    code: int | None
+    line: str
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Fault:
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.line}"
+
+
+class OtherRankFailed(Exception):
+    """Raised where another rank has a fault of its own; the process ends with exit code 75 (EX_TEMPFAIL)."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+def fault_of(rank: int, error: BaseException) -> Fault:
+    """The fault of this process, which ends with `error`."""
+    return Fault(rank, host(), exit_code(error), described(error))
+
+
+def described(error: BaseException) -> str:
+    """What `error` says; a fault of the program's own with its type."""
+    text = str(error).strip()
+    if not isinstance(error, (UserError, OtherRankFailed)):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return text[:_LONGEST]
+
+
+def exit_code(error: BaseException) -> int:
+    """What the command line ends with; see `qarl.cli.main`."""
+    if isinstance(error, UserError):
+        return 2
+    if isinstance(error, OtherRankFailed):
+        return OTHER_RANK
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return int(getattr(error, "exit_code", UNEXPECTED))  # of `training.interrupt.Interrupted`
+
+
+def host() -> str:
+    return socket.gethostname()
+
+
+def write_fault(run_dir: Path, fault: Fault) -> None:
+    """Leave `fault` in a run directory that has begun, unless one stands there: the first one is what ended the run.
+
+    A courtesy, which a full disk may deny.
+    """
+    if not (run_dir / "config.yaml").exists():
+        return
+    with suppress(OSError):
+        fd = os.open(run_dir / FAULT, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with os.fdopen(fd, "w") as file:
+            file.write(json.dumps({"format_version": 1, **asdict(fault)}, indent=2) + "\n")
+
+
+def forget_fault(run_dir: Path) -> None:
+    """Remove what an earlier start left."""
+    with suppress(OSError):
+        (run_dir / FAULT).unlink(missing_ok=True)

@@ -1,0 +1,256 @@
+"""Ranks over torch.distributed: JSON and CPU tensors on gloo, tensors of the model on NCCL where they are on a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qarl import __version__
+from qarl.config import Config
+from qarl.distributed.fault import (
+    INTERRUPTED,
+    Fault,
+    OtherRankFailed,
+    fault_of,
+    forget_fault,
+    write_fault,
+)
+from qarl.distributed.meeting import Meeting
+from qarl.distributed.place import place
+from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.watch import Watch
+from qarl.errors import UserError
+from qarl.policy.device import pick_device
+
+START_S = 120.0  # for the ranks of a machine to have imported what they need, where timeout_s is shorter
+
+
+def connect(config: Config, device: torch.device) -> Ranks:
+    """The ranks that this process's launcher started, once all of them are here; `Alone` without a launcher.
+
+    device: of `rank_device`. Raises UserError where ranks were started with different configurations.
+    """
+    own = place()
+    if own is None:
+        return Alone()
+    group = Group(Meeting(own), device, config.distributed.timeout_s, config.run_dir)
+    try:
+        _require_same(group, config)
+    except BaseException as error:
+        raise group.fail(error) from None
+    if group.first:
+        forget_fault(config.run_dir)
+    return group
+
+
+def rank_device(name: str) -> torch.device:
+    """The device of `model.device` for this process: its launcher's LOCAL_RANK where there are several.
+
+    Raises UserError where there is no such GPU.
+    """
+    own = place()
+    device = pick_device(name, own.local if own is not None else 0)
+    if own is None or device.type == "cpu":
+        return device
+    gpus = torch.cuda.device_count()
+    if gpus == 1:  # a launcher that shows each rank its own
+        return torch.device("cuda", 0)
+    if own.local >= gpus:
+        raise UserError(f"LOCAL_RANK: {own.local}, but this machine shows {gpus} GPUs; start at most one rank for each")
+    return device
+
+
+class Group(Ranks):
+    """The ranks of a run of several processes.
+
+    control: process group of gloo, for what ranks say. tensors: process group for tensors on `device`, NCCL on CUDA,
+    gloo on the CPU; torch's default group. timeout_s: of every collective, and of a rank without a sign of life.
+    run_dir: gets fault.json.
+    """
+
+    def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float, run_dir: Path | None = None) -> None:
+        self.rank, self.count, self.device = meeting.rank, meeting.count, device
+        self._meeting, self._run_dir, self._open, self._calls = meeting, run_dir, True, 0
+        timeout = timedelta(seconds=timeout_s)
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)
+        start_s = max(timeout_s, START_S)
+        try:
+            store = meeting.store(timedelta(seconds=start_s))
+            self._notes, self._met, self._timeout_s = meeting.board(timeout), 0, timeout_s
+            self._watch = Watch(meeting.board(timeout), self.rank, self.count, timeout_s, self._last)
+            self._watch.start()
+            self._await_all(store, start_s)
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.count,
+                timeout=timeout,
+                device_id=device if on_gpu else None,  # NCCL then connects now, where a failure is still a start's
+            )
+            self.control = dist.new_group(backend="gloo", timeout=timeout)
+        except RuntimeError as error:  # all that torch.distributed raises is one
+            raise self._not_together(error) from error
+        world = dist.group.WORLD
+        assert world is not None
+        self.tensors = world
+        count = world._get_sequence_number_for_group  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._watch.begun = lambda: self._calls + count()
+        if on_gpu:
+            nccl = world._get_backend(device)
+            self._watch.stuck = lambda: nccl.get_error().name != "SUCCESS"
+            self._watch.stuck()  # a torch without it is to fail here, and not in the thread that watches
+
+    def gather(self, value: Any) -> list[Any]:
+        return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode("ascii"))]
+
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        kinds = self.gather([str(tensor.dtype), list(tensor.shape)])
+        assert {kind for kind, _ in kinds} == {str(tensor.dtype)}, f"ranks gather tensors of several types: {kinds}"
+        flat = tensor.detach().contiguous().view(-1)
+        longest = max(torch.Size(shape).numel() for _, shape in kinds)
+        parts = self._all_gather(_padded(flat.view(torch.uint8), longest * tensor.element_size()))
+        return [
+            part.view(tensor.dtype)[: torch.Size(shape).numel()].view(shape)
+            for part, (_, shape) in zip(parts, kinds, strict=True)
+        ]
+
+    def meet(self, longer_s: float) -> None:
+        self._met += 1
+        self._notes.post(f"met-{self.rank}", str(self._met))
+        end = time.monotonic() + self._timeout_s + longer_s
+        for rank in range(self.count):
+            while int(self._notes.read(f"met-{rank}") or 0) < self._met:
+                if self._watch.fault is not None:
+                    raise OtherRankFailed(self._watch.fault)
+                if time.monotonic() > end:
+                    raise OtherRankFailed(self._watch.claim(self._watch.absent(rank, longer_s)))
+                time.sleep(0.01)
+
+    def log_in(self, directory: Path) -> None:
+        self._meeting.log_in(directory)
+
+    def close(self) -> None:
+        if self._open:
+            self.barrier()
+            self._open = False
+            self._watch.stop()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """End the process groups' threads, which is done with the last reference to a group.
+
+        One that is still letting go of the last collective's tensors would meet an interpreter that ends, and abort.
+        """
+        self._watch.begun, self._watch.stuck = _nothing_begun, _not_stuck
+        dist.destroy_process_group()
+        del self.control, self.tensors
+
+    def fail(self, error: BaseException) -> BaseException:
+        if not self._open:
+            return error
+        self._open = False
+        if isinstance(error, OtherRankFailed):
+            self._last(self._watch.claim(error.fault))
+            return error
+        if _is_lost_rank(error):
+            fault = self._watch.find(error)
+            self._last(fault)
+            return OtherRankFailed(fault)
+        fault = fault_of(self.rank, error)
+        self._watch.claim(fault)
+        self._watch.stop()
+        self._last(fault)
+        return error
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        """Each rank's bytes. They go behind their length, and the number of the call, which must be one everywhere."""
+        self._calls += 1
+        heads = self._all_gather(torch.tensor([self._calls, len(data)]))
+        calls, lengths = zip(*(head.tolist() for head in heads), strict=True)
+        assert len(set(calls)) == 1, f"ranks are at different calls: {calls}"
+        parts = self._all_gather(_padded(torch.frombuffer(bytearray(data), dtype=torch.uint8), max(lengths)))
+        return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Tensors of one shape on all ranks, on the CPU."""
+        parts = [torch.empty_like(tensor) for _ in range(self.count)]
+        if tensor.numel():
+            try:
+                dist.all_gather(parts, tensor, group=self.control)
+            except RuntimeError as error:
+                raise OtherRankFailed(self._watch.find(error)) from error
+        return parts
+
+    def _last(self, fault: Fault) -> None:
+        """What a rank leaves of a fault before it ends."""
+        if self._run_dir is not None and fault.code not in INTERRUPTED:
+            write_fault(self._run_dir, fault)
+
+    def _await_all(self, store: Any, seconds: float) -> None:
+        """Until every rank has begun; Python waits, which sees at once that one has failed meanwhile."""
+        store.set(f"here-{self.rank}", "")
+        end = time.monotonic() + seconds
+        for rank in range(self.count):
+            while not store.check([f"here-{rank}"]):
+                if self._watch.fault is not None:
+                    raise self.fail(OtherRankFailed(self._watch.fault))
+                if time.monotonic() > end:
+                    raise UserError(f"rank {rank} of {self.count}: has not begun within {seconds:g} s; see its output")
+                time.sleep(0.02)
+
+    def _not_together(self, error: RuntimeError) -> Exception:
+        """Ranks that have begun and cannot reach each other."""
+        self._open = False
+        if self._watch.fault is not None:
+            return OtherRankFailed(self._watch.fault)
+        said = " ".join(str(error).split())[:300]
+        return UserError(f"rank {self.rank} of {self.count}: cannot reach the others: {said}")
+
+
+def _nothing_begun() -> int:
+    return 0
+
+
+def _not_stuck() -> bool:
+    return False
+
+
+def _is_lost_rank(error: BaseException) -> bool:
+    """Whether an exception comes of another rank's end, which failed a collective on tensors."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
+
+
+def _require_same(group: Group, config: Config) -> None:
+    """Raise UserError on all ranks where they were not started alike."""
+    of = {
+        "configuration": hashlib.sha256(config.to_yaml().encode()).hexdigest()[:12],
+        "qarl": __version__,
+        "torch": torch.__version__,
+        "Python": sys.version.split()[0],
+        "device": group.device.type,
+    }
+    for rank, other in enumerate(group.gather(of)):
+        for what, value in other.items():
+            first = of[what]
+            if value != first:
+                raise UserError(
+                    f"distributed: the {what} of rank {rank} is {value}, that of rank {group.rank} {first}; start all "
+                    "ranks with the same configuration and packages"
+                )
+
+
+def _padded(data: Tensor, length: int) -> Tensor:
+    """`data` (n,) uint8 with zeros behind it, (length,)."""
+    return data if len(data) == length else torch.cat([data, data.new_zeros(length - len(data))])

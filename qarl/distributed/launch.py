@@ -1,0 +1,217 @@
+"""`qarl train --nproc`: a process for every rank of one machine, and what is to be said and returned of their end.
+
+Imports no torch. The ranks meet in a private directory, and all that they listen on is the loopback interface. Each
+leads a session, so that a terminal's Ctrl-C comes here alone and is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qarl.config import Config, check_inputs, load_config
+from qarl.config.check import check_ranks
+from qarl.config.weights import check_weights
+from qarl.distributed.board import Folder
+from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, host, write_fault
+from qarl.distributed.notes import read_note
+from qarl.distributed.place import MEETING, log_name
+from qarl.distributed.watch import GRACE_S, NOTE
+from qarl.errors import UNEXPECTED, UserError
+from qarl.inputs.paths import user_path
+from qarl.machine import gpu_count
+from qarl.memory import expected_device
+from qarl.signals import Signals
+
+POLL_S = 0.1
+LEAVE_S = GRACE_S + 10  # for the other ranks, once one has failed
+STOP_S = 5.0  # after a second Ctrl-C
+TAIL_LINES = 12
+TAIL_BYTES = 16_384
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qarl.distributed.child import main; main(int(sys.argv[2]), sys.argv[3:])"
+)
+
+
+def train_on_ranks(config: str, overrides: list[str], count: int) -> int:
+    """`qarl train` of a configuration on `count` ranks of this machine. Returns the exit code.
+
+    Raises UserError, before anything is started, for what can be seen to be wrong.
+    """
+    if not user_path(config, "CONFIG").is_file():
+        raise UserError(f"CONFIG: {config} is no file; --nproc starts several processes that read it")
+    loaded = load_config(config, overrides)
+    inspection = check_inputs(loaded, config, overrides)
+    check_ranks(loaded, count, gpus_for_ranks(loaded), config, overrides)
+    if inspection.architecture is not None:
+        check_weights(loaded.model, inspection.architecture)
+    return launch(["train", "--nproc", str(count), config, *overrides], count, loaded.run_dir)
+
+
+def gpus_for_ranks(config: Config) -> int | None:
+    """GPUs of this machine, where the configuration runs on them."""
+    return (gpu_count() or None) if expected_device(config) == "cuda" else None
+
+
+def launch(argv: list[str], count: int, run_dir: Path) -> int:
+    """Run the `qarl` command line `argv` in `count` ranks; returns the exit code.
+
+    It is the first rank's to fail that is not 75 (another rank failed), or 0. One message on stderr says which rank
+    failed; what it printed last stands above it. run_dir: of the run.
+    """
+    with tempfile.TemporaryDirectory(prefix="qarl-ranks-", ignore_cleanup_errors=True) as meeting, Signals() as signals:
+        launched = Launched(argv, count, Path(meeting), run_dir)
+        try:
+            launched.wait(signals)
+        finally:
+            launched.kill()
+        return launched.conclude()
+
+
+class Launched:
+    """The ranks' processes.
+
+    codes: exit codes as a shell has them, by rank, in the order in which the ranks ended. Of those that `kill` ended
+    there are none.
+    """
+
+    def __init__(self, argv: list[str], count: int, meeting: Path, run_dir: Path) -> None:
+        self.codes: dict[int, int] = {}
+        self._meeting, self._run_dir, self._stopped = meeting, run_dir, False
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        cores = len(os.sched_getaffinity(0))
+        try:
+            for rank in range(count):
+                own = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+                environment = {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ, MEETING: str(meeting)}
+                environment |= {name: str(value) for name, value in own.items()}
+                self._running[rank] = self._start(rank, argv, environment)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, rank: int, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid()), *argv]
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": environment}
+        if rank == 0:
+            return subprocess.Popen(command, **how)
+        with (self._meeting / log_name(rank)).open("wb") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, **how)
+
+    def wait(self, signals: Signals) -> None:
+        """Until all have ended, or do not in time after one has failed. Passes signals on.
+
+        The first signal asks for a safe stop. A later Ctrl-C stops at once what does not end by itself soon.
+        """
+        passed, end = 0, float("inf")
+        while self._running and time.monotonic() < end:
+            for rank, process in list(self._running.items()):
+                if (code := process.poll()) is not None:
+                    del self._running[rank]
+                    self._ended(rank, code)
+            if any(code not in (0, *INTERRUPTED) for code in self.codes.values()):
+                end = min(end, time.monotonic() + LEAVE_S)
+                self._kill_hung()
+            for signum in signals.received[passed:]:
+                passed += 1
+                if passed > 1 and signum == signal.SIGINT:
+                    self._stopped, end = True, min(end, time.monotonic() + STOP_S)
+                for process in self._running.values():
+                    process.send_signal(signum)
+            if self._running:
+                time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """End those that still run, with what they started."""
+        for rank in list(self._running):
+            self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        process = self._running.pop(rank)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _kill_hung(self) -> None:
+        """End the rank that the others have waited for in vain."""
+        with suppress(OSError):
+            text = Folder(self._meeting).read(NOTE)
+            if text is not None and (fault := Fault.of(text)).code is None and fault.rank in self._running:
+                self._kill(fault.rank)
+
+    def _ended(self, rank: int, code: int) -> None:
+        """Note an exit code, and tell the ranks that are left of one that could not tell them itself."""
+        self.codes[rank] = code if code >= 0 else 128 - code
+        if code < 0 or code not in (0, OTHER_RANK, *INTERRUPTED):
+            fault = self._fault(rank, code)
+            with suppress(OSError):
+                Folder(self._meeting).claim(NOTE, fault.text())
+
+    def _fault(self, rank: int, code: int) -> Fault:
+        note = None
+        with suppress(OSError, ValueError, TypeError):
+            note = read_note(self._meeting, rank)
+        if note is not None and code >= 0:
+            return note
+        if code >= 0:
+            return Fault(rank, host(), code, f"ended with exit code {code}")
+        hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+        return Fault(rank, host(), 128 - code, f"was ended by {signal.Signals(-code).name}{hint}")
+
+    def conclude(self) -> int:
+        """Print what is to be said; returns the exit code of them all."""
+        failed = {rank: code for rank, code in self.codes.items() if code not in (0, OTHER_RANK)}
+        if self._stopped:
+            return 128 + signal.SIGINT
+        if not failed and OTHER_RANK not in self.codes.values():
+            return 0
+        fault = self._first_fault(next(iter(failed), None))
+        code = next(iter(failed.values()), fault.code or OTHER_RANK)
+        if code in INTERRUPTED:
+            return code
+        write_fault(self._run_dir, fault)
+        if fault.rank > 0 and fault.code != 2:
+            self._show_tail(fault.rank)
+        notes = [read_note(self._meeting, rank) for rank in range(len(self.codes))]
+        alike = len(notes) > 1 and all(note is not None and note.line == fault.line for note in notes)
+        for line in fault.line.split("\n"):
+            print(f"error: {line}" if alike else f"error: rank {fault.rank}: {line}", file=sys.stderr)
+        return code
+
+    def _first_fault(self, rank: int | None) -> Fault:
+        """What ended the run. rank: the first to fail with a code of its own."""
+        board = Folder(self._meeting)
+        text = board.read(NOTE)
+        told = None if text is None else Fault.of(text)
+        if rank is None or (told is not None and told.rank != rank):
+            return told or Fault(0, host(), OTHER_RANK, "ended, and no rank says why")
+        return self._fault(rank, self.codes[rank]) if told is None else self._in_full(told)
+
+    def _in_full(self, told: Fault) -> Fault:
+        """The fault as the command line words it, with where the traceback is."""
+        note = read_note(self._meeting, told.rank)
+        return note if note is not None and note.code in (2, UNEXPECTED) else told
+
+    def _show_tail(self, rank: int) -> None:
+        """The last lines that a rank printed, and where the others are."""
+        kept = self._run_dir / log_name(rank)
+        for log in (kept, self._meeting / log_name(rank)):
+            with suppress(OSError), log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+                if lines:
+                    where = f" (all of it: {log})" if log == kept else ""
+                    print(f"the last that rank {rank} printed{where}:", file=sys.stderr)
+                    for line in lines[-TAIL_LINES:]:
+                        print(f"    {line}", file=sys.stderr)
+                    return

@@ -1,0 +1,136 @@
+"""A rank's watching thread: it shows that this rank lives, sees that the others do, and ends the process with them.
+
+A collective that waits for a rank which is gone cannot be interrupted from Python, on a GPU not at all. So every rank
+posts a sign of life about once a second, and reads those of the others and the fault that ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from qarl.distributed.board import Board
+from qarl.distributed.fault import OTHER_RANK, Fault, host
+
+TICK_S = 1.0  # between two signs of life
+GRACE_S = 10.0  # for the main thread to end by itself once another rank has failed
+SILENT = 5  # ticks without a sign of life after which a rank is the one that broke a connection
+NOTE = "fault"
+
+
+class Watch(threading.Thread):
+    """Of rank `rank` of `count`. timeout_s: a rank without a sign of life for so long ends the run.
+
+    last: called with the fault before the process is ended from here. stuck: says whether a collective of the GPUs has
+    failed or has waited for timeout_s; it returns at once. begun: how many collectives this rank has begun; it goes
+    with the signs of life, and tells who did not come to one. fault: what ended the run, once it is known here.
+    """
+
+    def __init__(self, board: Board, rank: int, count: int, timeout_s: float, last: Callable[[Fault], None]) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self.fault: Fault | None = None
+        self.begun: Callable[[], int] = lambda: 0
+        self.stuck: Callable[[], bool] = lambda: False
+        self._board, self._rank, self._count, self._timeout_s = board, rank, count, timeout_s
+        self._last = last
+        self._tick_s = min(TICK_S, timeout_s / 20)
+        self._ended, self._turn = threading.Event(), threading.Lock()
+        self._hosts = [""] * count
+        self._signs: list[tuple[str | None, float]] = [(None, time.monotonic())] * count
+        self._board.post(f"host-{rank}", host())
+        self._board.post(f"sign-{rank}", "0 0")
+
+    def run(self) -> None:
+        beat, leave_at = 0, None
+        while not self._ended.wait(self._tick_s):
+            beat += 1
+            try:
+                with self._turn:
+                    self._look(beat)
+            except (OSError, RuntimeError) as error:  # the directory, or the process that holds the store
+                self.fault = self.fault or self._of(0, f"what the ranks meet in is gone ({type(error).__name__})")
+            if self.fault is not None and leave_at is None:
+                leaving = self.fault.rank == self._rank and self.fault.code is not None  # it has told the others itself
+                leave_at = time.monotonic() + (self._timeout_s if leaving else min(GRACE_S, self._timeout_s))
+            if leave_at is not None and time.monotonic() > leave_at and not self._ended.is_set():
+                assert self.fault is not None
+                self._last(self.fault)
+                os._exit(OTHER_RANK)
+
+    def stop(self) -> None:
+        """No further sign of life, and nothing is ended from here."""
+        self._ended.set()
+        if threading.current_thread() is not self:
+            self.join(self._timeout_s)
+
+    def claim(self, fault: Fault) -> Fault:
+        """Let all ranks know of a fault; returns the one that was first."""
+        with self._turn, suppress(OSError, RuntimeError):
+            fault = Fault.of(self._board.claim(NOTE, fault.text()))
+        self.fault = fault
+        return fault
+
+    def find(self, error: BaseException) -> Fault:
+        """Who ended the run: called where a collective failed with `error`. Waits for a rank's note, or its silence."""
+        end = time.monotonic() + (SILENT + 3) * self._tick_s
+        while self.fault is None and time.monotonic() < end:
+            if silent := self._silent(SILENT * self._tick_s):
+                return self.claim(self._quiet(silent[0]))
+            time.sleep(self._tick_s / 5)
+        if self.fault is not None:
+            return self.fault
+        if (late := self._late()) is not None:
+            return self.claim(self.absent(late))
+        said = " ".join(str(error).split())[:300]
+        return self.claim(self._of(self._rank, f"lost its connection to another rank: {said}"))
+
+    def _look(self, beat: int) -> None:
+        """Post a sign of life, and read the others' and the fault."""
+        self._board.post(f"sign-{self._rank}", f"{beat} {self.begun()}")
+        if self.fault is None and (note := self._board.read(NOTE)) is not None:
+            self.fault = Fault.of(note)
+        now = time.monotonic()
+        for rank in range(self._count):
+            sign = self._board.read(f"sign-{rank}")
+            if sign != self._signs[rank][0]:
+                self._signs[rank] = (sign, now)
+                self._hosts[rank] = self._hosts[rank] or self._board.read(f"host-{rank}") or ""
+        if self.fault is not None:
+            return
+        if silent := self._silent(self._timeout_s):
+            self._post(self._quiet(silent[0]))
+        elif self.stuck():
+            late = self._late()
+            line = f"a collective of the GPUs failed, or waited for {self._timeout_s:g} s (distributed.timeout_s)"
+            self._post(self._of(self._rank, line) if late is None else self.absent(late))
+
+    def _post(self, fault: Fault) -> None:
+        self.fault = Fault.of(self._board.claim(NOTE, fault.text()))
+
+    def _silent(self, seconds: float) -> list[int]:
+        """Ranks without a sign of life for so long. One that has never given any has not come yet."""
+        now = time.monotonic()
+        return [r for r, (sign, since) in enumerate(self._signs) if sign is not None and now - since > seconds]
+
+    def _late(self) -> int | None:
+        """The rank that has begun the fewest collectives, where it is not as far as this one."""
+        begun = [int(sign.split()[1]) if sign else 0 for sign, _ in self._signs]
+        begun[self._rank] = self.begun()
+        fewest = min(begun)
+        return begun.index(fewest) if fewest < begun[self._rank] else None
+
+    def _quiet(self, rank: int) -> Fault:
+        seconds = time.monotonic() - self._signs[rank][1]
+        return self._of(rank, f"gave no sign of life for {seconds:.0f} s")
+
+    def absent(self, rank: int, longer_s: float = 0) -> Fault:
+        """The fault of a rank that the others have waited for in vain, `longer_s` more than timeout_s."""
+        and_more = f" and {longer_s:g} more" if longer_s else ""
+        waited = f"{self._timeout_s:g} s (distributed.timeout_s){and_more}"
+        return self._of(rank, f"did not come to where the others waited for {waited}")
+
+    def _of(self, rank: int, line: str) -> Fault:
+        return Fault(rank, self._hosts[rank] or host(), None, line)

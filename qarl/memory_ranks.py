@@ -1,0 +1,136 @@
+"""What one of several ranks holds of masters, gradients and optimizer state, and what a step brings to it: formulas.
+
+n ranks, P parameters, all numbers in bytes. Masters in rows (`distributed.engine: rows`): masters, gradients and state
+1/n each, and gradients of a few layers on their way. DeepSpeed's stages are counted from its code, 0.19.8, driven as
+`qarl.training.zero_stages` does it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from qarl_formats.scheme import is_ignored
+
+from qarl.config import Config
+from qarl.config.architecture import Architecture
+from qarl.config.quant import scheme_of
+from qarl.distributed.rows import most_rows, row_unit
+
+Phase = Literal["always", "update", "publish"]
+VECTOR = 64  # `qarl.training.row_setup.VECTOR`, which imports torch
+WINDOW = 3  # groups of masters whose gradients are there: two on their way (`qarl.training.row_sums`), one computed
+BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size, and of its all-reduce
+SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's sub_group_size
+
+
+@dataclass(frozen=True)
+class Share:
+    """Elements that a rank has: of the layers' matrices, and of all else."""
+
+    matrices: int
+    others: int
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices + self.others
+
+
+def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
+    """Of the first rank, which has the most."""
+    quant, scheme = config.quant, scheme_of(config.quant)
+    matrices, others = 0, 0
+    inner = {f"{name}.weight" for name, _, _ in architecture.linears()}
+    for name, shape in architecture.tensors():
+        quantized = name in inner and scheme.quantized and not is_ignored(name.removesuffix(".weight"), quant.ignore)
+        unit = row_unit(scheme if quantized else None) if len(shape) > 1 else VECTOR
+        elements = most_rows(shape[0], unit, ranks) * math.prod(shape[1:])
+        if name in inner:
+            matrices += elements
+        else:
+            others += elements
+    return Share(matrices, others)
+
+
+def even_share(architecture: Architecture, ranks: int) -> Share:
+    """Of one rank where tensors are cut anywhere."""
+    matrices = architecture.matrix_parameters
+    return Share(math.ceil(matrices / ranks), math.ceil((architecture.parameters - matrices) / ranks))
+
+
+def rows_in_flight(architecture: Architecture, ranks: int) -> int:
+    """Gradients on their way in a backward, at the output layer: those of WINDOW groups, float32, and of each what
+    arrives of it from the other ranks, (n - 1)/n."""
+    vocabulary, layer = architecture.vocab_size * architecture.hidden_size, _layer(architecture)
+    return (vocabulary + (WINDOW - 1) * layer) * 4 * (2 * ranks - 1) // ranks
+
+
+def zero_lines(
+    architecture: Architecture, stage: int, ranks: int, given: Mapping[str, Any] = MappingProxyType({})
+) -> list[tuple[str, int, Phase]]:
+    """(what, bytes, when) beside the masters, gradients and state of which `zero_elements` says how many.
+
+    0: what is all-reduced at once. 1 to 3: the float32 copy of its part that DeepSpeed steps, and a bucket. 1, 2:
+    gradients of the part once more, flat in a step. 3: those of a sub-group, and a master that is gathered, twice.
+    given: the section `zero_optimization` of a DeepSpeed JSON.
+    """
+    bucket = int(given.get("reduce_bucket_size", BUCKET))
+    parameters, group = architecture.parameters, _layer(architecture)
+    part = math.ceil(parameters / ranks)
+    if stage == 0:
+        return [("gradients that are all-reduced at once", 4 * min(parameters, BUCKET), "update")]
+    lines: list[tuple[str, int, Phase]] = [
+        ("masters of this rank's part, once more", 4 * part, "always"),
+        ("bucket of gradients", 4 * bucket, "update"),
+    ]
+    if stage >= 2:
+        lines.append(("gradients of a layer", 4 * group, "update"))
+    if stage == 3:
+        lines.append(
+            ("gradients of a sub-group, flat", 4 * min(part, int(given.get("sub_group_size", SUB_GROUP))), "update")
+        )
+        lines.append(("a whole master, twice", 2 * 4 * architecture.vocab_size * architecture.hidden_size, "publish"))
+    else:
+        lines.append(("gradients of this rank's part, once more", 4 * part, "update"))
+    return lines
+
+
+def zero_elements(architecture: Architecture, stage: int, ranks: int) -> tuple[Share, Share, Share]:
+    """Of (masters, gradients, optimizer state) that a rank has in a stage."""
+    whole, part = even_share(architecture, 1), even_share(architecture, ranks)
+    return (part if stage == 3 else whole), (part if stage >= 2 else whole), (part if stage >= 1 else whole)
+
+
+def received_in_rows(architecture: Architecture, published: int, ranks: int, rounds: int) -> dict[str, int]:
+    """What comes to a rank in an optimizer step. published: bytes of a version. rounds: micro-batches of the rank.
+
+    Gradients: rounds * 4 P (n - 1)/n, as a reduce-scatter. Codes: (n - 1)/n of a version, once.
+    """
+    others = ranks - 1
+    return {
+        "gradients": rounds * 4 * architecture.parameters * others // ranks,
+        "codes": published * others // ranks,
+    }
+
+
+def received_in_zero(architecture: Architecture, stage: int, ranks: int, rounds: int) -> dict[str, int]:
+    """The same in a stage driven by hand, in which codes are made of whole float32 masters on every rank.
+
+    Stages 0 to 2 all-reduce, 2 * 4 P (n - 1)/n, once or in each round; stage 3 reduce-scatters in each round. The
+    masters come once, by DeepSpeed or to be quantized, but where every rank steps all of them.
+    """
+    whole = 4 * architecture.parameters * (ranks - 1) // ranks
+    times = {0: 2, 1: 2, 2: 2 * rounds, 3: rounds}[stage]
+    return {"gradients": times * whole, "masters": 0 if stage == 0 else whole}
+
+
+def received_of_weights(architecture: Architecture, ranks: int, rounds: int) -> int:
+    """What ZeRO-3 over 16-bit weights gathers in a step, beside gradients: 2 P in each forward and each backward."""
+    return rounds * 2 * 2 * architecture.parameters * (ranks - 1) // ranks
+
+
+def _layer(architecture: Architecture) -> int:
+    return architecture.matrix_parameters // architecture.num_layers

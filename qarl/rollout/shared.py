@@ -1,0 +1,119 @@
+"""Responses that several ranks draw: each its share of the prompts, and then all ranks have them all.
+
+Where there are fewer samplers than ranks, the first ranks have one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from qarl.distributed.ranks import Ranks
+from qarl.distributed.together import together
+from qarl.rollout.engine import (
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+    first_samples,
+    ignore_progress,
+    require_version,
+)
+from qarl.types import Prompt, Rollout
+from qarl.weight_sync.snapshot import Snapshot
+
+
+def generate_share(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    version: int,
+    progress: Progress,
+    ranks: Ranks,
+    samplers: int | None = None,
+) -> list[Rollout]:
+    """sampling.n responses to each of this rank's prompts (`Ranks.share`); what is drawn does not depend on the ranks.
+
+    prompts: of all ranks. samplers: of the first so many ranks, None: of all.
+    """
+    if ranks.count == 1:
+        return engine.generate(prompts, sampling, version, progress)
+    own, first = ranks.share(len(prompts), samplers), first_samples(prompts, sampling.n)
+    return engine.generate([prompts[i] for i in own], sampling, version, progress, [first[i] for i in own])
+
+
+class NoSampler:
+    """The engine of a rank that draws nothing: others draw for it. See `RolloutEngine` for the contract."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.metrics: dict[str, float] = {}
+
+    def publish(self, snapshot: Snapshot) -> None:
+        self.version = snapshot.version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+        progress: Progress = ignore_progress,
+        first: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        require_version(self.version, version)
+        assert not prompts, "a rank without a sampler has no prompts"
+        return []
+
+    def sleep(self) -> None:
+        return
+
+    def wake(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.version = None
+
+
+class SharedEngine:
+    """An engine of each rank as one: every rank gets the responses of all. Its `generate` is a collective.
+
+    check: called by all ranks once they have what they asked for. samplers: see `generate_share`. longer_s: see
+    `together`.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        ranks: Ranks,
+        check: Callable[[], None],
+        samplers: int | None = None,
+        longer_s: float = 0,
+    ) -> None:
+        self._engine, self._ranks, self._check = engine, ranks, check
+        self._samplers, self._longer_s = samplers, longer_s
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
+    ) -> list[Rollout]:
+        def own() -> list[Rollout]:
+            return generate_share(self._engine, prompts, sampling, version, progress, self._ranks, self._samplers)
+
+        rollouts = gather_rollouts(together(self._ranks, own, self._longer_s), self._ranks)
+        progress(len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts))
+        self._check()
+        return rollouts
+
+
+def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:
+    """The rollouts of all ranks, in the order of ranks, as they were drawn."""
+    if ranks.count == 1:
+        return own
+    told = ranks.gather([{**vars(rollout), "token_ids": len(rollout.token_ids), "logprobs": None} for rollout in own])
+    ids = ranks.gather_tensors(torch.tensor([i for r in own for i in r.token_ids], dtype=torch.int64))
+    logprobs = ranks.gather_tensors(torch.tensor([x for r in own for x in r.logprobs], dtype=torch.float64))
+    found = []
+    for rows, tokens, values in zip(told, ids, logprobs, strict=True):
+        lengths = [row["token_ids"] for row in rows]
+        for row, i, x in zip(rows, tokens.split(lengths), values.split(lengths), strict=True):
+            found.append(Rollout(**{**row, "token_ids": i.tolist(), "logprobs": x.tolist()}))
+    return found

@@ -1,0 +1,105 @@
+"""Muon on matrices whose rows lie on several ranks: each matrix is orthogonalized by one of them, whole.
+
+Momentum and masters stay where their rows are. Of what Muon makes its update of the rows go to the matrix's rank in
+bf16, as it rounds them anyway, and come back orthogonalized: 4 bytes a parameter in each step, spread over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from qarl.distributed.exchange import Exchange
+from qarl.distributed.rows import RowPlan
+from qarl.training.muon import BATCH_BYTES, adjusted, batches, orthogonalized
+
+
+class RowMuon(torch.optim.Muon):
+    """`BatchedMuon` over rows: on a CPU its bits, on a GPU those up to what batches of other sizes round otherwise.
+
+    groups: one, with those of `matrices` that are not empty. matrices: this rank's rows of each matrix, by name, in an
+    order that all ranks share. A step is a collective. budget: see `BATCH_BYTES`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: Mapping[str, Parameter],
+        plan: RowPlan,
+        exchange: Exchange,
+        budget: int = BATCH_BYTES,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, **options)
+        self._matrices, self._plan, self._exchange, self._budget = matrices, plan, exchange, budget
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there before a step"
+        (group,) = self.param_groups
+        for wave in self._waves():
+            self._update(wave, group)
+
+    def _waves(self) -> Iterator[list[list[str]]]:
+        """Matrices of one shape with a gradient, a batch for each rank; some may be empty."""
+        names = [name for name, rows in self._matrices.items() if rows.grad is not None]
+        count = self._exchange.count
+        for batch in batches([torch.Size(self._plan.shapes[name]) for name in names], self._budget, count):
+            yield [[names[place] for place in batch[rank::count]] for rank in range(count)]
+
+    def _update(self, wave: list[list[str]], group: dict[str, Any]) -> None:
+        shape = torch.Size(self._plan.shapes[wave[0][0]])
+        rank = self._exchange.rank
+        inputs = {name: self._input(self._matrices[name], group) for names in wave for name in names}
+        stack = next(iter(inputs.values())).new_empty(len(wave[rank]), *shape)
+        own = {name: self._rows(matrix, name) for name, matrix in zip(wave[rank], stack, strict=True)}
+        for name, rows in own.items():
+            rows[rank].copy_(inputs[name])
+        self._exchange.move(
+            [(owner, inputs[name]) for owner, names in enumerate(wave) for name in names],
+            [(other, own[name][other]) for name in wave[rank] for other in range(self._exchange.count)],
+            "muon",
+        )
+        updates = self._orthogonalized(stack, group)
+        own = {name: self._rows(matrix, name) for name, matrix in zip(wave[rank], updates, strict=True)}
+        self._exchange.move(
+            [(other, own[name][other]) for name in wave[rank] for other in range(self._exchange.count)],
+            [(owner, inputs[name]) for owner, names in enumerate(wave) for name in names],
+            "muon",
+        )
+        for name, arrived in inputs.items():
+            master = self._matrices[name]
+            master.mul_(1 - group["lr"] * group["weight_decay"])
+            kept = own[name][rank] if name in own else arrived
+            master.add_(kept, alpha=-adjusted(group["lr"], group["adjust_lr_fn"], shape))
+
+    def _input(self, rows: Parameter, group: dict[str, Any]) -> Tensor:
+        """This rank's rows of what is orthogonalized, in memory of their own; the momentum moves on."""
+        gradient, momentum = rows.grad, group["momentum"]
+        assert gradient is not None
+        if not rows.numel():
+            return gradient.bfloat16()
+        state = self.state[rows]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+
+    def _rows(self, matrix: Tensor, name: str) -> list[Tensor]:
+        """Each rank's, sharing memory with the matrix."""
+        return [matrix[rows.start : rows.stop] for rows in self._plan.cut(name)]
+
+    def _orthogonalized(self, stack: Tensor, group: dict[str, Any]) -> Tensor:
+        """(B, N, K), contiguous. stack: of that shape, overwritten."""
+        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        if not len(stack):
+            return stack
+        if stack.is_cuda:
+            return orthogonalized(stack, *options).contiguous()
+        return torch.stack([_zeropower_via_newtonschulz(matrix, *options) for matrix in stack])

@@ -1,0 +1,156 @@
+"""Gradients, optimizer and masters of a run of several ranks, each of which holds rows of every master.
+
+Nothing but codes comes back: after an optimizer step each rank quantizes its rows, and all gather what is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qarl.config import Config
+from qarl.distributed.codes import gather_codes
+from qarl.distributed.exchange import Exchange
+from qarl.distributed.ranks import Ranks
+from qarl.distributed.rows import RowPlan
+from qarl.policy.handles import empty
+from qarl.policy.policy import Policy
+from qarl.storage.pieces import Piece
+from qarl.training.offload import HostValues
+from qarl.training.optim import build_optimizer, clip_grads, is_hidden_matrix
+from qarl.training.row_muon import RowMuon
+from qarl.training.row_sums import RowSums
+from qarl.training.updates import Updates
+
+
+class RowUpdates(Updates):
+    """rows: this rank's of each master by name, as `plan` cuts them, float32 on the policy's device; they become the
+    masters, in place. The policy's own parameters become handles without values (`qarl.policy.handles`).
+
+    A step has the bits of one process that adds the same parts up in the same order: over rounds, in each over ranks.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rows: Mapping[str, Tensor],
+        plan: RowPlan,
+        exchange: Exchange,
+        ranks: Ranks,
+        config: Config,
+    ) -> None:
+        self.policy, self.plan, self.exchange, self.ranks, self.config = policy, plan, exchange, ranks, config
+        named = dict(policy.named_parameters())
+        self.shards = {name: nn.Parameter(rows[name].detach()) for name in named}
+        empty(named.values(), policy.device)
+        self._sums = RowSums(policy, plan, exchange)
+        # A rank may have no rows of a small master; then it has no state of it either.
+        self._held = {name: shard for name, shard in self.shards.items() if shard.numel()}
+        hidden = {name: self.shards[name] for name, master in named.items() if is_hidden_matrix(name, master)}
+        muon = partial(RowMuon, matrices=hidden, plan=plan, exchange=exchange)
+        self.optimizer = build_optimizer(self._held.items(), config.optim, muon)
+        self.kind = self.optimizer.kind
+
+    @property
+    def begun(self) -> int:
+        return self.optimizer.begun
+
+    def clear(self) -> None:
+        self._sums.take()
+        self._forget()
+
+    def backward(self, loss: Tensor | None) -> None:
+        scale = self.config.loss_scale
+        self._sums.round(loss if loss is None or scale == 1.0 else loss * scale)
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        sums = self._sums.take()
+        if self.config.loss_scale != 1.0 and sums:
+            torch._foreach_div_(list(sums.values()), self.config.loss_scale)
+        for name, shard in self.shards.items():
+            shard.grad = sums.get(name)
+        gradients = [shard.grad for shard in self._held.values() if shard.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).tolist() if gradients else []
+        return joint_norm([norm for own in self.ranks.gather(norms) for norm in own])
+
+    def set_lr(self, factor: float) -> None:
+        self.optimizer.set_lr(factor)
+
+    def step(self, norm: float) -> None:
+        clip_grads(self._held.values(), norm, self.config.optim.max_grad_norm)
+        self.optimizer.step()
+        self._forget()
+        self._publish(self.policy.version + 1)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
+        state, meta = self.optimizer.state_tensors()
+        found = [self._piece("masters", name, name, rows) for name, rows in self._rows().items() if rows.numel()]
+        for full_name, value in state.items():
+            name, _, key = full_name.rpartition("/")
+            if key != "step":
+                found.append(self._piece("optimizer", full_name, name, value))
+            elif self.ranks.first:  # the same on all ranks, and the first has rows of every master
+                found.append(Piece("optimizer", full_name, (), 0, value.reshape(1)))
+        names = {name for own in self.ranks.gather(meta["tensors"]) for name in own}
+        return found, {**meta, "tensors": sorted(names)}
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
+        for full_name in meta["tensors"]:
+            if full_name.rpartition("/")[0] not in self.plan.shapes:
+                raise ValueError(f"optimizer state {full_name} is of a parameter that the model does not have")
+        own = {**meta, "tensors": [name for name in meta["tensors"] if name.rpartition("/")[0] in self._held]}
+        state = {}
+        for full_name, shape in self.optimizer.state_shapes(own).items():
+            start = self._start(full_name.rpartition("/")[0]) if shape else 0
+            state[full_name] = read("optimizer", full_name, start, start + shape.numel()).view(shape)
+        self.optimizer.load_state_tensors(state, own)
+        for name, rows in self._rows().items():
+            if rows.numel():
+                start = self._start(name)
+                rows.copy_(read("masters", name, start, start + rows.numel()).view_as(rows))
+        self._publish(version)
+
+    def _rows(self) -> dict[str, Tensor]:
+        """This rank's of every master, wherever they are kept."""
+        held = self.optimizer.masters()
+        return {name: held.get(name, shard.detach()) for name, shard in self.shards.items()}
+
+    def _forget(self) -> None:
+        for shard in self.shards.values():
+            shard.grad = None
+
+    @torch.no_grad()
+    def _publish(self, version: int) -> None:
+        """Quantize the rows, gather what is stored of all, and let the policy read it."""
+        policy = self.policy
+        rows = HostValues(self._rows(), policy.device)
+        snapshot = gather_codes(rows, self.plan, self.exchange, policy.scheme_of, policy.dtype, version, policy.kernels)
+        values = None if policy.aligned else rounded_values(rows, self.plan, self.exchange, policy.learner_dtype)
+        policy.take(snapshot, values)
+
+    def _start(self, name: str) -> int:
+        """Of this rank's rows, in elements of the flattened master."""
+        return self.plan.cut(name)[self.ranks.rank].start * math.prod(self.plan.shapes[name][1:])
+
+    def _piece(self, group: str, full_name: str, name: str, values: Tensor) -> Piece:
+        return Piece(group, full_name, self.plan.shapes[name], self._start(name), values.reshape(-1))
+
+
+def joint_norm(norms: list[float]) -> float:
+    """The L2 norm, rounded to float32, of tensors with these norms in float64, whatever their order."""
+    return torch.tensor(math.sqrt(math.fsum(norm * norm for norm in norms)), dtype=torch.float32).item()
+
+
+@torch.no_grad()
+def rounded_values(
+    rows: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """All rows of the masters in a learner's dtype, which reads them where it is not aligned."""
+    return {name: exchange.gather_rows(own.to(dtype), plan.cut(name)) for name, own in rows.items()}

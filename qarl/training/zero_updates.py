@@ -1,0 +1,238 @@
+"""Gradients, optimizer and masters of a run of several ranks under DeepSpeed's ZeRO, driven by hand.
+
+The reference for `qarl.training.row_updates`: the same gradients, clip, skipped steps and codes, up to the order in
+which DeepSpeed and its transport add. After a step every rank quantizes all masters, as one process does: in stages 1
+and 2 DeepSpeed has gathered them in float32, in stage 3 they are gathered one after the other, 4 bytes a parameter
+either way where codes are 0.56.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qarl.config import Config
+from qarl.distributed.codes import gather_codes
+from qarl.distributed.exchange import AloneExchange
+from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.rows import RowPlan
+from qarl.policy.device import DTYPES
+from qarl.policy.gradients import GradientAccumulator
+from qarl.policy.handles import empty
+from qarl.policy.load_rows import in_turn, load_rows
+from qarl.policy.policy import Policy
+from qarl.storage.pieces import Piece
+from qarl.training.optim import round_masters
+from qarl.training.row_setup import bare_model, plan_of, policy_of_rows
+from qarl.training.row_sums import Rounds
+from qarl.training.row_updates import joint_norm
+from qarl.training.updates import Updates
+from qarl.training.zero_setup import open_stage
+from qarl.training.zero_stages import Stage
+
+_STATE = ("exp_avg", "exp_avg_sq")
+
+
+def build_zero(
+    config: Config, device: torch.device, max_length: int | None, ranks: Ranks
+) -> tuple[Policy, ZeroUpdates]:
+    """The policy that a run of `config` starts from, as `build_policy` makes it of the whole model, and its updates.
+
+    One rank after the other reads all masters. Raises UserError for what does not fit the model.
+    """
+    model = bare_model(config)
+
+    def read(plan: RowPlan) -> dict[str, Tensor]:
+        return in_turn(ranks, lambda: load_rows(config.model, plan, Alone()))
+
+    policy, masters, _ = policy_of_rows(config, model, read, device, max_length, AloneExchange(), 1)
+    return policy, ZeroUpdates(policy, masters, ranks, config)
+
+
+class ZeroUpdates(Updates):
+    """masters: all of them, whole, float32 on the policy's device; taken out of it, DeepSpeed's from now on. The
+    policy's own parameters become handles without values (`qarl.policy.handles`).
+
+    Stages 0 and 1 add a rank's micro-batches up first, and then the ranks; stages 2 and 3 the ranks of each round.
+    """
+
+    kind = "adamw"
+
+    def __init__(self, policy: Policy, masters: dict[str, Tensor], ranks: Ranks, config: Config) -> None:
+        self.policy, self.ranks, self.config = policy, ranks, config
+        named = dict(policy.named_parameters())
+        shapes = {name: tuple(master.shape) for name, master in named.items()}
+        empty(named.values(), policy.device)
+        self.plan = plan_of(shapes, policy.scheme_of, 1)
+        own = {name: nn.Parameter(masters.pop(name).detach()) for name in named}
+        self.stage = open_stage(own, config, policy.device)
+        self._masters = list(named.items())
+        self._sums = GradientAccumulator(named.values())
+        self._rounds = _Rounds(policy, self.stage) if self.stage.each_round else None
+        self._begun, self._any = 0, False
+        self._gradients: list[Tensor] = []
+
+    @property
+    def begun(self) -> int:
+        return self._begun
+
+    def clear(self) -> None:
+        self._sums.clear()
+        self._gradients = []
+        self.stage.forget()
+        self._any = False
+
+    def backward(self, loss: Tensor | None) -> None:
+        self._any = True
+        scale = self.config.loss_scale
+        loss = loss if loss is None or scale == 1.0 else loss * scale
+        if self._rounds is not None:
+            self._rounds.round(loss)
+        elif loss is not None:
+            self._sums.backward(loss)
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        if not self._any:
+            return 0.0
+        if self._rounds is None:
+            self.stage.begin()
+            for (name, master), sums in zip(self._masters, self._sums.take(), strict=True):
+                whole = torch.zeros(master.shape, device=self.policy.device) if sums is None else sums.contiguous()
+                self.stage.add(name, whole)
+            self.stage.end()
+        self._gradients = gradients = self.stage.gradients()
+        if self.config.loss_scale != 1.0:
+            torch._foreach_div_(gradients, self.config.loss_scale)
+        norms = self.ranks.gather(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).tolist())
+        return joint_norm(norms[0] if self.stage.replicated else [norm for own in norms for norm in own])
+
+    def set_lr(self, factor: float) -> None:
+        for group in self.stage.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    @torch.no_grad()
+    def step(self, norm: float) -> None:
+        self._begun += 1
+        if self._any:
+            most = self.config.optim.max_grad_norm
+            if most > 0 and norm > most:
+                torch._foreach_mul_(self._gradients, most / norm)
+            self._gradients = []
+            self.stage.step()
+            self._round()
+        self._any = False
+        self._publish(self.policy.version + 1)
+
+    def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
+        found, state = [], self.stage.optimizer.state
+        for flat in self.stage.held():
+            values = {"": flat.values, **{key: state[flat.values][key] for key in _STATE if flat.values in state}}
+            for part in flat.fragments:
+                shape = self.plan.shapes[part.name]
+                for key, whole in values.items():
+                    group, name = ("optimizer", f"{part.name}/{key}") if key else ("masters", part.name)
+                    elements = whole.detach().reshape(-1)[part.at : part.at + part.length]
+                    found.append(Piece(group, name, shape, part.start, elements))
+        tensors = sorted(f"{name}/{key}" for name in self.plan.shapes for key in (*_STATE, "step")) if state else []
+        if state and self.ranks.first:  # the same on all ranks, and of all masters
+            step = next(iter(state.values()))["step"].reshape(1)
+            found += [Piece("optimizer", f"{name}/step", (), 0, step) for name in self.plan.shapes]
+        return found, {"optimizer": self.kind, "tensors": tensors}
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
+        step = self._step_of(read, meta)
+        state = self.stage.optimizer.state
+        state.clear()
+        for flat in self.stage.flats():
+            values, device = {"": flat.values.detach().view(-1)}, flat.values.device
+            if step is not None:
+                kept = {key: torch.zeros_like(flat.values) for key in _STATE}
+                state[flat.values] = {"step": torch.tensor(step, dtype=torch.float32, device=device), **kept}
+                values |= {key: tensor.view(-1) for key, tensor in kept.items()}
+            for part in flat.fragments:
+                for key, whole in values.items():
+                    group, name = ("optimizer", f"{part.name}/{key}") if key else ("masters", part.name)
+                    whole[part.at : part.at + part.length].copy_(
+                        read(group, name, part.start, part.start + part.length)
+                    )
+        self.stage.spread()
+        self._publish(version)
+
+    def _step_of(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any]) -> float | None:
+        """How often the optimizer of a state has stepped; None: never. Raises ValueError where it is no state of ours:
+        DeepSpeed counts the steps of many masters together."""
+        if meta["optimizer"] != self.kind:
+            raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
+        expected = {f"{name}/{key}" for name in self.plan.shapes for key in (*_STATE, "step")}
+        if odd := sorted(set(meta["tensors"]) - expected):
+            raise ValueError(f"optimizer state {odd[0]} is of a parameter that the model does not have")
+        if not meta["tensors"]:
+            return None
+        if missing := sorted(expected - set(meta["tensors"])):
+            raise ValueError(f"optimizer state: {missing[0]} is missing, and DeepSpeed steps all masters together")
+        steps = {read("optimizer", f"{name}/step", 0, 1).item() for name in self.plan.shapes}
+        if len(steps) > 1:
+            raise ValueError(
+                f"optimizer state: masters have stepped {sorted(steps)} times, which DeepSpeed cannot tell apart"
+            )
+        return steps.pop()
+
+    def _round(self) -> None:
+        """`optim.master_dtype` of the values just stepped."""
+        rounded = DTYPES[self.config.optim.master_dtype]
+        if rounded != torch.float32:
+            round_masters([flat.values.detach() for flat in self.stage.flats()], rounded)
+            self.stage.spread()
+
+    def _publish(self, version: int) -> None:
+        """Quantize the whole masters, and let the policy read what is stored of them."""
+        policy, whole = self.policy, _Whole(self.stage)
+        snapshot = gather_codes(
+            whole, self.plan, AloneExchange(), policy.scheme_of, policy.dtype, version, policy.kernels
+        )
+        values = None
+        if not policy.aligned:
+            values = {name: whole[name].to(policy.learner_dtype, copy=True) for name in whole}
+        policy.take(snapshot, values)
+
+
+class _Rounds(Rounds):
+    """Gradients on their way to a stage."""
+
+    def __init__(self, policy: Policy, stage: Stage) -> None:
+        super().__init__(policy)
+        self._stage, self._open = stage, False
+
+    def send(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        if not self._open:
+            self._stage.begin()
+            self._open = True
+        for name, gradient in zip(names, gradients, strict=True):
+            self._stage.add(name, gradient)
+
+    def settle(self) -> None:
+        self._stage.end()
+
+    def abandon(self) -> None:
+        self._open = False
+
+
+class _Whole(Mapping[str, Tensor]):
+    """All masters by name, each gathered when it is asked for; the same order on all ranks."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stage.whole(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stage.masters)
+
+    def __len__(self) -> int:
+        return len(self._stage.masters)

@@ -1,0 +1,101 @@
+"""A DeepSpeed JSON in the configuration or beside it: what qarl decides is refused by name, and what does nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from qarl.config import load_config
+from qarl.config.check import check_inputs, check_ranks
+from qarl.config.deepspeed import DECIDED, DECIDED_ZERO, READ_ZERO, deepspeed_keys, key_faults
+from qarl.errors import UserError
+
+READ = {
+    "zero_optimization": {"reduce_bucket_size": 5e8, "reduce_scatter": False, "sub_group_size": 10},
+    "comms_logger": {"enabled": True},
+}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    data = {
+        "model": {"path": "m"},
+        "data": {"source": "task:arithmetic"},
+        "reward": {"functions": [{"name": "exact"}]},
+        "train": {"steps": 1},
+        "distributed": {"engine": "deepspeed"},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+    return "c.yaml"
+
+
+def told(config: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(config, list(overrides))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        *(({key: {}}, f"distributed.config.{key} = {{}}: is decided elsewhere; {how}") for key, how in DECIDED.items()),
+        *(
+            ({"zero_optimization": {key: {}}}, f"distributed.config.zero_optimization.{key} = {{}}: is decided")
+            for key in DECIDED_ZERO
+        ),
+        ({"flops_profiler": {}}, "distributed.config.flops_profiler = {}: does nothing here; leave it out. Read are"),
+        ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "stage3_max_live_parameters = 1: does nothing here"),
+        ({"zero_optimization": 3}, "distributed.config.zero_optimization = 3: must be a mapping"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size = 0: must be a whole number above 0"),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, 'sub_group_size = "auto": must be a whole number above 0'),
+        ({"zero_optimization": {"sub_group_size": True}}, "sub_group_size = true: must be a whole number above 0"),
+        ({"zero_optimization": {"reduce_scatter": 1}}, "reduce_scatter = 1: must be true or false"),
+    ],
+)
+def test_keys_that_are_refused(config, tmp_path, keys, said):
+    assert said in told(config, f"distributed.config={json.dumps(keys)}")
+    (tmp_path / "ds.json").write_text(json.dumps(keys))
+    with pytest.raises(UserError, match=r"command line: distributed\.config = \"ds\.json\": "):
+        check_inputs(load_config(config, ["distributed.config=ds.json"]), config, ["distributed.config=ds.json"])
+
+
+def test_keys_that_are_read(config, tmp_path):
+    loaded = load_config(config, [f"distributed.config={json.dumps(READ)}"])
+    assert deepspeed_keys(loaded.distributed.config) == READ and not list(key_faults(READ))
+    (tmp_path / "ds.json").write_text(json.dumps(READ))
+    assert deepspeed_keys(load_config(config, ["distributed.config=ds.json"]).distributed.config) == READ
+    assert not DECIDED_ZERO.keys() & READ_ZERO.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no such file"), ("[1]", "holds a list, expected an object"), ("{", "not valid JSON")]
+)
+def test_files_that_are_no_deepspeed_json(config, tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        check_inputs(load_config(config, ["distributed.config=ds.json"]), config, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optim.name=muon", 'optim.name = "muon": DeepSpeed\'s is another algorithm'),
+        ("optim.offload=all", 'optim.offload = "all": DeepSpeed\'s has an Adam of its own'),
+        ("distributed={engine: rows, config: {comms_logger: {}}}", "is DeepSpeed's; leave it out"),
+    ],
+)
+def test_what_deepspeed_does_not_do(config, override, said):
+    with pytest.raises(UserError) as error:
+        check_ranks(load_config(config, [override]), 2, None, config, [override])
+    assert said in str(error.value)
+
+
+def test_deepspeed_that_is_not_installed(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'qarl\[deepspeed\]'"):
+        check_ranks(load_config(config), 2, None, config, [])
+    check_ranks(load_config(config), 1, None, config, [])

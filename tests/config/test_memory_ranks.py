@@ -1,0 +1,121 @@
+"""What one of several ranks holds and receives, against counts written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from estimates import TINY, config
+
+from qarl import memory
+from qarl.config.architecture import Architecture
+from qarl.config.quant import scheme_of
+from qarl.distributed.rows import RowPlan, most_rows, row_unit
+from qarl.memory_ranks import (
+    VECTOR,
+    received_in_rows,
+    received_in_zero,
+    received_of_weights,
+    row_share,
+    rows_in_flight,
+    zero_elements,
+)
+from qarl.sizes import decide_sizes
+
+LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
+OTHERS = 2 * 2 * 64 + 64 + 100 * 64
+PARAMETERS = 2 * LAYER + OTHERS
+QWEN3_8B = Architecture("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, tied_embeddings=False)
+
+
+def sizes(ranks, device="cuda", **sections) -> dict[str, int]:
+    items = memory.estimate(config(**sections), TINY, device, ranks=ranks)
+    return {item.name.split(" (")[0]: item.bytes for item in items}
+
+
+def test_one_rank_holds_what_one_process_does():
+    for sections in ({}, {"optim": {"name": "muon"}}, {"distributed": {"engine": "deepspeed"}}):
+        assert memory.estimate(config(**sections), TINY, "cuda", ranks=1) == memory.estimate(
+            config(**sections), TINY, "cuda"
+        )
+    share = row_share(config(), TINY, 1)
+    assert (share.matrices, share.others) == (2 * LAYER, OTHERS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("quant", [{}, {"scheme": "fp8_block"}, {"group_size": 32, "symmetric": False}])
+def test_the_first_rank_holds_the_rows_of_its_plan(ranks, quant):
+    quant = {"group_size": None, **quant} if quant.get("scheme") else quant
+    own = config(quant=quant)
+    scheme, inner = scheme_of(own.quant), {f"{name}.weight" for name, _, _ in TINY.linears()}
+    shapes = dict(TINY.tensors())
+    units = {
+        name: VECTOR if len(shape) == 1 else row_unit(scheme if name in inner else None)
+        for name, shape in shapes.items()
+    }
+    plan = RowPlan(shapes, units.__getitem__, ranks)
+    rows = {name: [len(some) for some in plan.cut(name)] for name in shapes}
+    assert all(most_rows(shapes[name][0], units[name], ranks) == max(rows[name]) == rows[name][0] for name in shapes)
+    share = row_share(own, TINY, ranks)
+    held = {name: rows[name][0] * (shape[1] if len(shape) == 2 else 1) for name, shape in shapes.items()}
+    assert share.matrices == sum(size for name, size in held.items() if name in inner)
+    assert share.parameters == sum(held.values())
+
+
+def test_rows_share_masters_gradients_and_state():
+    share = row_share(config(), TINY, 2).parameters
+    found = sizes(2)
+    assert found["master weights"] == found["gradients"] == 4 * share
+    assert found["optimizer state"] == 8 * share
+    # The output layer and two layers, and half of them from the other rank.
+    assert found["gradients of layers on their way between ranks"] == (6400 + 2 * LAYER) * 4 * 3 // 2
+    assert "gradients of layers on their way between ranks" not in sizes(1)
+    for name in ("codes and scales", "next version, beside the one in use"):
+        assert found[name] == sizes(1)[name]
+
+
+def test_offloaded_rows():
+    moments, everything = (sizes(2, optim={"offload": what}) for what in ("moments", "all"))
+    assert moments["master weights"] == 4 * row_share(config(), TINY, 2).parameters
+    assert "master weights" not in everything and everything["gradients"] == moments["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "masters", "gradients", "state"), [(0, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 2), (3, 2, 2, 2)]
+)
+def test_what_a_stage_cuts(stage, masters, gradients, state):
+    found = [share.parameters for share in zero_elements(TINY, stage, 2)]
+    assert found == [PARAMETERS // masters, PARAMETERS // gradients, PARAMETERS // state]
+    items = sizes(2, distributed={"engine": "deepspeed", "zero_stage": stage})
+    assert items["master weights"] == 4 * found[0] and items["optimizer state"] == 8 * found[2]
+    assert ("masters of this rank's part, once more" in items) == (stage > 0)
+
+
+def test_deepspeed_cuts_masters_where_the_stage_is_not_given():
+    third = {"engine": "deepspeed", "zero_stage": 3}
+    assert sizes(2, distributed={"engine": "deepspeed"}) == sizes(2, distributed=third)
+
+
+def test_what_a_rank_receives():
+    whole = 4 * PARAMETERS // 2
+    assert received_in_rows(TINY, 1000, 2, 3) == {"gradients": 3 * whole, "codes": 500}
+    assert received_in_zero(TINY, 0, 2, 3) == {"gradients": 2 * whole, "masters": 0}
+    assert received_in_zero(TINY, 1, 2, 3) == {"gradients": 2 * whole, "masters": whole}
+    assert received_in_zero(TINY, 2, 2, 3) == {"gradients": 6 * whole, "masters": whole}
+    assert received_in_zero(TINY, 3, 2, 3) == {"gradients": 3 * whole, "masters": whole}
+    assert received_of_weights(TINY, 2, 3) == 3 * whole
+    assert rows_in_flight(TINY, 1) == (6400 + 2 * LAYER) * 4
+
+
+def test_every_deepspeed_rank_reads_all_masters(monkeypatch):
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
+    assert memory.too_large(config(), TINY, "cuda", 2) is None
+    zero = config(distributed={"engine": "deepspeed"})
+    assert "masters of each of 2 ranks alone" in memory.too_large(zero, TINY, "cuda", 2)
+    assert memory.too_large(zero, TINY, "cuda") is None
+
+
+def test_ranks_leave_room_for_a_faster_pass():
+    null = {"micro_batch_tokens": None, "recompute": None, "logprob_chunk": None}
+    own = config(quant={"group_size": 128}, train=null, rollout={"max_response_length": 1024})
+    alone, shared = (decide_sizes(own, "cuda", QWEN3_8B, 141 * 2**30, ranks).train for ranks in (1, 8))
+    modes = ["elementwise", "mlp", "products", "layer"]
+    assert alone.recompute == "layer" and modes.index(shared.recompute) < 3

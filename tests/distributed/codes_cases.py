@@ -1,0 +1,156 @@
+"""What the ranks of test_codes.py do: quantize their rows of masters that every rank can make, and gather the codes."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from exchange_cases import exchange_of
+from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.scheme import Scheme
+from torch import Tensor
+
+from qarl.distributed.codes import gather_codes
+from qarl.distributed.group import Group
+from qarl.distributed.rows import RowPlan, row_unit
+from qarl.errors import UserError
+from qarl.fused import shared_scales
+from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+
+SCHEMES = {
+    "bf16": make_scheme("bf16"),
+    "w8a8": make_scheme("w8a8"),
+    "fp8": make_scheme("fp8", scale_dtype="float32"),
+    "fp8_block": make_scheme("fp8_block"),
+    "nvfp4a16": make_scheme("nvfp4a16"),
+    "w4a8 g32": make_scheme("w4a8", 32),
+    "w4a8 channel": make_scheme("w4a8", -1),
+    "w4a16 g32": make_scheme("w4a16", 32),
+    "w4a16 g64": make_scheme("w4a16", 64, grid="symmetric7"),
+    "w4a16 g128": make_scheme("w4a16", 128),
+    "w4a16 channel": make_scheme("w4a16", -1),
+    "w4a16 g32 asymmetric": make_scheme("w4a16", 32, symmetric=False),
+    "w4a16 g128 asymmetric": make_scheme("w4a16", 128, symmetric=False, scale_dtype="float16"),
+    "w4a16 channel asymmetric": make_scheme("w4a16", -1, symmetric=False),
+}
+assert {scheme.name for scheme in SCHEMES.values()} == set(scheme_names())
+BY_KERNELS = ["nvfp4a16", "w4a16 g32 asymmetric"]  # on few numbers: Triton's interpreter is slow
+
+
+def shapes_of(scheme: Scheme, few: bool = False) -> dict[str, tuple[int, ...]]:
+    """Of two layers of a model, odd and even; on three ranks some have no rows of the smaller ones. few: of two."""
+    if few:
+        return {f"model.layers.0.mlp.{which}_proj.weight": (rows, 32) for which, rows in (("gate", 17), ("up", 24))}
+    free = scheme.group_size is None and scheme.name != "nvfp4a16"
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (13, 64)}
+    for layer, (hidden, query, key, wide) in enumerate([(128, 24, 8, 300), (37 if free else 256, 96, 17, 48)]):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes |= {
+            f"{attention}.q_proj.weight": (query, hidden),
+            f"{attention}.q_proj.bias": (query,),
+            f"{attention}.k_proj.weight": (key, hidden),
+            f"{attention}.v_proj.weight": (key, hidden),
+            f"{attention}.o_proj.weight": (hidden, 128),
+            f"{mlp}.gate_proj.weight": (wide, hidden),
+            f"{mlp}.up_proj.weight": (wide, hidden),
+            f"{mlp}.down_proj.weight": (hidden, 256),
+            f"model.layers.{layer}.input_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (1,), "model.nothing.weight": (0, 4)}
+
+
+def masters_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if "model.layers.1.mlp.down_proj.weight" not in shapes:
+        return found
+    found["model.layers.1.mlp.down_proj.weight"].zero_()  # whose global scale is that of nothing
+    found["model.layers.0.self_attn.v_proj.weight"][-1] *= 50  # the last rank's rows decide a scale of all
+    return found
+
+
+def scheme_by_name(scheme: Scheme) -> Callable[[str], Scheme | None]:
+    return lambda name: scheme if scheme.quantized and name.endswith("_proj.weight") else None
+
+
+def whole(masters: dict[str, Tensor], scheme: Scheme) -> Snapshot:
+    """As a policy of one process makes it, in plain torch."""
+    of = scheme_by_name(scheme)
+    modules = [name.removesuffix(".weight") for name in masters if of(name) is not None]
+    shared = shared_scales(modules, scheme, masters.__getitem__)
+    return quantize_parameters(masters, of, torch.bfloat16, 5, False, shared)
+
+
+class Gathering:
+    """The rows of one rank, and what it gathers."""
+
+    def __init__(self, group: Group | None, scheme: Scheme, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.exchange, self.of = exchange_of(group), scheme_by_name(scheme)
+        self.plan = RowPlan(shapes, lambda name: row_unit(self.of(name)), self.exchange.count)
+
+    def of_masters(self, masters: dict[str, Tensor], kernels: bool) -> Snapshot:
+        rows = {name: self.plan.cut(name)[self.exchange.rank] for name in masters}
+        shards = {name: master[rows[name].start : rows[name].stop].clone() for name, master in masters.items()}
+        kept = {name: shard.clone() for name, shard in shards.items()}
+        found = gather_codes(shards, self.plan, self.exchange, self.of, torch.bfloat16, 5, kernels)
+        assert all(torch.equal(shards[name], kept[name]) for name in shards)
+        return found
+
+
+def digests(group: Group | None) -> list[tuple[str, int, int]]:
+    """Checks the snapshots of all schemes; returns of each what it is, and the bytes received and gathered."""
+    done = []
+    cases = [(label, False) for label in SCHEMES]
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        cases += [(label, True) for label in BY_KERNELS]
+    for label, kernels in cases:
+        scheme = SCHEMES[label]
+        shapes = shapes_of(scheme, few=kernels)
+        masters, gathering = masters_of(shapes), Gathering(group, scheme, shapes)
+        found, expected = gathering.of_masters(masters, kernels), whole(masters, scheme)
+        assert found.version == 5 and list(found.tensors) == list(expected.tensors), label
+        for name, tensor in expected.tensors.items():
+            same = found.tensors[name].dtype == tensor.dtype and found.tensors[name].shape == tensor.shape
+            assert same and found.tensors[name].is_contiguous(), (label, name)
+        assert found.manifest() == expected.manifest(), (label, kernels)
+        assert found.manifest().digest() == expected.manifest().digest()
+        for name, weight in expected.weights.items():
+            other = found.weights[name]
+            assert (other.scheme, other.shape) == (weight.scheme, weight.shape), (label, name)
+            assert all(other.tensors[suffix] is found.tensors[f"{name}.{suffix}"] for suffix in weight.tensors)
+        gathered = [name for name in found.tensors if not name.endswith(("_shape", "_global_scale"))]
+        sizes = sum(found.tensors[name].nbytes for name in gathered)
+        done.append((label, gathering.exchange.received["codes"], sizes))
+    return done
+
+
+def faults(group: Group | None) -> list[str]:
+    """What is said of masters that are not finite, on this rank; checks it against one process."""
+    said = []
+    places = {
+        "model.layers.0.self_attn.q_proj.bias": 0,
+        "model.layers.1.self_attn.k_proj.weight": -1,
+        "model.norm.weight": 0,
+    }
+    large = 3.4e38  # infinite in 16 bits
+    cases = [("w4a16 g32", torch.nan, first) for first in range(len(places))]
+    for label, value, first in [*cases, ("w4a16 g32", large, 1), ("nvfp4a16", torch.nan, 0), ("bf16", -torch.inf, 0)]:
+        scheme = SCHEMES[label]
+        shapes = shapes_of(scheme)
+        masters, gathering = masters_of(shapes), Gathering(group, scheme, shapes)
+        for name in list(places)[first:]:
+            masters[name][places[name]] = value
+        found = _message(gathering.of_masters, masters, False)
+        assert found == _message(whole, masters, scheme), (label, value, first)
+        said.append(found)
+    scheme = SCHEMES["w4a16 g128"]
+    unfit = {"model.layers.0.self_attn.o_proj.weight": (128, 100)}
+    return [*said, _message(lambda: Gathering(group, scheme, unfit).of_masters(masters_of(unfit), False))]
+
+
+def _message(make: Callable[..., Snapshot], *arguments: Any) -> str:
+    try:
+        made = make(*arguments)
+    except UserError as error:
+        return str(error)
+    return f"digest {made.manifest().digest()}"

@@ -1,0 +1,3 @@
+"""Fixtures of the tests of several ranks."""
+
+from tiny_runs import llama, one_thread  # noqa: F401 - pytest finds them here

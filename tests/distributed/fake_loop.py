@@ -1,0 +1,104 @@
+"""The command line with a loop that trains nothing: ranks that say something to each other until one of them fails.
+
+    python fake_loop.py train --nproc 3 CONFIG        as qarl
+    python -m torch.distributed.run ... fake_loop.py train CONFIG
+
+FAULT in the environment, such as `kill 1`: what which rank does in the third round.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+ROUNDS = 1000
+
+
+def install() -> None:
+    """Be the loop of `qarl.api.train`."""
+    module = types.ModuleType("qarl.training.loop")
+    module.train = train
+    sys.modules["qarl.training.loop"] = module
+
+
+def train(config) -> int:
+    from qarl.distributed.group import connect, rank_device
+    from qarl.training.interrupt import Interrupted, InterruptGuard
+
+    with InterruptGuard(print) as guard, connect(config, rank_device(config.model.device)) as ranks:
+        guard.defer()
+        if ranks.first:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            (config.run_dir / "config.yaml").write_text(config.to_yaml())
+        ranks.barrier()
+        ranks.log_in(config.run_dir)
+        (config.run_dir / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+        print(f"rank {ranks.rank} of {ranks.count} has begun", flush=True)
+        fault, _, rank = os.environ.get("FAULT", "").partition(" ")
+        for turn in range(ROUNDS):
+            if signum := ranks.signal(guard.signum):
+                return Interrupted(signum).exit_code
+            if turn == 3 and fault == "end":
+                return 0
+            if fault == "agree":
+                from qarl.errors import UserError
+
+                ranks.agree(UserError("all know of it") if turn == 3 and int(rank) == ranks.rank else None)
+            elif turn == 3 and rank and int(rank) == ranks.rank:
+                FAULTS[fault](ranks)
+            if fault in ("tensors", "late"):
+                import torch
+                import torch.distributed as dist
+
+                dist.all_reduce(sums := torch.ones(4, device=ranks.device), group=ranks.tensors)
+                assert sums.tolist() == [ranks.count] * 4  # waits for the device
+            time.sleep(0.02)
+    raise AssertionError("nothing ended this run")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _errors() -> dict:
+    from qarl.errors import UserError
+
+    return {
+        "kill": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda ranks: os.kill(os.getpid(), signal.SIGSTOP),
+        "hang": lambda ranks: time.sleep(1000),
+        "user": lambda ranks: _raise(UserError("reward.functions: `x.py:f`: is broken\ndata.source: too")),
+        "bug": lambda ranks: _raise(KeyError("nobody foresaw")),
+        "tensors": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
+        "late": lambda ranks: time.sleep(1000),
+        "deaf": lambda ranks: _deaf(),
+    }
+
+
+def _deaf() -> None:
+    """Take no signal that can be refused."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    time.sleep(1000)
+
+
+class _Faults(dict):
+    def __missing__(self, name):
+        self.update(_errors())
+        return dict.__getitem__(self, name)
+
+
+FAULTS = _Faults()
+
+if __name__ == "__main__":
+    sys.modules["fake_loop"] = sys.modules["__main__"]
+    install()
+    from qarl.cli import main
+    from qarl.distributed import launch
+
+    launch._BOOT = launch._BOOT.replace("from qarl", "import fake_loop; fake_loop.install(); from qarl", 1)
+    sys.path.append(str(Path(__file__).parent))
+    main(sys.argv[1:])

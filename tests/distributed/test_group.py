@@ -1,0 +1,95 @@
+"""Real ranks: what they gather, agree on, and how one's end is the others'."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from qarl.distributed.ranks import Alone, total
+from qarl.distributed.together import together
+
+HERE = __file__
+VALUES = [None, [1, "ä\ud800"], {"a": [0.1 + 0.2, math.inf, 1e-310, "x" * 5000]}]
+
+
+def says(group, values):
+    gathered = group.gather(values[group.rank])
+    ragged = group.gather_tensors(torch.arange(group.rank * 3, dtype=torch.int64).view(group.rank, 3))
+    eight = group.gather_tensors(torch.full((2,), group.rank, dtype=torch.bfloat16))
+    scalars = group.gather_tensors(torch.tensor(group.rank == 1))
+    empty = group.gather_tensors(torch.empty(0, 4))
+    group.barrier()
+    return {
+        "gathered": gathered,
+        "ragged": [part.tolist() for part in ragged],
+        "bf16": [part.float().tolist() for part in eight],
+        "scalars": [part.item() for part in scalars],
+        "empty": [list(part.shape) for part in empty],
+        "signals": [group.signal(None), group.signal(15 if group.rank else None), group.signal(10 + group.rank)],
+        "total": total(group, [0.1 * (group.rank + 1), 1e16 if group.rank == 0 else 1.0]),
+        "first": group.first,
+        "share": list(group.share(7)),
+    }
+
+
+def test_every_rank_has_what_all_say() -> None:
+    found = run_ranks(3, f"{HERE}:says", {"values": VALUES})
+    for rank, of in enumerate(found):
+        assert of["gathered"] == VALUES
+        assert of["ragged"] == [[], [[0, 1, 2]], [[0, 1, 2], [3, 4, 5]]]
+        assert of["bf16"] == [[0, 0], [1, 1], [2, 2]] and of["scalars"] == [False, True, False]
+        assert of["empty"] == [[0, 4]] * 3
+        assert of["signals"] == [None, 15, 10]
+        assert of["total"] == [0.1 + 0.2 + 0.30000000000000004, 1e16 + 1.0 + 1.0]
+        assert of["first"] == (rank == 0)
+    assert [of["share"] for of in found] == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+def agrees(group):
+    told = []
+    for fault in (None, ValueError("of rank 1") if group.rank == 1 else None):
+        try:
+            group.agree(fault)
+            told.append("goes on")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_ranks_go_on_together_or_not_at_all() -> None:
+    other = ["goes on", f"OtherRankFailed: rank 1 on {socket.gethostname()}: ValueError: of rank 1"]
+    assert run_ranks(3, f"{HERE}:agrees") == [other, ["goes on", "ValueError: of rank 1"], other]
+
+
+def test_alone_every_collective_is_over_at_once() -> None:
+    with Alone() as ranks:
+        assert ranks.gather({"a": 1}) == [{"a": 1}] and ranks.signal(2) == 2 and ranks.first
+        ranks.agree()
+        with pytest.raises(KeyError):
+            ranks.agree(KeyError("x"))
+    with pytest.raises(OSError, match="x"), Alone():
+        raise OSError("x")
+
+
+def meets(group, longer_s):
+    started = time.monotonic()
+    together(group, lambda: time.sleep(longer_s * group.rank), longer_s)
+    return time.monotonic() - started
+
+
+def test_ranks_wait_longer_where_one_may_need_more_time() -> None:
+    assert min(run_ranks(2, f"{HERE}:meets", {"longer_s": 5}, timeout_s=3)) >= 5
+
+
+def meets_in_vain(group):
+    together(group, lambda: time.sleep(8 * group.rank), 1)
+
+
+def test_ranks_do_not_wait_for_ever() -> None:
+    with pytest.raises(AssertionError, match=r"others waited for 2 s \(distributed.timeout_s\) and 1 more"):
+        run_ranks(2, f"{HERE}:meets_in_vain", timeout_s=2)

@@ -1,0 +1,339 @@
+"""Checkpoints in pieces: whatever the cut and the number of ranks, the same tensors; damage and full disks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cut_tensors import cut_anywhere, cut_rows, some_tensors
+from damage import damages
+from thread_ranks import as_threads
+
+from qarl.distributed.ranks import OtherRankFailed, Ranks
+from qarl.errors import UserError
+from qarl.inputs.files import read_bytes
+from qarl.storage import checkpoint as module
+from qarl.storage import writing
+from qarl.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
+from qarl.storage.manifest import encode
+from qarl.storage.pieces import Piece
+
+
+def save(directory: Path, count: int, step: int, keep_last: int = 0, seed: int | None = None) -> list[Any]:
+    """A checkpoint of `some_tensors(step)`, by rows, or with a seed cut anywhere."""
+
+    def work(ranks: Ranks) -> Path:
+        tensors = some_tensors(step)
+        if seed is None:
+            pieces = cut_rows(tensors, ranks.rank, count)
+        else:
+            pieces = cut_anywhere(tensors, ranks.rank, count, seed)
+        return CheckpointStore(directory, keep_last, ranks).save_pieces(step, pieces, {"step": step})
+
+    return as_threads(count, work)
+
+
+def assert_is_step(found: Checkpoint, step: int) -> None:
+    assert (found.step, found.state) == (step, {"step": step})
+    for group, members in some_tensors(step).items():
+        assert found.tensors[group].keys() == members.keys()
+        for name, tensor in members.items():
+            there = found.tensors[group][name]
+            assert there.shape == tensor.shape and there.dtype == tensor.dtype and torch.equal(there, tensor), name
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("seed", [None, *range(6)])
+def test_any_cut_comes_back_whole_and_in_ranges(tmp_path, count, seed):
+    paths = save(tmp_path, count, 3, seed=seed)
+    assert paths == [tmp_path / "000003"] * count and os.readlink(tmp_path / "latest") == "000003"
+    rng = random.Random(seed)
+    for readers in (1, 2, 3):
+        for found in as_threads(readers, lambda ranks: CheckpointStore.load(paths[0], ranks=ranks)):
+            assert found.ranks == count
+            assert_is_step(found, 3)
+    for group, members in some_tensors(3).items():
+        for name, tensor in members.items():
+            start, stop = sorted(rng.randint(0, tensor.numel()) for _ in range(2))
+            part = found.read(group, name, start, stop)
+            assert part.shape == (stop - start,) and torch.equal(part, tensor.reshape(-1)[start:stop])
+
+
+def test_one_rank_writes_the_files_of_one_process_byte_for_byte(tmp_path):
+    tensors = some_tensors(4)
+    CheckpointStore(tmp_path / "whole", 0).save(4, tensors, {"step": 4})
+    save(tmp_path / "pieces", 1, 4)
+    names = listing(tmp_path / "whole" / "000004")
+    assert names == ["manifest.json", "masters.safetensors", "optimizer.safetensors", "state.json"]
+    for name in names:
+        assert (tmp_path / "whole/000004" / name).read_bytes() == (tmp_path / "pieces/000004" / name).read_bytes()
+
+
+def test_files_are_named_by_rank_and_split_above_the_shard_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "SHARD_BYTES", 200)
+    save(tmp_path, 2, 1)
+    assert_is_step(CheckpointStore.load(tmp_path / "latest"), 1)
+    names = [name for name in listing(tmp_path / "000001") if name.startswith("masters")]
+    stems = ("masters-r0001-of-0002", "masters-r0002-of-0002")
+    assert names == [f"{stem}{more}.safetensors" for stem in stems for more in ("-00002", "")]
+
+
+def test_two_formats_live_beside_each_other_and_are_pruned(tmp_path):
+    for step, count in ((1, 2), (2, 1), (3, 3), (4, 2)):
+        save(tmp_path, count, step, keep_last=2)
+    assert listing(tmp_path) == ["000003", "000004", "latest"]
+    assert_is_step(CheckpointStore(tmp_path, 2).latest_valid(pytest.fail), 4)
+    found = as_threads(2, lambda ranks: CheckpointStore(tmp_path, 2, ranks).discard_after(3))
+    assert found == [[4], [4]] and listing(tmp_path) == ["000003", "latest"]
+    save(tmp_path, 2, 3)  # replaced by one of another number of ranks
+    assert CheckpointStore.load(tmp_path / "latest").ranks == 2
+
+
+def test_tensors_that_ranks_do_not_cover_once_are_never_published(tmp_path):
+    def work(ranks: Ranks) -> Path:
+        values = torch.arange(6.0)
+        start = 2 if ranks.rank else 0
+        pieces = [Piece("masters", "w", (6,), start, values[start : start + 3])]
+        return CheckpointStore(tmp_path, 0, ranks).save_pieces(1, pieces, {})
+
+    first, second = as_threads(2, work)
+    assert isinstance(first, AssertionError) and "'w': elements [2, 3) are in two files" in str(first)
+    assert isinstance(second, OtherRankFailed) and listing(tmp_path) == []
+
+
+def test_files_that_the_first_rank_does_not_see_are_never_published(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    real = module.write_pieces
+
+    def write(directory: Path, files: dict[str, Any]) -> dict[str, Any]:
+        return real(tmp_path / "elsewhere" if any("r0002" in file for file in files) else directory, files)
+
+    monkeypatch.setattr(module, "write_pieces", write)
+    first, second = save(tmp_path / "checkpoints", 2, 1)
+    assert type(first) is UserError and "r0002-of-0002.safetensors: is not what another rank wrote" in str(first)
+    assert isinstance(second, OtherRankFailed) and listing(tmp_path / "checkpoints") == []
+
+
+# --- a disk that refuses
+
+
+def refuse_on(monkeypatch: pytest.MonkeyPatch, word: str, code: int) -> None:
+    """fsync of a file with `word` in its path fails."""
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if word in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize(
+    "file, culprit", [("masters-r0001", 0), ("optimizer-r0002", 1), ("state.json", 0), ("manifest.json", 0)]
+)
+def test_a_refusing_disk_of_one_rank_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, file, culprit):
+    save(tmp_path, 2, 1)
+    with monkeypatch.context() as patch:
+        refuse_on(patch, file, code)
+        results = save(tmp_path, 2, 2, keep_last=1)
+    fault, other = results[culprit], results[1 - culprit]
+    assert type(fault) is UserError and "\n" not in str(fault)
+    assert str(tmp_path / "000002") in str(fault) and os.strerror(code) in str(fault)
+    named = f"rank {culprit} on {socket.gethostname()}: "
+    assert isinstance(other, OtherRankFailed) and str(other) == f"{named}{fault}"
+    assert listing(tmp_path) == ["000001", "latest"]
+    assert save(tmp_path, 2, 2, keep_last=1) == [tmp_path / "000002"] * 2 and listing(tmp_path) == ["000002", "latest"]
+
+
+def test_the_first_rank_checks_the_space_of_all(tmp_path, monkeypatch):
+    save(tmp_path, 3, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "free_bytes", lambda path: 60_000)  # each rank's 17 kB would fit
+        patch.setattr(module, "write_pieces", lambda *arguments: pytest.fail("wrote"))
+        first, *others = save(tmp_path, 3, 2)
+    assert type(first) is UserError and "no space for a checkpoint (" in str(first) and "60,000 free" in str(first)
+    assert all(isinstance(other, OtherRankFailed) for other in others) and listing(tmp_path) == ["000001", "latest"]
+
+
+# --- damage
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A manifest that is another, with a digest that fits."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["sha256"]
+        change(manifest)
+        path.write_bytes(encode(manifest))
+
+    return damage
+
+
+ONE, TWO = "masters-r0001-of-0002.safetensors", "masters-r0002-of-0002.safetensors"
+NAME = "embed.weight"  # (5, 24), of which the first rank has three rows
+DAMAGE = {
+    "flipped byte of the second rank": (lambda c: flip(c / TWO), f"{TWO}: the digest does not match"),
+    "flipped optimizer byte": (lambda c: flip(c / TWO.replace("masters", "optimizer")), "the digest does not match"),
+    "missing piece file": (lambda c: (c / TWO).unlink(), f"{TWO}: missing"),
+    "truncated": (lambda c: os.truncate(c / ONE, 100), f"{ONE}: 100 bytes"),
+    "edited manifest": (
+        lambda c: (c / "manifest.json").write_text(
+            (c / "manifest.json").read_text().replace('"ranks": 2', '"ranks": 3')
+        ),
+        "manifest.json: its own digest",
+    ),
+    "gap": (
+        edited(lambda m: m["pieces"][TWO].update({NAME: [96, 120]})),
+        f"manifest.json: masters: '{NAME}': elements [72, 96) are in no file",
+    ),
+    "gap at the end": (
+        edited(lambda m: m["pieces"][TWO].pop(NAME)),
+        f"manifest.json: masters: '{NAME}': elements [72, 120) are in no file",
+    ),
+    "overlap": (
+        edited(lambda m: m["pieces"][TWO].update({NAME: [48, 120]})),
+        f"manifest.json: masters: '{NAME}': elements [48, 72) are in two files",
+    ),
+    "another shape": (
+        edited(lambda m: m["shapes"]["masters"].update({NAME: [5, 25]})),
+        f"manifest.json: masters: '{NAME}': elements [120, 125) are in no file",
+    ),
+    "a smaller shape": (
+        edited(lambda m: m["shapes"]["masters"].update({NAME: [4, 24]})),
+        f"manifest.json: masters: '{NAME}' has a piece [72, 120), and 96 elements",
+    ),
+    "pieces that are not those of the files": (
+        edited(lambda m: (m["pieces"][ONE].update({NAME: [0, 48]}), m["pieces"][TWO].update({NAME: [48, 120]}))),
+        f"{ONE}: '{NAME}' has shape [72], not [48]",
+    ),
+    "a name that is not in the file": (
+        edited(lambda m: (m["pieces"][ONE].update(other=[0, 1]), m["shapes"]["masters"].update(other=[1]))),
+        f"{ONE}: 'other' is in one of the file and the manifest only",
+    ),
+    "a file without pieces": (
+        edited(lambda m: m["pieces"].pop(TWO)),
+        f"manifest.json: '{TWO}' is in one of groups and pieces only",
+    ),
+    "a file twice": (edited(lambda m: m["groups"]["masters"].append(TWO)), f"manifest.json: lists {TWO} twice"),
+    "no shapes": (edited(lambda m: m.pop("shapes")), "manifest.json: shapes is missing"),
+    "odd pieces": (edited(lambda m: m["pieces"][ONE].update({NAME: [0, 1, 2]})), "manifest.json: pieces."),
+    "no number of ranks": (edited(lambda m: m.update(ranks=0)), "manifest.json: ranks = 0"),
+    "not among the files": (
+        edited(lambda m: m["files"].pop(TWO)),
+        f"manifest.json: does not list {TWO} among its files",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("two")
+    for step in (1, 2):
+        save(directory, 2, step)
+    return directory
+
+
+@pytest.mark.parametrize("damage, reason", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named_and_all_ranks_take_the_previous_checkpoint(two, tmp_path, damage, reason):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two, directory, symlinks=True)
+    damage(directory / "000002")
+
+    def work(ranks: Ranks) -> tuple[int, list[str]]:
+        skipped: list[str] = []
+        found = CheckpointStore(directory, 0, ranks).latest_valid(skipped.append)
+        assert_is_step(found, 1)
+        return found.step, skipped
+
+    results = [result for count in (1, 3) for result in as_threads(count, work)]
+    assert {step for step, _ in results} == {1}, results
+    for _, skipped in results:
+        assert len(skipped) == 1 and reason in skipped[0] and "\n" not in skipped[0]
+    with pytest.raises(CheckpointDamaged) as caught:
+        CheckpointStore.load(directory / "000002")
+    assert reason in str(caught.value)
+    told = as_threads(3, lambda ranks: CheckpointStore.load(directory / "000002", ranks=ranks))
+    assert all(type(error) is CheckpointDamaged and reason in str(error) for error in told)
+
+
+def test_a_piece_of_another_type_is_damage(tmp_path):
+    def work(ranks: Ranks) -> Path:
+        values = torch.zeros(4) if ranks.first else torch.zeros(4, dtype=torch.bfloat16)
+        pieces = [Piece("masters", "w", (8,), 4 * ranks.rank, values)]
+        return CheckpointStore(tmp_path, 0, ranks).save_pieces(1, pieces, {})
+
+    as_threads(2, work)
+    with pytest.raises(CheckpointDamaged, match=r"r0002-of-0002.*'w' is torch.bfloat16, elsewhere torch.float32"):
+        CheckpointStore.load(tmp_path / "000001")
+
+
+def test_all_damaged_is_every_ranks_fault(two, tmp_path):
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(two, directory, symlinks=True)
+    for step in (1, 2):
+        flip(directory / f"00000{step}" / ONE)
+    told = as_threads(2, lambda ranks: CheckpointStore(directory, 0, ranks).latest_valid(lambda line: None))
+    assert all(type(error) is UserError and "all 2 checkpoints are damaged" in str(error) for error in told)
+
+
+# --- damage of any kind
+
+
+def redigest(folder: Path) -> None:
+    """Make the digests fit what is there, as far as there is a manifest to put them into."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(read_bytes(path))
+        for name, entry in manifest["files"].items():
+            data = read_bytes(folder / name)
+            entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        del manifest["sha256"]
+    except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return
+    path.write_bytes(encode(manifest))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", ONE, TWO.replace("masters", "optimizer")])
+def test_any_damage_is_a_result_or_one_line(two, tmp_path, file):
+    refused = 0
+    for number, (rng, spoil) in enumerate(damages(3, 60, file.endswith(".json"))):
+        folder = tmp_path / str(number) / "000002"
+        shutil.copytree(two / "000002", folder)
+        what = spoil(folder / file, rng)
+        redigest(folder)
+        try:
+            found = CheckpointStore.load(folder)
+            for members in found.tensors.values():
+                for name in members:
+                    assert members[name].shape == members.shape(name)
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error) and str(folder) in str(error), (number, what, error)
+        except Exception as error:
+            raise AssertionError(f"{number}: {spoil.__name__}: {what}") from error
+        shutil.rmtree(folder)
+    assert refused > 10

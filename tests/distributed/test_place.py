@@ -1,0 +1,198 @@
+"""Which rank a process is, as its launcher says, and configurations that several ranks cannot run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from test_ranks_launch import CONFIG, MODEL
+
+from qarl import cli
+from qarl.config import load_config
+from qarl.config.distributed import several_ranks_faults
+from qarl.distributed.board import Folder
+from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
+from qarl.distributed.place import Place, alone, own_arguments, place
+from qarl.errors import UserError
+from qarl.storage.rundir import config_difference
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+}
+
+
+def test_a_launcher_says_the_place() -> None:
+    assert place(TORCHRUN) == Place(3, 4, 1, None)
+    assert place({**TORCHRUN, "QARL_RANKS": "/d"}) == Place(3, 4, 1, Path("/d"))
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "5"}])
+def test_one_process_has_none(environment: dict[str, str]) -> None:
+    assert place(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE: is 4, and RANK is not set"),
+        ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK: 4 is not below WORLD_SIZE = 4"),
+        ({"WORLD_SIZE": "4", "RANK": "one"}, "RANK: 'one' in the environment is no number"),
+        ({"WORLD_SIZE": "-2", "RANK": "0"}, "WORLD_SIZE: '-2' in the environment is no number"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        place(environment)
+
+
+def test_what_a_rank_starts_is_no_rank() -> None:
+    assert alone({**TORCHRUN, "QARL_RANKS": "/d", "PATH": "p", "LOCAL_MODELS": "m"}) == {
+        "PATH": "p",
+        "LOCAL_MODELS": "m",
+    }
+
+
+def test_the_argument_that_deepspeed_puts_in_front_is_dropped_for_a_rank(monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert own_arguments(["--local_rank=0", "train", "x"]) == ["--local_rank=0", "train", "x"]
+    monkeypatch.setenv("RANK", "0")
+    for given in ("--local_rank=0", "--local-rank=1"):
+        assert own_arguments([given, "train", "x"]) == ["train", "x"]
+    assert own_arguments(["train", "--local_rank=0"]) == ["train", "--local_rank=0"]
+    assert own_arguments([]) == []
+
+
+def test_a_board_is_claimed_once(tmp_path: Path) -> None:
+    board = Folder(tmp_path)
+    assert board.read("a") is None
+    assert board.claim("a", "first") == "first" and board.claim("a", "second") == "first"
+    board.post("a", "third")
+    assert board.read("a") == "third"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_first_fault_stands_in_a_run_that_has_begun(tmp_path: Path) -> None:
+    fault = Fault(1, "h", 137, "was ended by SIGKILL")
+    write_fault(tmp_path, fault)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "config.yaml").touch()
+    write_fault(tmp_path, fault)
+    write_fault(tmp_path, Fault(2, "h", 75, "later"))
+    assert '"rank": 1' in (tmp_path / "fault.json").read_text()
+    forget_fault(tmp_path)
+    assert not (tmp_path / "fault.json").exists()
+
+
+def test_a_fault_has_the_exit_code_of_the_command_line() -> None:
+    from qarl.training.interrupt import Interrupted
+
+    other = OtherRankFailed(Fault(1, "h", 2, "x"))
+    errors = [UserError("x"), KeyError("x"), other, KeyboardInterrupt(), Interrupted(15), SystemExit(3)]
+    assert [fault_of(0, error).code for error in errors] == [2, 70, 75, 130, 143, 3]
+    assert fault_of(0, KeyError("x")) == Fault(0, socket.gethostname(), 70, "KeyError: 'x'")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG.replace("MODEL", "model"))
+    return path
+
+
+VLLM = ["rollout.engine=vllm", "rollout.linear_kernels=qarl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([], []),
+        (VLLM, []),
+        (["quant.learner=full_precision"], []),
+        (["diagnostics.gradients_every=1"], [("diagnostics", "gradients_every")]),
+        ([*VLLM, "rollout.vllm.process=inline"], [("rollout", "vllm", "process")]),
+        ([*VLLM, "model.device=auto", "rollout.vllm.device=1"], [("rollout", "vllm", "device")]),
+    ],
+)
+def test_what_several_ranks_cannot_run_is_refused_by_name(config: Path, overrides: list[str], keys: list) -> None:
+    loaded = load_config(config, overrides)
+    assert [fault.key for fault in several_ranks_faults(loaded, 2, gpus=4)] == keys
+
+
+def test_there_is_a_gpu_for_each_rank(config: Path) -> None:
+    loaded = load_config(config)
+    assert [fault.key for fault in several_ranks_faults(loaded, 3, gpus=2)] == [("model", "device")]
+    assert list(several_ranks_faults(loaded, 2, gpus=2)) == []
+
+
+def test_check_and_train_refuse_before_anything_starts(config: Path, capsys) -> None:
+    for command in ("check", "train"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(
+                [command, "--nproc", "2", str(config), "diagnostics.gradients_every=2", f"model.path={_model(config)}"]
+            )
+        assert caught.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: command line: diagnostics.gradients_every = ") and "with 2 ranks" in said
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "--nproc", "2", "/dev/null"])
+    assert caught.value.code == 2 and "is no file" in capsys.readouterr().err
+
+
+def _model(config: Path) -> Path:
+    folder = config.parent / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return folder
+
+
+def test_ranks_that_a_launcher_started_are_not_started_again(config: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append(code))
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--nproc", "3", str(config)])
+    assert ended == [2]
+    assert "a launcher has started 2 ranks already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["distributed.zero_stage=2"], "distributed.zero_stage = 2: is DeepSpeed's"),
+        (["distributed.config={wall_clock_breakdown: true}"], "is DeepSpeed's"),
+        (["distributed={engine: deepspeed, config: {optimizer: {}}}"], "config.optimizer = {}: is decided elsewhere"),
+        (
+            ["distributed={engine: deepspeed, config: {zero_optimization: {stage: 1}}}"],
+            "set distributed.zero_stage",
+        ),
+        (["distributed.timeout_s=0"], "distributed.timeout_s = 0"),
+    ],
+)
+def test_a_section_that_makes_no_sense_is_refused(config: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("{", r"\{").replace("}", r"\}")):
+        load_config(config, overrides)
+
+
+def test_the_stage_of_deepspeed_is_three_unless_another_is_given(config: Path) -> None:
+    assert load_config(config).distributed.zero_stage is None
+    assert load_config(config, ["distributed.engine=deepspeed"]).distributed.zero_stage == 3
+    assert load_config(config, ["distributed={engine: deepspeed, zero_stage: 0}"]).distributed.zero_stage == 0
+
+
+def test_a_run_goes_on_with_another_engine() -> None:
+    theirs = {"distributed": {"engine": "rows", "timeout_s": 600.0}, "train": {"seed": 0}}
+    ours = {"distributed": {"engine": "deepspeed", "timeout_s": 60.0}, "train": {"seed": 0}}
+    assert config_difference(theirs, ours) == []

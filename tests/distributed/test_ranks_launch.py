@@ -1,0 +1,196 @@
+"""`qarl train` on real ranks: how they end when one of them fails, hangs, is killed, or the user stops them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import PATHS, ROOT
+
+CONFIG = """\
+model: {path: MODEL, device: cpu}
+quant: {group_size: 32}
+data: {source: "task:arithmetic", max_prompt_length: 64}
+rollout: {max_response_length: 64}
+reward: {functions: [{name: exact}]}
+train: {steps: 3}
+distributed: {timeout_s: 4}
+"""
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
+QARL = [sys.executable, str(Path(__file__).parent / "fake_loop.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--master-addr=127.0.0.1"]
+LIMIT_S = 60
+
+
+class Run:
+    """A start of fake_loop.py in a directory of its own."""
+
+    def __init__(self, folder: Path, fault: str, *command: str, device: str = "cpu", count: int = 3) -> None:
+        self.folder, self.out, self._pids = folder, folder / "run", []
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+        (folder / "tiny.yaml").write_text(CONFIG.replace("MODEL", "model").replace("device: cpu", f"device: {device}"))
+        self._count = count
+        paths = [*(str(ROOT / part) for part in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "FAULT": fault}
+        self.process = subprocess.Popen(
+            [*command, "tiny.yaml", "train.run_dir=run"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def begun(self) -> list[int]:
+        """The ranks' pids, once all are there."""
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end and self.process.poll() is None:
+            pids = [int(text) for path in sorted(self.out.glob("pid-*")) if (text := path.read_text())]
+            if len(pids) == self._count:
+                self._pids = pids
+                return pids
+            time.sleep(0.02)
+        raise AssertionError(f"did not begin: {self.process.communicate(timeout=5)}")
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, stderr). Afterwards no rank is left."""
+        pids = self._pids or self.begun()
+        try:
+            _, said = self.process.communicate(timeout=LIMIT_S)
+        finally:
+            self.process.kill()
+            left = [pid for pid in pids if alive(pid)]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        assert left == [], said
+        return self.process.returncode, said
+
+    @property
+    def fault(self) -> dict | None:
+        path = self.out / "fault.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def nproc(folder: Path, fault: str) -> Run:
+    return Run(folder, fault, *QARL, "train", "--nproc", "3")
+
+
+def errors(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("error: ")]
+
+
+def test_ranks_that_end_well(tmp_path: Path) -> None:
+    run = nproc(tmp_path, "end")
+    assert run.end() == (0, "")
+    assert run.fault is None
+    logs = {path.name: path.read_text() for path in run.out.glob("rank-*")}
+    assert logs == {f"rank-00{r}.log": f"rank {r} of 3 has begun\n" for r in (1, 2)}
+
+
+FAULTS = {  # fault -> exit code, rank, code and line in fault.json, the error's lines
+    "kill 1": (
+        137,
+        1,
+        137,
+        "was ended by SIGKILL",
+        ["error: rank 1: was ended by SIGKILL, perhaps for"],
+    ),
+    "tensors 2": (137, 2, 137, "was ended by SIGKILL", ["error: rank 2: was ended by SIGKILL"]),
+    "stop 1": (75, 1, None, "gave no sign of life for", ["error: rank 1: gave no sign of life for"]),
+    "late 1": (75, 1, None, "did not come", ["error: rank 1: did not come to where the others waited for 4 s"]),
+    "hang 2": (75, 2, None, "did not come", ["error: rank 2: did not come to where the others waited for 4 s"]),
+    "user 0": (2, 0, 2, "is broken", ["error: rank 0: reward.functions: `x.py:f`: is broken", "error: rank 0: data"]),
+    "agree 2": (2, 2, 2, "all know of it", ["error: rank 2: all know of it"]),
+    "bug 2": (70, 2, 70, "nobody foresaw", ["error: rank 2: a fault of qarl's own: KeyError: 'nobody foresaw'"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, fault: str) -> None:
+    run = nproc(tmp_path, fault)
+    run.begun()
+    began = time.monotonic()
+    code, said = run.end()
+    took = time.monotonic() - began
+    expected, rank, of, line, lines = FAULTS[fault]
+    assert code == expected, said
+    assert run.fault is not None, said
+    assert (run.fault["rank"], run.fault["code"], run.fault["host"]) == (rank, of, socket.gethostname()), run.fault
+    assert line in run.fault["line"]
+    assert len(errors(said)) == len(lines), said
+    assert all(found.startswith(start) for found, start in zip(errors(said), lines, strict=True)), said
+    assert "Traceback" not in said
+    assert took < 20
+
+
+def test_ctrl_c_is_a_safe_stop_of_all_ranks(tmp_path: Path) -> None:
+    run = nproc(tmp_path, "")
+    run.begun()
+    run.process.send_signal(signal.SIGINT)
+    code, said = run.end()
+    assert (code, errors(said), run.fault) == (130, [], None)
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    run = nproc(tmp_path, "deaf 1")
+    run.begun()
+    time.sleep(0.5)
+    for _ in range(2):
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    code, said = run.end()
+    assert (code, errors(said)) == (130, [])
+
+
+def test_ranks_stop_when_their_launcher_is_gone(tmp_path: Path) -> None:
+    run = nproc(tmp_path, "")
+    pids = run.begun()
+    run.process.kill()
+    end = time.monotonic() + 20
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert run.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("fault", ["kill 1", "user 2"])
+def test_under_torchrun(tmp_path: Path, fault: str) -> None:
+    run = Run(tmp_path, fault, *TORCHRUN, f"--master-port={_port()}", QARL[1], "train")
+    code, said = run.end()
+    assert code == 1, said  # torchrun's own
+    assert run.fault is not None, said
+    if fault == "kill 1":
+        assert run.fault["rank"] == 1 and "no sign of life" in run.fault["line"]
+    else:
+        assert (run.fault["rank"], run.fault["code"]) == (2, 2)
+        assert "error: reward.functions: `x.py:f`: is broken" in said
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

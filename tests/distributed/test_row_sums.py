@@ -1,0 +1,91 @@
+"""Gradients leave a backward layer by layer, with the bits that they have otherwise; on Triton layers too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from policy_models import make_policy, tokens
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+
+from qarl.distributed.exchange import AloneExchange, Pending
+from qarl.policy.gradients import GradientAccumulator
+from qarl.policy.handles import empty
+from qarl.policy.policy import Policy
+from qarl.training.row_setup import plan_of
+from qarl.training.row_sums import RowSums, backward_order
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PROMPTS, RESPONSES = [tokens(3, 1)] * 2, [tokens(4, 3), tokens(1, 4)]
+needs_kernels = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a CUDA device, or TRITON_INTERPRET=1")
+
+
+class Watched(AloneExchange):
+    """Notes what is summed, and how much of the backward had still to come then."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy, self.begun = policy, []
+
+    def begin_sums(self, tensors: Sequence[Tensor], cuts, kind: str = "gradients") -> list[Pending]:
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        self.begun.append((len(tensors), torch._C._current_graph_task_id() != -1))
+        return super().begin_sums(tensors, cuts, kind)
+
+
+def made(directory, fused: bool, monkeypatch) -> Policy:
+    with monkeypatch.context() as patch:
+        if fused:
+            patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+        kernels = {} if fused else {"kernels": "reference"}
+        scheme = ("bf16", None) if fused and not ON_GPU else ("w4a16", 32)
+        policy = make_policy(directory, scheme[0], torch.bfloat16, scheme[1], DEVICE, **kernels)
+    assert policy.learner_view.fused == fused
+    return policy
+
+
+def loss_of(policy: Policy) -> Tensor:
+    logp, entropy = policy.logprobs(PROMPTS, RESPONSES, Truncation(), 7)
+    weights = torch.linspace(-1, 1, len(logp), device=DEVICE)
+    return (logp * weights).sum() + 0.1 * entropy.sum()
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("recompute", ["elementwise", "layer"])
+def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, family, fused, recompute) -> None:
+    slow = fused and not ON_GPU  # the interpreter takes seconds for each forward
+    if slow and (family != "qwen3" or recompute == "layer"):
+        pytest.skip("one in the interpreter is enough")
+    policy = made(tiny_model(family, num_hidden_layers=1 if slow else 2), fused, monkeypatch)
+    policy.set_recompute(recompute)
+    named = dict(policy.named_parameters())
+    expected: dict[str, Tensor] = {}
+    for _ in range(1 if slow else 2):
+        accumulator = GradientAccumulator(named.values())
+        accumulator.backward(loss_of(policy))
+        one = dict(zip(named, accumulator.take(), strict=True))
+        expected = {name: expected[name] + gradient for name, gradient in one.items()} if expected else one
+    empty(named.values(), DEVICE)
+    exchange = Watched(policy)
+    plan = plan_of({name: master.shape for name, master in named.items()}, policy.scheme_of, 1)
+    sums = RowSums(policy, plan, exchange)
+    sums.round(loss_of(policy))
+    layers = len(policy.decoder.layers)
+    sizes = [len(group) for group in backward_order(policy)]
+    assert [size for size, _ in exchange.begun] == sizes and sum(sizes) == len(named)
+    assert [during for _, during in exchange.begun] == [True] * (layers + 2)
+    sums.round(None)  # in the same order
+    assert [size for size, _ in exchange.begun] == 2 * sizes
+    if not slow:
+        sums.round(loss_of(policy))
+    found = sums.take()
+    assert found.keys() == named.keys() and all(torch.equal(found[name], expected[name]) for name in named)
+    assert sums.take() == {} and all(master.grad is None and master.isnan().all() for master in named.values())
+    if not slow:
+        loss_of(policy).backward()  # of somebody else: nothing leaves
+        assert len(exchange.begun) == 3 * len(sizes) and all(master.grad is not None for master in named.values())

@@ -1,0 +1,77 @@
+"""Masters in rows on several ranks: the bits of one process that adds the same parts up in the same order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from row_runs import Case, sha, trained, twin
+
+from qarl.distributed.ranks import Alone
+
+CASES = {
+    "w4a16, tied": ("llama", Case("", steps=3)),
+    "w4a16 in groups of 64 with zero points": ("qwen3", Case("", {"quant": {"group_size": 64, "symmetric": False}})),
+    "fp8, biases": ("qwen2", Case("", {"quant": {"scheme": "fp8"}})),
+    "w8a8, loss scale": ("qwen3", Case("", {"quant": {"scheme": "w8a8"}, "optim": {"loss_scale": 64.0}})),
+    "nvfp4a16": ("llama", Case("", {"quant": {"scheme": "nvfp4a16"}})),
+    "bf16, masters in bfloat16": (
+        "mistral",
+        Case("", {"quant": {"scheme": "bf16"}, "optim": {"master_dtype": "bfloat16"}}),
+    ),
+    "muon": ("qwen2", Case("", {"optim": {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3}}, steps=3)),
+    "a gradient that is not finite": ("qwen3", Case("", steps=3, broken=(1, 0))),
+    "float16": ("qwen3", Case("", {"model": {"dtype": "float16"}})),
+}
+
+
+def train(group, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        result, policy, _ = trained(group, Case(**case))
+        masters = list(policy.model.parameters())
+        result["handles"] = [all(m.isnan().all() for m in masters), sum(m.untyped_storage().nbytes() for m in masters)]
+        result["masters"] = len(masters)
+        found.append(result)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases(tiny_model) -> list[Case]:
+    return [Case(str(tiny_model(family)), case.sections, case.steps, case.broken) for family, case in CASES.values()]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def found(request, cases) -> tuple[int, list[list[dict[str, Any]]]]:
+    """Of each rank, what it found in each case."""
+    count, told = request.param, [asdict(case) for case in cases]
+    if count == 1:
+        return 1, [train(Alone(), told)]
+    return count, run_ranks(count, f"{__file__}:train", {"cases": told}, limit_s=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_have_the_bits_of_one_process(found, cases, name) -> None:
+    count, of_ranks = found
+    number = list(CASES).index(name)
+    expected, tensors = twin(cases[number], count)
+    ranks = [of[number] for of in of_ranks]
+    for rank in ranks:
+        assert rank["digests"] == expected["digests"] and rank["norms"] == expected["norms"]
+        assert rank["begun"] == expected["begun"] and rank["state"] == expected["state"]
+        assert rank["handles"] == [True, 4 * rank["masters"]]
+    covered = dict.fromkeys(tensors, 0)
+    for rank in ranks:
+        for what, (start, stop, shape, digest) in rank["pieces"].items():
+            assert tuple(shape) == tensors[what].shape and start == covered[what], what
+            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
+            covered[what] = stop
+    assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
+    losses = [loss for together in zip(*(rank["losses"] for rank in ranks), strict=True) for loss in together]
+    told = [loss for loss in losses if loss is not None]
+    assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(told, expected["losses"], strict=True))
+    if cases[number].broken is not None:
+        assert None in expected["norms"] and expected["begun"] == 2

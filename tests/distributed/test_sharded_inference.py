@@ -1,0 +1,132 @@
+"""Whatever opens a run opens one of several ranks: the same files and bits, and never all masters in one memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+from cut_tensors import cut_anywhere, cut_rows
+from thread_ranks import as_threads
+from tiny_exports import SCHEMES, entries, save_run
+from torch import Tensor
+
+from qarl.diagnostics.diagnose.policies import RunPolicy
+from qarl.distributed.ranks import Ranks
+from qarl.errors import UserError
+from qarl.inference.generate import Look, complete
+from qarl.inference.masters import open_masters
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.stored import StoredTensors
+
+
+def as_of_ranks(run: Path, copy: Path, count: int, seed: int | None = None) -> Path:
+    """The same run with its checkpoints as that many ranks would have written them, by rows or cut anywhere."""
+    shutil.copytree(run, copy, symlinks=True)
+    store = CheckpointStore(run / "checkpoints", 0)
+    for step in store.steps():
+        found = store.load(store.path(step))
+        tensors = {group: dict(members) for group, members in found.tensors.items()}
+
+        def work(ranks: Ranks) -> Path:
+            if seed is None:
+                pieces = cut_rows(tensors, ranks.rank, count)  # noqa: B023
+            else:
+                pieces = cut_anywhere(tensors, ranks.rank, count, seed)  # noqa: B023
+            place = CheckpointStore(copy / "checkpoints", 0, ranks)
+            return place.save_pieces(step, pieces, found.state)  # noqa: B023
+
+        assert as_threads(count, work) == [copy / "checkpoints" / f"{step:06d}"] * count
+    assert not list(copy.rglob("masters.safetensors"))
+    return copy
+
+
+class Joined:
+    """Tensors that are joined of pieces, as they come and go. most: held at once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.alive: list[weakref.ref] = []
+        self.most = self.count = 0
+        real = StoredTensors.read
+
+        def read(tensors: StoredTensors, name: str, start: int, stop: int) -> Tensor:
+            value = real(tensors, name, start, stop)
+            self.count += 1
+            self.alive = [*(reference for reference in self.alive if reference() is not None), weakref.ref(value)]
+            self.most = max(self.most, len(self.alive))
+            return value
+
+        patch.setattr(StoredTensors, "read", read)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "asymmetric", "fp8_block", "nvfp4a16"])
+def test_an_export_has_the_same_bytes_one_master_in_memory(tiny_model, tmp_path, monkeypatch, scheme):
+    run = save_run(tmp_path / "one" / "run", tiny_model("qwen3"), **SCHEMES[scheme])
+    whole = run.export(tmp_path / "whole")
+    for number, seed in enumerate((None, 5)):
+        path = as_of_ranks(run.path, tmp_path / str(number) / "run", 3, seed)
+        out = tmp_path / f"pieces-{number}"
+        with monkeypatch.context() as patch:
+            joined = Joined(patch)
+            report = run.export(out, resolve_target(str(path)))
+        assert report.digest == whole.digest and report.same_as_run
+        shares = scheme == "nvfp4a16"  # q, k and v have one scale, of the largest value of all three
+        assert joined.most <= (2 if shares else 1) and joined.count >= len(
+            open_masters(resolve_target(str(path))).shapes
+        )
+        assert entries(out) == entries(tmp_path / "whole")
+        for name in entries(out):
+            if name != "README.md":  # which names the run's directory
+                assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no mapped file's."""
+    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def test_an_export_takes_far_less_memory_than_the_masters(tiny_model, tmp_path):
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=12)
+    run = save_run(tmp_path / "one" / "run", model, steps=(2,), scheme="w4a16", group_size=32)
+    path = as_of_ranks(run.path, tmp_path / "run", 2)
+    target = resolve_target(str(path))
+    size = sum(file.stat().st_size for file in (path / "checkpoints" / "latest").glob("masters-*"))
+    peaks: list[int] = []
+    warm = run.export(tmp_path / "warm", target)  # what a first time imports and allocates
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what that freed is no room for what follows
+    before = anonymous_bytes()
+    report = run.export(tmp_path / "out", target, progress=lambda done, total: peaks.append(anonymous_bytes()))
+    assert report.digest == warm.digest and len(peaks) > 100 and size > 24 * 2**20
+    assert max(peaks) - before < size / 3, f"{max(peaks) - before:,} bytes for {size:,} of masters"
+
+
+def test_generate_and_diagnose_open_it(tiny_model, tmp_path):
+    run = save_run(tmp_path / "one" / "run", tiny_model("llama"))
+    path = as_of_ranks(run.path, tmp_path / "run", 2)
+    targets = [resolve_target(str(place)) for place in (run.path, path, path / "checkpoints" / "latest")]
+    looks = [complete(target, ["7 + 5 ="], Look(max_new_tokens=6), "cpu", lambda line: None) for target in targets]
+    drawn = [(look[0].rollout.token_ids, look[0].rollout.logprobs) for look in looks]
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert resolve_target(str(path), step=2).step == 2
+    policy = open_policy(resolve_target(str(path), step=2), device="cpu").policy
+    assert policy.current.manifest().digest() == run.snapshots[2].manifest().digest()
+    snapshot = RunPolicy(targets[1], "cpu").load(4)
+    assert snapshot.manifest().digest() == run.snapshots[4].manifest().digest()
+
+
+@pytest.mark.parametrize("file", ["masters-r0002-of-0002.safetensors", "state.json"])
+def test_a_damaged_file_of_a_rank_is_refused_by_name(tiny_model, tmp_path, file):
+    run = save_run(tmp_path / "one" / "run", tiny_model("llama"))
+    path = as_of_ranks(run.path, tmp_path / "run", 2)
+    damaged = path / "checkpoints" / "000004" / file
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"000004/{file}: [\d,]+ bytes, [\d,]+ were written; .*--step \(2\)"):
+        run.export(tmp_path / "out", resolve_target(str(path)))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,189 @@
+"""Keeping the steps of several ranks: saved together or not at all, and rescued only where all of them are there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cut_tensors import cut_rows, some_tensors
+from thread_ranks import as_threads
+
+from qarl.config.checkpoint import CheckpointConfig
+from qarl.distributed.ranks import OtherRankFailed, Ranks
+from qarl.errors import UserError
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.history import read_history
+from qarl.training.keeper import Keeper
+from qarl.training.state import capture
+
+NEWEST = "; the same command goes on from step 1"
+
+
+class Place:
+    """A keeper of a run without a model: step n has the tensors of `some_tensors(n)`."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks, self.said, self.step, self.digest, self.logged = ranks, [], 0, "ab" * 32, []
+        updates = SimpleNamespace(begun=0, pieces=self.pieces)
+        snapshot = SimpleNamespace(manifest=lambda: SimpleNamespace(digest=lambda: self.digest))
+        self.run = SimpleNamespace(
+            learner=SimpleNamespace(ranks=ranks, skipped_in_a_row=0),
+            updates=updates,
+            policy=SimpleNamespace(version=0, current=snapshot),
+            stream=SimpleNamespace(state=lambda: {"position": self.step}),
+            inputs={},
+        )
+        console = SimpleNamespace(warn=self.said.append, message=self.said.append, phase=lambda name: nullcontext())
+        directory = SimpleNamespace(path=folder, checkpoints=folder / "checkpoints")
+        self.keeper = Keeper(CheckpointConfig(), self.run, directory, console)
+        self.recorder = SimpleNamespace(step=0, log=self.log)
+        self.keeper.finish(0)
+
+    def pieces(self) -> tuple[list[Any], dict[str, Any]]:
+        tensors = some_tensors(self.step)
+        return cut_rows(tensors, self.ranks.rank, self.ranks.count), {"tensors": sorted(tensors["optimizer"])}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        assert self.ranks.first, "one rank records"
+        self.logged.append(step)
+
+    def learn(self) -> None:
+        """A step, up to its metrics."""
+        self.step += 1
+        self.run.updates.begun += 1
+        self.keeper.learned(self.step, {})
+
+    def take(self) -> None:
+        self.learn()
+        self.keeper.finish(self.step)
+
+    def rescue(self, fault: Exception | None, together: bool = True) -> None:
+        """What a run's loop does with a fault that ranks agree on, or that one has alone."""
+        try:
+            if together:
+                self.ranks.agree(fault)
+            elif fault is not None:
+                raise fault
+        except Exception as error:
+            self.keeper.rescue(self.recorder, error)
+
+
+def of_ranks(folder: Path, work: Any, count: int = 3) -> list[Place]:
+    def run(ranks: Ranks) -> Place:
+        place = Place(ranks, folder)
+        place.take()
+        place.keeper.save()
+        work(place)
+        return place
+
+    places = as_threads(count, run)
+    assert all(isinstance(place, Place) for place in places), places
+    return places
+
+
+def saved(folder: Path) -> list[int]:
+    return CheckpointStore(folder / "checkpoints", 0).steps()
+
+
+def test_a_step_is_saved_by_all_and_recorded_by_the_first(tmp_path):
+    of_ranks(tmp_path, lambda place: None)
+    found = CheckpointStore(tmp_path / "checkpoints", 0).latest_valid(pytest.fail)
+    assert (found.step, found.ranks, found.state["data"]) == (1, 3, {"position": 1})
+    assert read_history(tmp_path).checkpoint == 1
+
+
+def test_a_fault_that_all_agree_on_saves_the_finished_step(tmp_path):
+    def work(place: Place) -> None:
+        place.take()
+        place.rescue(ValueError("odd") if place.ranks.rank == 1 else None)
+
+    places = of_ranks(tmp_path, work)
+    assert saved(tmp_path) == [1, 2]
+    assert all(place.said == ["step 2 is saved; the same command goes on from there"] for place in places)
+
+
+def test_a_step_that_lacks_its_metrics_is_finished_first(tmp_path):
+    def work(place: Place) -> None:
+        place.learn()
+        place.rescue(ValueError("odd") if place.ranks.first else None)
+
+    places = of_ranks(tmp_path, work)
+    assert saved(tmp_path) == [1, 2] and [place.logged for place in places] == [[2], [], []]
+
+
+def test_what_one_rank_raises_alone_leaves_the_newest_checkpoint(tmp_path):
+    def work(place: Place) -> None:
+        place.take()
+        if place.ranks.rank == 1:  # the others are in a collective that never ends
+            place.rescue(ValueError("odd"), together=False)
+
+    first, alone, _ = of_ranks(tmp_path, work)
+    assert saved(tmp_path) == [1] and first.said == []
+    why = "that takes all ranks, and one broke off alone"
+    assert alone.said == [f"step 2 is not saved ({why}){NEWEST}"]
+
+
+def test_weights_that_are_half_way_on_one_rank_are_not_saved(tmp_path):
+    def work(place: Place) -> None:
+        place.take()
+        place.run.updates.begun += place.ranks.rank == 2
+        place.rescue(ValueError("odd") if place.ranks.rank == 2 else None)
+
+    places = of_ranks(tmp_path, work)
+    assert saved(tmp_path) == [1]
+    why = "the step that broke off had begun to change the weights"
+    assert all(place.said == [f"step 2 is not saved ({why}){NEWEST}"] for place in places)
+
+
+def test_metrics_that_cannot_be_written_leave_no_checkpoint(tmp_path):
+    def work(place: Place) -> None:
+        def refuse(step: int, metrics: dict[str, float]) -> None:
+            raise UserError("metrics.jsonl: input/output error")
+
+        place.learn()
+        place.recorder.log = refuse
+        place.rescue(ValueError("odd") if place.ranks.rank == 1 else None)
+
+    places = of_ranks(tmp_path, work)
+    assert saved(tmp_path) == [1]  # and step 2 never was finished
+    assert all(place.said == ["step 1 is saved; the same command goes on from there"] for place in places)
+
+
+def test_a_save_that_one_disk_refuses_is_everybodys_and_not_tried_again(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if "000002" in (path := os.readlink(f"/proc/self/fd/{fd}")) and "r0002" in path:
+            tried.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd)
+
+    tried: list[str] = []
+    monkeypatch.setattr(os, "fsync", fsync)
+
+    def work(place: Place) -> None:
+        place.take()
+        kind, named = (UserError, "") if place.ranks.rank == 1 else (OtherRankFailed, "rank 1 on .*: ")
+        with pytest.raises(kind, match=rf"^{named}/.*000002: cannot be written") as caught:
+            place.keeper.save()
+        place.keeper.rescue(place.recorder, caught.value)
+
+    places = of_ranks(tmp_path, work)
+    assert saved(tmp_path) == [1] and len(tried) == 1
+    why = "its checkpoint could not be written"
+    assert all(place.said == [f"step 2 is not saved ({why}){NEWEST}"] for place in places)
+
+
+def test_ranks_that_hold_other_codes_save_nothing(tmp_path):
+    def work(place: Place) -> None:
+        place.digest = "cd" * 32 if place.ranks.rank == 2 else place.digest
+        kind, match = (RuntimeError, "holds other codes than rank 0")
+        with pytest.raises(kind if place.ranks.rank == 2 else OtherRankFailed, match=match):
+            capture(place.run, {})
+
+    of_ranks(tmp_path, work)

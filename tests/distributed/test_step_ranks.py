@@ -1,0 +1,286 @@
+"""A step on several ranks: the same rollouts, rewards, batch and totals as on one, whoever does what."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from replicated import ReplicatedUpdates, run_threads
+from tiny_runs import settings
+
+from qarl.config import Config
+from qarl.config.reward import RewardConfig
+from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
+from qarl.errors import UserError
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.rewards import RewardPool, RewardResult
+from qarl.rewards.batch import Share
+from qarl.rollout.native.engine import NativeEngine
+from qarl.sizes import decide_sizes
+from qarl.training import step
+from qarl.training.batch import Batch
+from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
+from qarl.training.learner import Learner
+from qarl.training.local_updates import LocalUpdates
+from qarl.training.observer import Observer, Observers
+from qarl.training.setup import build_policy, build_sampling
+from qarl.types import Prompt, Rollout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [
+    Prompt(i % 4, [5 + i % 4, 70, 90 + i % 4], f"prompt {i % 4}", {"n": i % 4}) for i in range(5)
+]  # one is twice
+LOADING = threading.Lock()  # transformers' is of one thread at a time
+
+
+class Rewards:
+    """A reward that its prompt and its tokens decide. total: of all ranks' completions, as the pool is told."""
+
+    def score(
+        self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]], share: Share | None = None
+    ) -> RewardResult:
+        assert [f"prompt {n}" for n in columns["n"]] == asked and len(texts) == len(ids) == len(asked)
+        assert share is None or not ids or share.total >= share.first + len(ids)
+        total = [float((sum(tokens) + n) % 7) / 3 for tokens, n in zip(ids, columns["n"], strict=True)]
+        return RewardResult(total, {"own": total}, {"own": 0}, [])
+
+
+class Watching(Observer):
+    """What observers are told; a phase's responses are those it reported."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+        self.progressed = 0
+        self.norms: list[float] = []
+
+    def progress(self, responses: int) -> None:
+        self.progressed += responses
+
+    def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
+        self.rollouts, self.scores = rollouts, scores
+        self.progressed = 0
+
+    def update(self, grad_norm: float) -> None:
+        self.norms.append(grad_norm)
+
+    def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
+        self.batch, self.metrics = batch, metrics
+
+
+def make(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, **sections: dict[str, Any]) -> SimpleNamespace:
+    """The parts of a run on `ranks` that hold all masters each."""
+    sections.setdefault("train", {})
+    sections["train"] = {"prompts_per_step": len(prompts), "minibatch_size": 10, **sections["train"]}
+    config = decide_sizes(Config.model_validate(settings(path, **sections)), "cpu")
+    with LOADING:
+        policy = build_policy(config, load_model(config.model), torch.device("cpu"))
+        tokenizer = load_tokenizer(config.model)
+    sampling = build_sampling(config, policy, tokenizer)
+    updates = LocalUpdates(policy, config) if ranks.count == 1 else ReplicatedUpdates(policy, config, ranks)
+    learner = Learner(policy, updates, config, sampling.truncation, ranks)
+    if learner.objective.needs.reference:
+        policy.keep_reference()
+    engine = NativeEngine(policy.sampler, tokenizer, config.rollout)
+    engine.publish(policy.current)
+    stream = SimpleNamespace(next=lambda count: prompts[:count])
+    return SimpleNamespace(
+        config=config,
+        policy=policy,
+        updates=updates,
+        learner=learner,
+        engine=engine,
+        sampling=sampling,
+        stream=stream,
+        rewards=Rewards(),
+        metrics={},
+    )
+
+
+def take(path, ranks: Ranks, prompts: list[Prompt] = PROMPTS, steps: int = 1, **sections: Any) -> tuple[Any, Watching]:
+    run = make(path, ranks, prompts, **sections)
+    for number in range(steps):
+        watching = Watching()
+        step.rl_step(run.config, run, number, Observers([watching]))
+        assert watching.progressed == run.learner.forwards(len(watching.batch))
+    return run, watching
+
+
+def assert_same_batch(one: Batch, other: Batch) -> None:
+    assert (one.version, one.prompts, one.responses, one.groups) == (
+        other.version,
+        other.prompts,
+        other.responses,
+        other.groups,
+    )
+    assert torch.equal(one.advantages, other.advantages)
+    for name in ("logp_sampler", "logp_old"):
+        assert torch.equal(getattr(one.whole(), name), getattr(other.whole(), name)), name
+
+
+EXACT = ("policy/entropy_tokens", "policy/zero_advantage_frac", "policy/version", "policy/skipped_steps", "optim/lr")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("tokens", [24, 4096])
+def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens):
+    # In 16 bits the backward rounds what responses share of a prompt, which depends on how they are cut.
+    sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "model": {"dtype": "float32"}}
+    _, alone = take(llama, Alone(), **sections)
+    found = run_threads(count, lambda ranks: take(llama, ranks, **sections))
+    for run, watching in found:
+        assert watching.rollouts == alone.rollouts and watching.scores == alone.scores
+        assert_same_batch(watching.batch, alone.batch)
+        assert watching.norms == found[0][1].norms and len(watching.norms) == len(alone.norms)
+        assert watching.norms[0] == pytest.approx(alone.norms[0], rel=1e-6)
+        assert watching.metrics == found[0][1].metrics and watching.metrics.keys() == alone.metrics.keys()
+        assert {k: watching.metrics[k] for k in EXACT if k in alone.metrics} == {
+            k: alone.metrics[k] for k in EXACT if k in alone.metrics
+        }
+        assert watching.metrics["policy/entropy"] == pytest.approx(alone.metrics["policy/entropy"], rel=1e-12)
+        assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
+        for (name, master), (_, other) in zip(
+            run.policy.named_parameters(), found[0][0].policy.named_parameters(), strict=True
+        ):
+            assert torch.equal(master, other), name
+        assert torch.equal(
+            watching.batch.logp.read(watching.batch.whole()), found[0][1].batch.logp.read(watching.batch.whole())
+        )
+    if tokens == 24:
+        assert all(run.updates.parts > 0 for run, _ in found)
+    rounds = {run.updates.rounds for run, _ in found}
+    assert len(rounds) == 1
+
+
+def test_a_rank_without_prompts_and_without_parts_goes_along(llama):
+    prompts = PROMPTS[:2]
+    sections = {"rollout": {"n": 2}, "train": {"minibatch_size": 2, "epochs": 1}}
+    _, alone = take(llama, Alone(), prompts, **sections)
+
+    found = run_threads(3, lambda ranks: take(llama, ranks, prompts, **sections))
+    assert all(watching.rollouts == alone.rollouts for _, watching in found)
+    assert any(run.updates.parts < run.updates.rounds for run, _ in found)
+    for _, watching in found:
+        assert_same_batch(watching.batch, alone.batch)
+        assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
+
+
+NEEDS = {
+    "constants": {
+        "objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow"},
+        "quant": {"learner": "full_precision"},
+    },
+    "reference": {"objective": {"name": "grpo", "kl_coef": 0.5}},
+    "shadow": {"objective": {"name": "grpo", "ratio": "shadow"}, "quant": {"learner": "full_precision"}},
+    "retained": {"objective": {"name": "grpo", "dvp_rho": 0.3}},
+    "entropy": {"objective": {"name": "grpo", "entropy_coef": 0.1}},
+}
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_what_an_objective_needs_is_of_all_ranks(llama, need):
+    sections = {"train": {"micro_batch_tokens": 24}, "model": {"dtype": "float32"}, **NEEDS[need]}
+    _, alone = take(llama, Alone(), **sections)
+    for _, watching in run_threads(2, lambda ranks: take(llama, ranks, **sections)):
+        assert watching.rollouts == alone.rollouts
+        assert_same_batch(watching.batch, alone.batch)
+        assert watching.norms[0] == pytest.approx(alone.norms[0], rel=1e-6)
+        assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
+        if need == "reference":
+            assert torch.equal(
+                watching.batch.logp_ref.read(watching.batch.whole()), alone.batch.logp_ref.read(alone.batch.whole())
+            )
+
+
+# --- faults
+
+
+def test_a_fault_of_one_rank_before_the_learner_ends_the_step_of_all(llama):
+    def one(ranks: Ranks) -> Any:
+        run = make(llama, ranks)
+        if ranks.rank == 1:
+
+            def broken(*_: Any, **__: Any) -> None:
+                raise UserError("the sampler is gone")
+
+            run.engine.generate = broken
+        before = [p.detach().clone() for _, p in run.policy.named_parameters()]
+        try:
+            step.rl_step(run.config, run, 0, Observers([Watching()]))
+        except Exception as error:
+            assert ranks.agreed is error
+            assert all(torch.equal(a, b) for a, (_, b) in zip(before, run.policy.named_parameters(), strict=True))
+            return error
+
+    first, second, third = run_threads(3, one, faults=True)
+    assert isinstance(second, UserError) and str(second) == "the sampler is gone"
+    for error in (first, third):
+        assert isinstance(error, OtherRankFailed) and "rank 1" in str(error) and "the sampler is gone" in str(error)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_place(llama):
+    def one(ranks: Ranks) -> list[Any]:
+        run = make(llama, ranks, train={"micro_batch_tokens": 24})
+        guard = InterruptGuard(lambda line: None, ranks)
+        guard.defer()
+        told: list[str] = []
+
+        class Late(Observer):
+            """A signal comes to rank 2 in the pass over `logp_old`."""
+
+            def begin(self, batch: Batch) -> None:
+                if ranks.rank == 2:
+                    guard._note(15, None)
+
+            def minibatch(self, minibatch: Any) -> None:
+                told.append("minibatch")
+
+            def update(self, grad_norm: float) -> None:
+                told.append("update")
+
+        with pytest.raises(Interrupted) as stopped:
+            step.rl_step(run.config, run, 0, Observers([Late(), SafePoints(guard)]))
+        return [stopped.value.exit_code, told]
+
+    assert run_threads(3, one) == [[143, ["minibatch"]]] * 3
+
+
+def score(config: RewardConfig, of_rank: dict[int, list[str]]):
+    """A rank's completions through a pool of its own, and what all have then."""
+    from qarl.rewards.shared import gather_results, score_share
+
+    def one(ranks: Ranks) -> Any:
+        prompts = [Prompt(i, [1], f"p{i}", {"answer": str(i)}) for i in range(4)]
+        own = ranks.share(4)
+        rollouts = [Rollout(i, 0, [3], [-1.0], "stop", 0, 0, of_rank[i]) for i in own]
+        with RewardPool(config, ["answer"]) as pool:
+            found = score_share(pool, prompts, rollouts, ranks)
+            return gather_results(found, ranks, config.max_failed_frac)
+
+    return one
+
+
+HANGS = """
+import time
+def judge(completions, prompts, **columns):
+    if "hang" in completions:
+        time.sleep(60)
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("texts, works", [(["a", "bb", "hang", "d"], True), (["a", "hang", "hang", "d"], False)])
+def test_a_reward_that_hangs_on_one_rank_is_judged_over_all(tmp_path, texts, works):
+    (tmp_path / "judges.py").write_text(HANGS)
+    config = RewardConfig.model_validate(
+        {"functions": [{"name": f"{tmp_path}/judges.py:judge"}], "timeout_s": 1, "workers": 1, "max_failed_frac": 0.3}
+    )
+    found = run_threads(2, score(config, dict(enumerate(texts))), faults=True)
+    if works:  # half of rank 1's, a quarter of all
+        assert all(r.total == [1.0, 2.0, 0.0, 1.0] and r.failed == {"judge": 1} for r in found)
+        assert found[0].messages == found[1].messages and "completion 2 scores 0" in "".join(found[0].messages)
+    else:
+        assert all(isinstance(r, UserError) and "failed on 2 of 4 completions" in str(r) for r in found), found

@@ -1,0 +1,211 @@
+"""Whole runs on two ranks: real processes, masters in rows, and the same run in one process beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiny_runs import settings, write_config
+
+pytestmark = pytest.mark.slow
+
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+TASK = {
+    "name": "short",
+    "data": {"source": "task:arithmetic", "task": {"size": 3, "seed": 7}, "max_prompt_length": 64},
+    "reward": [{"name": "length", "options": {"target": 4}}],
+}
+EVALUATION = {"tasks": [TASK], "every": 2, "samples": 2, "max_response_length": 6, "temperature": 0.7}
+JUDGE = """
+import os
+calls = []
+def judge(completions, prompts, **columns):
+    calls.append(1)
+    if len(calls) > 2 and os.environ.get("RANK") == "1":
+        raise ValueError("out of order")
+    return [float(len(c) % 5) for c in completions]
+"""
+
+
+def train(
+    group: Any, config: str, overrides: list[str], printed: str, interrupt: int | None, broken: int | None
+) -> Any:
+    """One rank's `train`, which joins the group that is there: its exit code, or what it raises.
+
+    interrupt: the rank that a SIGTERM comes to once a step is recorded. broken: the rank whose third backward raises.
+    """
+    import torch
+
+    from qarl.config import load_config
+    from qarl.training import learner, loop
+
+    torch.set_num_threads(1)
+    loop.connect = lambda config, device: group
+    loaded = load_config(config, overrides)
+    if group.rank == interrupt:
+        threading.Thread(target=end_after_a_step, args=(loaded.run_dir / "metrics.jsonl",), daemon=True).start()
+    if group.rank == broken:
+        backward, calls = learner.Learner.backward, []
+
+        def breaks(self: Any, loss: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise ValueError("a bug")
+            backward(self, loss)
+
+        learner.Learner.backward = breaks
+    with Path(f"{printed}-{group.rank}").open("w") as out, contextlib.redirect_stdout(out):
+        try:
+            return loop.train(loaded)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def end_after_a_step(metrics: Path) -> None:
+    while not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def on_two(
+    config: Path, run: Path, *overrides: str, interrupt: int | None = None, broken: int | None = None
+) -> tuple[list[Any], list[str]]:
+    """(what `train` gave on each of two ranks, what each printed)."""
+    printed = run.with_name(f"{run.name}.printed")
+    arguments = {
+        "config": str(config),
+        "overrides": [f"train.run_dir={run}", *overrides],
+        "printed": str(printed),
+        "interrupt": interrupt,
+        "broken": broken,
+    }
+    found = run_ranks(2, f"{__file__}:train", arguments)
+    return found, [Path(f"{printed}-{rank}").read_text() for rank in range(2)]
+
+
+def jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def repeatable(path: Path) -> list[dict]:
+    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in jsonl(path)]
+
+
+class Runs:
+    """One configuration: `one`, in this process's fork server, and `two`, on two ranks."""
+
+    def __init__(self, qarl: Any, model: Path, folder: Path) -> None:
+        self.qarl, self.folder, self.one, self.two = qarl, folder, folder / "one", folder / "two"
+        data = settings(
+            model,
+            train={"steps": 2, "prompts_per_step": 5, "minibatch_size": 10, "threads": 1},
+            model={"dtype": "float32"},
+            logging={"tensorboard": False},
+            diagnostics={"shadow_every": 1, "deployed_every": 2},
+            checkpoint={"every": 1},
+        )
+        self.config = write_config(folder / "c.yaml", {**data, "evaluation": EVALUATION})
+        self.plain = write_config(folder / "plain.yaml", data)
+        judge = folder / "judges.py"
+        judge.write_text(JUDGE)
+        reward = {"functions": [{"name": f"{judge}:judge"}], "workers": 1, "max_failed_frac": 0.0}
+        self.judged = write_config(folder / "judged.yaml", {**data, "reward": reward, "checkpoint": {"every": 9}})
+        done = qarl.run("train", self.config, f"train.run_dir={self.one}")
+        assert done.code == 0, done.err
+        codes, self.printed = on_two(self.config, self.two)
+        assert codes == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def runs(qarl, tiny_model, tmp_path_factory) -> Runs:
+    return Runs(qarl, tiny_model("llama"), tmp_path_factory.mktemp("train_ranks"))
+
+
+def test_the_first_step_is_that_of_one_rank(runs):
+    one, two = repeatable(runs.one / "metrics.jsonl"), repeatable(runs.two / "metrics.jsonl")
+    assert [r.keys() for r in one] == [r.keys() for r in two]
+    first, same = one[0], two[0]
+    for name in first:
+        if name.startswith(("reward/", "response/", "mismatch/", "error_tokens/")):
+            assert first[name] == same[name], name
+    assert same["policy/grad_norm"] == pytest.approx(first["policy/grad_norm"], rel=1e-6)
+    assert same == pytest.approx(first, rel=1e-4, abs=1e-7)
+    assert two[1] == pytest.approx(one[1], rel=0.05, abs=1e-2)
+    name = "rollouts/000001.jsonl"
+    assert (runs.two / name).read_bytes() == (runs.one / name).read_bytes()
+
+
+def test_evaluations_are_drawn_by_all_ranks_and_are_those_of_one(runs):
+    (before, after), (other, _) = (
+        [{k: v for k, v in r.items() if k != "time/eval_s"} for r in jsonl(run / "evaluations.jsonl")]
+        for run in (runs.one, runs.two)
+    )
+    assert before == other and before["step"] == 0 and after["step"] == 2
+    name = "evaluations/000000.jsonl"
+    assert (runs.two / name).read_bytes() == (runs.one / name).read_bytes()
+
+
+def test_one_rank_tells_and_writes_and_times_are_of_all(runs):
+    assert "step 2/2" in runs.printed[0] and runs.printed[1] == "" == (runs.two / "rank-001.log").read_text()
+    kept = {"rank-001"} | {p.name for p in runs.one.iterdir()}
+    assert {p.name for p in runs.two.iterdir()} - {"rank-001.log"} == kept
+    for record in jsonl(runs.two / "metrics.jsonl"):
+        for name in ("time/learner_s", "time/rollout_s", "memory/peak_gib", "time/gather_s"):
+            assert 0 <= record[f"{name}_min"] <= record[f"{name}_mean"] <= record[f"{name}_max"]
+            assert record[f"{name}_min"] <= record[name] <= record[f"{name}_max"]
+    assert not any(name.endswith("_s_min") for record in jsonl(runs.one / "metrics.jsonl") for name in record)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(runs, tmp_path):
+    to_one, to_two = tmp_path / "to_one", tmp_path / "to_two"
+    shutil.copytree(runs.two, to_one, symlinks=True)
+    shutil.copytree(runs.one, to_two, symlinks=True)
+    done = runs.qarl.run("train", runs.config, f"train.run_dir={to_one}", "train.steps=3")
+    assert done.code == 0 and "resumed from" in done.out, done.err
+    codes, (printed, _) = on_two(runs.config, to_two, "train.steps=3")
+    assert codes == [0, 0] and "resumed from" in printed
+    for run, before in ((to_one, runs.two), (to_two, runs.one)):
+        records = repeatable(run / "metrics.jsonl")
+        assert [r["step"] for r in records] == [1, 2, 3] and records[:2] == repeatable(before / "metrics.jsonl")
+    one, two = (repeatable(run / "metrics.jsonl")[2] for run in (to_one, to_two))
+    assert one == pytest.approx(two, rel=0.05, abs=1e-2)
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(runs, tmp_path):
+    run = tmp_path / "run"
+    codes, (printed, _) = on_two(runs.plain, run, "train.steps=500", interrupt=1)
+    assert codes == [143, 143]
+    last = len(jsonl(run / "metrics.jsonl"))
+    assert f"stopped after step {last}, saved" in printed
+    assert (run / "checkpoints" / "latest").resolve().name == f"{last:06d}"
+
+
+def test_a_reward_that_fails_on_one_rank_ends_all_and_no_step_is_lost(runs, tmp_path):
+    run = tmp_path / "run"
+    (first, second), (printed, _) = on_two(runs.judged, run, "train.steps=5")
+    assert first.startswith("OtherRankFailed: rank 1") and "reward `judge`: failed on" in first
+    assert second.startswith("UserError: reward `judge`: failed on 1 of 20 completions")
+    last = len(jsonl(run / "metrics.jsonl"))
+    assert last and (run / "checkpoints" / "latest").resolve().name == f"{last:06d}"
+    assert f"step {last} is saved" in printed
+
+
+def test_a_fault_of_one_rank_among_gradients_ends_all_and_the_checkpoint_stands(runs, tmp_path):
+    run = tmp_path / "run"
+    started = time.monotonic()
+    (first, second), (printed, _) = on_two(runs.plain, run, "train.steps=5", broken=1)
+    assert time.monotonic() - started < 25  # not the 30 seconds that ranks wait for each other
+    assert first.startswith("OtherRankFailed: rank 1") and "a bug" in first
+    assert second == "ValueError: a bug"
+    last = len(jsonl(run / "metrics.jsonl"))
+    assert (run / "checkpoints" / "latest").resolve().name == f"{last:06d}"
+    assert f"step {last} is saved" in printed

@@ -1,0 +1,93 @@
+"""Short runs of SmolLM2 on several GPUs with a vLLM beside each rank: publishing, sleep, exact numerics, a death."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; torch sees fewer"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+FP8 = ["quant.scheme=fp8", "quant.group_size=null"]
+# name -> (GPUs that it takes, overrides)
+CASES = {
+    "on the ranks' GPUs": (2, ["quant.scheme=w4a16"]),
+    "deep asleep": (2, ["quant.scheme=w4a16", "rollout.linear_kernels=qarl", "rollout.vllm.sleep_level=2"]),
+    "changed words, awake": (2, [*FP8, "rollout.vllm.publish=delta", "rollout.vllm.sleep_level=0"]),
+    "exact": (2, ["quant.scheme=w4a16", "rollout.numerics=exact"]),
+    "one of two ranks": (2, ["quant.scheme=w4a16", "rollout.vllm.data_parallel=1"]),
+    "one on a GPU of its own": (3, ["quant.scheme=w4a16", "rollout.vllm.data_parallel=1", "rollout.vllm.device=2"]),
+    "on GPUs of their own": (4, ["quant.scheme=w4a16", "rollout.vllm.device=2"]),
+}
+# Rank 1's sampler is killed when it has its second rollout to draw.
+KILL = """
+import os, signal
+from qarl.rollout.vllm.process import SamplerProcess
+real, rollouts = SamplerProcess.begin, []
+def begin(self, operation, payload):
+    rollouts.extend([self.pid] * (operation == "generate"))
+    real(self, operation, payload)
+    if os.environ["RANK"] == "1" and operation == "generate" and len(rollouts) == 2:
+        os.kill(self.pid, signal.SIGKILL)
+SamplerProcess.begin = begin
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_publishes_to_its_sampler(case: str, smollm2: str, tmp_path: Path) -> None:
+    gpus, overrides = CASES[case]
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} CUDA devices")
+    records, said = run(tmp_path, smollm2, overrides)
+    assert "warning" not in said[0] and "vLLM failed" not in said[1]
+    samplers = [log for log in (tmp_path / "run").rglob("sampler.log") if log.stat().st_size]
+    assert len(samplers) == (1 if "rollout.vllm.data_parallel=1" in overrides else 2)
+    shared = not any("device" in override or "sleep_level=0" in override for override in overrides)
+    for record in records:
+        assert record["publish/canary_abs_mean"] < 0.5
+        if shared:
+            assert record["memory/sampler_freed_gib"] > 1
+        if case == "exact":
+            assert record["mismatch/delta_abs_max"] == 0.0
+
+
+def test_a_sampler_that_is_killed_is_started_again_beside_its_rank(smollm2: str, tmp_path: Path) -> None:
+    _, said = run(tmp_path, smollm2, ["quant.scheme=w4a16"], KILL)
+    assert "vLLM failed" not in said[0] and said[1].count("vLLM failed: its process was ended by SIGKILL") == 1
+
+
+def run(folder: Path, model: str, changes: list[str], before: str = "") -> tuple[list[dict[str, float]], list[str]]:
+    """The metrics of a few steps of the quickstart on two ranks, and what each rank printed.
+
+    before: Python that each rank runs first.
+    """
+    (folder / "before.py").write_text(before)
+    command = [
+        *(sys.executable, str(ROOT / "tests/distributed/ranks_with.py"), str(folder / "before.py")),
+        *("train", "--nproc", "2", str(ROOT / "configs/quickstart.yaml"), f"model.path={model}"),
+        *("rollout.engine=vllm", f"train.steps={STEPS}", f"train.run_dir={folder / 'run'}", "evaluation.tasks=[]"),
+        *("logging.console=plain", *changes),
+    ]
+    path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")] + sys.path)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
+    other = (folder / "run" / "rank-001.log").read_text() if (folder / "run" / "rank-001.log").exists() else ""
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:] + other[-2000:]
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert all(record["quant/codes_changed_frac"] > 0 for record in records)
+    for record in records:
+        print({name: round(value, 3) for name, value in record.items() if name.startswith(("time/", "publish/"))})
+    return records, [ended.stdout, other]

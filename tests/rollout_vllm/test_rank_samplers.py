@@ -1,0 +1,259 @@
+"""vLLM beside several ranks: a sampler of each, with its troubles. A fake one in vLLM's place, then vLLM itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_sampler
+import pytest
+import torch
+from ranks import PATHS, ROOT
+from tiny_runs import settings, write_config
+
+from qarl.config import Config
+from qarl.config.distributed import several_ranks_faults
+from qarl.distributed.ranks import Alone
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.shared import NoSampler
+from qarl.rollout.vllm.process import sampler_environment
+from qarl.weight_sync.transport import ReceiverPlan
+from qarl.weight_sync.verify import PublishError
+
+LIMIT_S = 240
+MARK = "OF_RANKS"
+# Each rank has its own file of troubles, and its sampler says which variables of a launcher reached it.
+FAKE = f"""
+import dataclasses, os, sys
+sys.path.append({str(Path(fake_sampler.__file__).parent)!r})
+import fake_sampler
+rank, real = os.environ["RANK"], fake_sampler.FakeHost.__init__
+def init(self, settings, expected):
+    own = {{"troubles": settings.args["troubles"] + "-" + rank}}
+    found = sorted(name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "QARL_RANKS"))
+    print("{MARK}", found, flush=True)
+    real(self, dataclasses.replace(settings, args=own), expected)
+fake_sampler.FakeHost.__init__ = init
+fake_sampler.install()
+"""
+
+
+@dataclass
+class Done:
+    """A run on ranks that ended. codes, errors: of the launcher. rollouts: [(prompt id, token ids)] of each step."""
+
+    code: int
+    out: str
+    err: str
+    run: Path
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def rollouts(self) -> list[list[tuple[int, int, str]]]:
+        steps = [path.read_text().splitlines() for path in sorted((self.run / "rollouts").glob("*.jsonl"))]
+        return [[(r["prompt_id"], r["sample"], r["completion"]) for r in map(json.loads, rows)] for rows in steps]
+
+
+def train(folder: Path, config: Path, count: int, before: str, *overrides: str) -> Done:
+    """`qarl train --nproc`. before: Python that each rank runs first."""
+    (folder / "before.py").write_text(before)
+    paths = [*(str(ROOT / part) for part in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    run = folder / "run"
+    script, nproc = ROOT / "tests" / "distributed" / "ranks_with.py", ["--nproc", str(count)]
+    done = subprocess.run(
+        [sys.executable, script, folder / "before.py", "train", *nproc, config, f"train.run_dir={run}", *overrides],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return Done(done.returncode, done.stdout, done.stderr, run)
+
+
+@pytest.fixture
+def fake(even_model: Path, tmp_path: Path):
+    """fake(troubles of rank 0, troubles of rank 1, *overrides) -> a run on two ranks."""
+
+    def start(*troubles: list[str], overrides: tuple[str, ...] = (), vllm: dict[str, Any] | None = None) -> Done:
+        for rank, lines in enumerate(troubles):
+            (tmp_path / f"troubles-{rank}").write_text("\n".join(lines))
+        rollout = {"engine": "vllm", "vllm": {"args": {"troubles": str(tmp_path / "troubles")}, **(vllm or {})}}
+        data = settings(even_model, rollout=rollout, train={"steps": 2}, checkpoint={"every": 100})
+        data["model"]["device"] = "cpu"
+        return train(tmp_path, write_config(tmp_path / "c.yaml", data), 2, FAKE, *overrides)
+
+    return start
+
+
+def pids(done: Done, rank: int) -> list[int]:
+    """Of the rank's samplers."""
+    return fake_sampler.pids(done.run.parent / f"troubles-{rank}")
+
+
+@pytest.mark.slow
+def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, tmp_path) -> None:
+    done = fake(
+        ["generate none", "generate kill"],
+        ["generate hang"],
+        overrides=("distributed.timeout_s=6",),
+        vllm={"timeout_s": 8},
+    )
+    assert done.code == 0, done.err
+    assert len(pids(done, 0)) == len(pids(done, 1)) == 2  # each was started twice
+    assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
+    assert "restart 1 of 2" in done.out
+    assert "rank 1: vLLM failed: it gave no sign of life for 8 s" in (done.run / "rank-001.log").read_text()
+    logs = [done.run / "sampler.log", done.run / "rank-001" / "sampler.log"]
+    assert [line for log in logs for line in log.read_text().splitlines() if MARK in line] == [f"{MARK} []"] * 4
+    # One sampler of two ranks draws the same.
+    (tmp_path / "one").mkdir()
+    for name in ("run", "troubles-0", "troubles-1", "troubles-0.pids", "troubles-1.pids"):
+        (tmp_path / name).rename(tmp_path / "one" / name)
+    one = fake([], overrides=("rollout.vllm.data_parallel=1",))
+    assert one.code == 0, one.err
+    assert len(pids(one, 0)) == 1 and not (one.run / "rank-001" / "sampler.log").exists()
+    done.run = tmp_path / "one" / "run"
+    assert one.rollouts == done.rollouts and len(done.rollouts) == 2
+    assert [set(step) ^ set(other) for step, other in zip(done.metrics, one.metrics, strict=True)]
+
+
+@pytest.mark.slow
+def test_a_sampler_that_stays_dead_ends_the_run_on_all_ranks_with_a_checkpoint(fake) -> None:
+    done = fake([], ["generate none", "publish kill", "start fail"], vllm={"max_restarts": 0})
+    assert done.code == 2
+    assert len(done.errors) == 1 and done.errors[0].startswith("error: rank 1: rollout.vllm: vLLM failed: its process")
+    assert [record["step"] for record in done.metrics] == [1]
+    assert (done.run / "checkpoints" / "latest").resolve().name == "000001"
+    assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
+
+
+def test_a_samplers_environment_has_nothing_of_ranks() -> None:
+    kept = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "XDG_CACHE_HOME": "/root/.cache"}
+    launcher = {
+        **{name: "1" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")},
+        **{name: "1" for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_BLOCKING_WAIT")},
+        **{"QARL_RANKS": "/tmp/x", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"},
+    }
+    own = sampler_environment(kept | launcher, ReceiverPlan("memory", fd=3))
+    assert own.pop("PYTHONPATH") == os.pathsep.join(p for p in sys.path if p)
+    cache = {"VLLM_CACHE_ROOT": "/root/.cache/vllm/rank-1"}
+    assert own == kept | cache | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert "VLLM_CACHE_ROOT" not in sampler_environment(kept | launcher | {"LOCAL_RANK": "0"}, ReceiverPlan("memory"))
+    moved = sampler_environment(launcher | {"VLLM_CACHE_ROOT": "/cache"}, ReceiverPlan("memory"))
+    assert moved["VLLM_CACHE_ROOT"] == "/cache/rank-1"
+    alone = sampler_environment(kept | {"GLOO_SOCKET_IFNAME": "eth0"}, ReceiverPlan("memory", fd=3))
+    assert alone["GLOO_SOCKET_IFNAME"] == "eth0"  # the user's, of a run without a launcher
+
+
+@pytest.mark.parametrize(("visible", "gpus", "found"), [(None, (1,), "1"), ("4,5,6", (2, 1), "6,5")])
+def test_a_sampler_sees_its_gpus_alone(visible, gpus, found) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert sampler_environment(environment, ReceiverPlan("cuda_ipc", gpus=gpus))["CUDA_VISIBLE_DEVICES"] == found
+
+
+REFUSALS = [
+    (1, None, {"data_parallel": 2}, "data_parallel", "there are fewer (1)"),
+    (2, 2, {"data_parallel": 3}, "data_parallel", "there are fewer (2)"),
+    (2, 4, {"process": "inline"}, "process", "use separate"),
+    (2, 4, {"device": 1}, "device", "must be 2 or more, or null"),
+    (2, 4, {"device": 3}, "device", "vLLMs would be on GPUs 3 to 4, but this machine shows 4"),
+    (2, 4, {"device": 2, "tensor_parallel": 2}, "device", "vLLMs would be on GPUs 2 to 5, but this machine shows 4"),
+]
+
+
+@pytest.mark.parametrize(("count", "gpus", "vllm", "key", "text"), REFUSALS)
+def test_what_several_samplers_cannot_have_is_refused(count, gpus, vllm, key, text) -> None:
+    faults = list(several_ranks_faults(configuration(vllm), count, gpus))
+    assert [fault.key for fault in faults] == [("rollout", "vllm", key)] and text in faults[0].text
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "vllm"),
+    [
+        (1, 1, {"data_parallel": 1}),
+        (1, 2, {"device": 1}),
+        (2, 4, {"device": 2}),
+        (6, 8, {"device": 6, "data_parallel": 2}),
+    ],
+)
+def test_what_several_samplers_can_have(count, gpus, vllm) -> None:
+    assert list(several_ranks_faults(configuration(vllm), count, gpus)) == []
+
+
+def configuration(vllm: dict[str, Any]) -> Config:
+    return Config.model_validate(settings(Path("here"), rollout={"engine": "vllm", "vllm": vllm}))
+
+
+def test_a_rank_without_a_sampler_has_no_prompts_and_no_stale_version() -> None:
+    engine, sampling = NoSampler(), SamplingParams(1, 0, 4)
+    with pytest.raises(PublishError):
+        engine.generate([], sampling, 1)
+    engine.version = 1
+    assert engine.generate([], sampling, 1) == []
+
+
+def test_things_are_dealt_to_the_first_ranks() -> None:
+    ranks = Alone()
+    ranks.count = 4
+    dealt = []
+    for rank in range(4):
+        ranks.rank = rank
+        dealt.append([list(ranks.share(5, among)) for among in (None, 2, 1)])
+    assert dealt == [[[0, 1], [0, 1, 2], [0, 1, 2, 3, 4]], [[2], [3, 4], []], [[3], [], []], [[4], [], []]]
+
+
+# Rank 1's sampler is held still when it has its second rollout to draw, and killed.
+KILL = """
+import os, signal
+from qarl.rollout.vllm.process import SamplerProcess
+real, rollouts = SamplerProcess.begin, []
+def begin(self, operation, payload):
+    rollouts.extend([self.pid] * (operation == "generate"))
+    last = os.environ["RANK"] == "1" and operation == "generate" and len(rollouts) == 2
+    if last:
+        os.kill(self.pid, signal.SIGSTOP)
+    real(self, operation, payload)
+    if last:
+        os.kill(self.pid, signal.SIGKILL)
+SamplerProcess.begin = begin
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
+def test_two_ranks_with_a_vllm_each_train_and_one_of_them_is_killed(tiny_model, tmp_path) -> None:
+    vllm = {"engine": "vllm", "linear_kernels": "qarl", "vllm": {"publish": "delta"}}
+    data = settings(tiny_model(head_dim=32), rollout=vllm, train={"steps": 2}, checkpoint={"every": 100})
+    data["model"]["device"] = "cpu"
+    config = write_config(tmp_path / "c.yaml", data)
+    done = train(tmp_path, config, 2, KILL)
+    assert done.code == 0, done.err
+    said = (done.run / "rank-001.log").read_text()
+    assert said.count("vLLM failed: its process was ended by SIGKILL") == 1 and "restart 1 of 2" in said
+    assert "vLLM failed" not in done.out
+    for record in done.metrics:
+        assert record["publish/proved_frac"] > 0.99 and 0 < record["publish/sent_frac"] < 0.9
+        assert 0 < record["mismatch/delta_abs_max"] < 0.05
+    done.run.rename(tmp_path / "of vllm")
+    native = train(tmp_path, config, 2, "", "rollout.engine=native", "rollout.linear_kernels=null")
+    assert native.code == 0, native.err
+    done.run = tmp_path / "of vllm"
+    for own, other in zip(done.metrics, native.metrics, strict=True):
+        more = own.keys() - other.keys()
+        assert other.keys() <= own.keys() and all("publish" in name for name in more), more
+    assert [len(step) for step in done.rollouts] == [len(step) for step in native.rollouts]

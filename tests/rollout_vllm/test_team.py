@@ -1,0 +1,163 @@
+"""Several processes that are one vLLM: they do the same and end together. Without vLLM, then with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import fake_sampler
+import pytest
+import torch
+from test_engine_process import ORDER, Stop, ignore, stop
+from tiny_runs import Qarl, settings, write_config
+
+from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.team import SamplerTeam
+from qarl.weight_sync.link import SamplerFault
+from qarl.weight_sync.transport import TeamCarrier, make_carrier
+from qarl.weight_sync.update import WeightUpdate
+from qarl.weight_sync.verify import PublishError
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SamplerTeam]]:
+    """start(troubles of the first, of the second) -> a team that is ready; afterwards nothing of it may be left."""
+    real = fake_sampler.FakeHost.__init__
+
+    def own_troubles(self, settings, expected) -> None:
+        assert settings.shards == 2 and settings.meeting.parent.stat().st_mode & 0o777 == 0o700
+        real(self, replace(settings, args={"troubles": f"{settings.args['troubles']}-{settings.shard}"}), expected)
+
+    monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
+    fake_sampler.install(monkeypatch.setattr)
+    made = [make_carrier(torch.device("cpu"), None) for _ in range(2)]
+    teams: list[SamplerTeam] = []
+
+    def make(*troubles: str, timeout_s: float = 30.0) -> SamplerTeam:
+        for index in range(2):
+            (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
+        plans = [plan for _, plan in made]
+        teams.append(SamplerTeam(fake_sampler.settings(tmp_path), {}, plans, tmp_path / "sampler.log", timeout_s))
+        teams[-1].carrier = TeamCarrier([carrier for carrier, _ in made])
+        teams[-1].start(ignore)
+        return teams[-1]
+
+    yield make
+    for team in teams:
+        team.close()
+        assert gone(team) and not team._folder.exists()
+    for carrier, _ in made:
+        carrier.close()
+
+
+def gone(team: SamplerTeam) -> bool:
+    return not any(fake_sampler.alive(member.pid) for member in team.members)
+
+
+def test_a_team_answers_as_one_process_does(start, tmp_path) -> None:
+    team = start()
+    assert team.facts["proved_frac"] == 1.0
+    responses = team.call("generate", ORDER, ignore)
+    assert len(responses) == 8 and responses == team.members[1].call("generate", ORDER, ignore)
+    assert team.call("score", [[1, 2, 3]], ignore) == [[fake_sampler.EVEN] * 2]
+    assert {path.name for path in tmp_path.glob("*.log")} == {"sampler.log", "sampler.1.log"}
+
+
+def test_each_gets_its_own_parcel(start) -> None:
+    from qarl.weight_sync.fingerprints import fingerprints
+
+    team, tensors = start(), {"a": torch.randn(5), "b": torch.randn(3, 2)}
+    update = WeightUpdate(1, team.carrier.pack(tensors), fingerprints(tensors.items()), [[1, 2]])
+    assert team.call("publish", update, ignore) == ({"score": pytest.approx(0, abs=5)}, [[fake_sampler.EVEN]])
+    wrong = replace(update, expected=fingerprints({"a": tensors["a"]}.items()))
+    with pytest.raises(PublishError):  # of both
+        team.call("publish", wrong, ignore)
+    assert len(team.call("generate", ORDER, ignore)) == 8
+
+
+@pytest.mark.parametrize(
+    ("troubles", "message"),
+    [
+        (("", "generate kill"), "its process was ended by SIGKILL"),
+        (("generate exit", "generate hang"), "its process ended with exit code 3"),
+        (("generate hang", "generate fail"), "RuntimeError: out of blocks"),
+        (("generate hang", ""), "no sign of life for 3 s"),
+    ],
+)
+def test_what_ends_one_ends_all(start, troubles, message) -> None:
+    team = start(*troubles, timeout_s=3)
+    with pytest.raises(SamplerFault, match=message):
+        team.call("generate", ORDER, ignore)
+    assert gone(team)
+
+
+def test_one_that_does_not_start(start) -> None:
+    with pytest.raises(SamplerFault, match="out of blocks"):
+        start("", "start fail")
+
+
+def test_an_interrupt_ends_all(start) -> None:
+    team = start("generate slow", "generate slow")
+    with pytest.raises(Stop):
+        team.call("generate", ORDER, stop)
+    assert gone(team)
+    with pytest.raises(SamplerFault):
+        team.call("generate", ORDER, ignore)
+
+
+def test_different_tokens_are_a_fault(start, monkeypatch) -> None:
+    team, real = start(), SamplerProcess.hear
+
+    def hear(self, seconds: float) -> bool:
+        there = real(self, seconds)
+        if there and self is team.members[1]:
+            self.result[0].token_ids[0] += 1
+        return there
+
+    monkeypatch.setattr(SamplerProcess, "hear", hear)
+    with pytest.raises(SamplerFault, match="drew different tokens"):
+        team.call("generate", ORDER, ignore)
+    assert gone(team)
+
+
+# In the second rollout a part of the sampler is killed. What each listens on is printed.
+KILL = f"""
+import json, os, signal, sys
+sys.path.append({str(Path(__file__).parent)!r})
+from listening import listening
+from qarl.rollout.vllm.team import SamplerTeam
+real, rollouts = SamplerTeam.begin, []
+def begin(self, operation, payload):
+    rollouts.extend([operation] * (operation == "generate"))
+    real(self, operation, payload)
+    if operation == "generate" and len(rollouts) < 3:
+        print("listening", json.dumps([what for member in self.members for what in listening(member.pid)]))
+    if operation == "generate" and len(rollouts) == 2:
+        os.kill(self.members[1].pid, signal.SIGKILL)
+SamplerTeam.begin = begin
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
+def test_a_model_in_two_parts_is_published_proved_and_trains(qarl: Qarl, tiny_model, tmp_path) -> None:
+    vllm, shared = {"tensor_parallel": 2}, {path.name for path in Path("/dev/shm").iterdir()}
+    data = settings(tiny_model(head_dim=32), rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 2})
+    data["quant"] = {"scheme": "fp8"}
+    done = qarl.run("train", write_config(tmp_path / "c.yaml", data), f"train.run_dir={tmp_path / 'run'}", before=KILL)
+    assert done.code == 0, done.err
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        assert record["publish/proved_frac"] == 1.0
+        assert 0 < record["publish/canary_abs_max"] < 1 and 0 < record["mismatch/delta_abs_max"] < 1
+    warnings = [line for line in done.out.splitlines() if line.startswith("warning: vLLM failed")]
+    assert len(warnings) == 1 and "SIGKILL" in warnings[0]
+    heard = [json.loads(line.removeprefix("listening ")) for line in done.out.splitlines() if "listening " in line]
+    # Processes of one model talk to each other: on the loopback interface, and in their private directory.
+    ways = {what.split(":")[0].rpartition("/")[0] or what.split(":")[0] for each in heard for what in each}
+    assert heard and {way for way in ways if way != "tcp 0100007F" and "/qarl-team-" not in way} == set()

@@ -1,0 +1,1 @@
+"""Parts of tools/bench_ranks.py: what one rank measures."""

@@ -1,0 +1,145 @@
+"""A learner whose masters lie in rows on several ranks, on random weights and tokens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from qarl_kernels.logprob import Truncation
+from step_bench.measure import timed
+from torch import Tensor
+from transformers import Qwen3Config
+
+from qarl.config import Config
+from qarl.config.load import make_config
+from qarl.distributed.exchange import GroupExchange, Pending
+from qarl.distributed.ranks import Alone
+from qarl.distributed.rows import RowPlan
+from qarl.policy.skeleton import skeleton
+from qarl.training.row_setup import from_rows
+from ranks_bench.parts import Bench, Record
+from ranks_bench.shapes import Shape
+
+LENGTH = 1024  # of a sequence
+
+
+class Bare(Alone):
+    """Ranks that tell each other numbers alone, over the tensors' own process group."""
+
+    def __init__(self, exchange: GroupExchange) -> None:
+        self.rank, self.count, self.exchange = exchange.rank, exchange.count, exchange
+
+    def gather(self, value: Any) -> list[Any]:
+        own = torch.tensor(value, dtype=torch.float64, device=self.exchange.device)
+        ones = [range(rank, rank + 1) for rank in range(self.count)]
+        lengths = self.exchange.gather_rows(torch.tensor([len(own)], device=own.device), ones).tolist()
+        ends = [sum(lengths[: rank + 1]) for rank in range(self.count)]
+        cut = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        return [part.tolist() for part in self.exchange.gather_rows(own, cut).split(lengths)]
+
+
+class Silent(GroupExchange):
+    """Sends nothing of gradients: the rows of a sum are this rank's own, n times."""
+
+    def begin_sums(
+        self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"
+    ) -> list[Pending]:
+        return [
+            _Own(tensor[cut[self.rank].start : cut[self.rank].stop]) for tensor, cut in zip(tensors, cuts, strict=True)
+        ]
+
+
+class _Own(Pending):
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def rows(self) -> Tensor:
+        return self._rows.clone()
+
+
+def learn_records(bench: Bench, schemes: Sequence[str], tokens: int, offload: str | bool) -> Iterator[Record]:
+    """Micro-batches of `tokens` with messages and without, rounds of a rank that has no part, and whole updates.
+
+    Times of an update are those of norm, clip, optimizer, quantization and the gather of all codes.
+    """
+    exchange = bench.exchange
+    silent = Silent(bench.group, exchange.rank, exchange.count, exchange.device)
+    for scheme in schemes:
+        for what, used in (("with messages", exchange), ("without messages", silent)):
+            yield from _records(bench, scheme, tokens, offload, what, used)
+            gc.collect()  # parameters and those who wait for their gradients know each other
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _records(
+    bench: Bench, scheme: str, tokens: int, offload: str | bool, what: str, exchange: GroupExchange
+) -> Iterator[Record]:
+    shape, device = bench.shape, bench.device
+    model = skeleton(_model_config(shape))
+
+    def random_rows(plan: RowPlan) -> dict[str, Tensor]:
+        rank = exchange.rank
+        return bench.random({k: (len(plan.cut(k)[rank]), *size[1:]) for k, size in plan.shapes.items()}, rank)
+
+    config = _config(shape, scheme, tokens, offload, device)
+    policy, updates = from_rows(config, model, random_rows, device, None, exchange, Bare(exchange))
+    policy.set_recompute("layer")
+    length = min(LENGTH, tokens)
+    ids = torch.randint(3, shape.vocabulary, (tokens // length, length + 1)).tolist()
+    prompts, responses = [row[:1] for row in ids], [row[1:] for row in ids]
+
+    def backward() -> None:
+        logp, _ = policy.logprobs(prompts, responses, Truncation(), 4096)
+        updates.backward(logp.mean())
+
+    def update() -> None:
+        updates.step(updates.norm())
+
+    labels = {"part": "learn", "scheme": scheme, "offload": offload, "exchange": what}
+    received = exchange.received.copy()
+    found = bench.timed(backward)
+    yield labels | {"what": "micro-batch", "tokens": tokens, "tokens_per_s": tokens / found["seconds"]} | found
+    if what == "with messages":
+        yield labels | {"what": "idle round"} | bench.timed(lambda: updates.backward(None))
+
+        def prepare() -> None:
+            backward()
+            dist.barrier(bench.group)
+
+        yield labels | {"what": "update"} | timed(update, device, 2, bench.iterations, prepare=prepare)
+        moved = {kind: count - received[kind] for kind, count in exchange.received.items()}
+        yield labels | {"what": "all of these", "received_bytes_by_kind": moved}
+    updates.clear()
+    dist.barrier(bench.group)
+
+
+def _model_config(shape: Shape) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=4096,
+        tie_word_embeddings=shape.tied,
+        pad_token_id=2,
+    )
+
+
+def _config(shape: Shape, scheme: str, tokens: int, offload: str | bool, device: torch.device) -> Config:
+    data = {
+        "model": {"path": "random/model", "device": device.type},
+        "quant": {"scheme": scheme} | ({"group_size": shape.group_size} if scheme.startswith("w4") else {}),
+        "data": {"source": "task:arithmetic"},
+        "reward": {"functions": [{"name": "exact"}]},
+        "objective": {"name": "grpo"},
+        "optim": {"offload": offload},
+        "train": {"steps": 1, "micro_batch_tokens": tokens, "recompute": "layer"},
+    }
+    return make_config(data, "bench_ranks", [])

@@ -1,0 +1,60 @@
+"""Names and shapes of the masters of models. Imports nothing, so that ranks start at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes, as Qwen3 has them. group_size: of int4 weights."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    vocabulary: int = 151_936
+    group_size: int = 128
+
+
+SHAPES = {
+    "tiny": Shape(64, 128, 2, 4, 2, 16, True, 512, 32),
+    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
+    "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, False),
+    "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, False),
+}
+
+
+def layer_shapes(shape: Shape, layer: int) -> Shapes:
+    query, key, hidden, inner = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden, shape.inner
+    norms = {"self_attn.q_norm": shape.head_dim, "self_attn.k_norm": shape.head_dim}
+    norms |= {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    found: Shapes = {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key, hidden),
+        "self_attn.v_proj.weight": (key, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    } | {f"{name}.weight": (size,) for name, size in norms.items()}
+    return {f"model.layers.{layer}.{name}": size for name, size in found.items()}
+
+
+def head_shapes(shape: Shape) -> Shapes:
+    """What is in no layer."""
+    table = shape.vocabulary, shape.hidden
+    head: Shapes = {} if shape.tied else {"lm_head.weight": table}
+    return {"model.embed_tokens.weight": table, "model.norm.weight": (shape.hidden,)} | head
+
+
+def model_shapes(shape: Shape) -> Shapes:
+    found = head_shapes(shape)
+    for layer in range(shape.layers):
+        found |= layer_shapes(shape, layer)
+    return found
