@@ -1,0 +1,1 @@
+"""A mixture of experts: routing, and products whose rows belong to different weights."""
