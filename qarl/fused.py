@@ -1,4 +1,7 @@
-"""Layers that an engine multiplies as one weight: q, k and v of an attention block, gate and up of an MLP."""
+"""Layers that an engine multiplies as one weight: q, k and v of an attention block, gate and up of an MLP.
+
+Of a mixture of experts: gate and up of all experts of a layer, and down of all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from qarl_formats.scheme import Scheme
+
+from qarl.experts import EXPERT_NAMES, experts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +20,12 @@ QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 
 _GROUPS = {projection: group for group in (QKV, GATE_UP) for projection in group}
+_OF_EXPERTS = {
+    projection: group
+    for names in EXPERT_NAMES.values()
+    for group in ((names.gate, names.up), (names.down,))
+    for projection in group
+}
 
 
 def fused_groups(names: Iterable[str]) -> list[list[str]]:
@@ -22,8 +33,10 @@ def fused_groups(names: Iterable[str]) -> list[list[str]]:
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         block, _, projection = name.rpartition(".")
-        if projection in _GROUPS:
-            groups.setdefault((block, _GROUPS[projection]), []).append(name)
+        experts = experts_of(block)
+        known = _GROUPS if experts is None else _OF_EXPERTS
+        if projection in known:
+            groups.setdefault((experts or block, known[projection]), []).append(name)
     return list(groups.values())
 
 

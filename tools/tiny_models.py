@@ -30,14 +30,14 @@ def save_tokenizer(directory: Path, chat_template: bool = True) -> None:
 def save_tiny_model(
     directory: Path, family: str = "llama", *, chat_template: bool = True, seed: int = 0, **changes: Any
 ) -> Path:
-    """A random model of `family` (llama, mistral, qwen2, qwen3) with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
+    """A random model of `family` with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
 
-    qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. Returns the directory.
+    qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. mixtral, qwen3_moe and olmoe
+    have 4 experts, of which a token goes through 2; of qwen3_moe the first layer has an MLP. Returns the directory.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     settings = {
         "vocab_size": 259,
         "hidden_size": 64,
@@ -51,15 +51,19 @@ def save_tiny_model(
         "pad_token_id": 2,
         "tie_word_embeddings": family == "llama",
     }
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 32
+    if family in ("mixtral", "qwen3_moe", "olmoe"):
+        settings |= {"num_experts" if family != "mixtral" else "num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "qwen3_moe":
+        settings |= {"moe_intermediate_size": 64, "mlp_only_layers": [0], "norm_topk_prob": True}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(kinds[family](**(settings | changes)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(settings | changes)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # so that a forgotten bias or norm shows
-            elif parameter.dim() == 2:
+            elif parameter.dim() >= 2:
                 parameter.mul_(4.0)  # peaked enough that tokens differ in probability
     model.save_pretrained(directory)
     save_tokenizer(directory, chat_template)

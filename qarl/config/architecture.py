@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qarl.config.gguf_header import GGUFArray, read_gguf_header
+from qarl.config.mixture import Mixture, read_mixture
 from qarl.config.model_schema import DEFAULT_KV_HEADS, FAMILIES, ConfigJson, GGUFModel, valid
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json
@@ -27,7 +28,7 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of the Llama layout (fused nothing, gated MLP). Sizes in elements."""
+    """A decoder of the Llama layout (fused nothing, gated MLP or a mixture of such experts). Sizes in elements."""
 
     family: str
     hidden_size: int
@@ -41,6 +42,7 @@ class Architecture:
     tied_embeddings: bool
     attention_bias: bool = False  # q, k, v and o; Qwen2 has those of q, k and v without it
     mlp_bias: bool = False
+    mixture: Mixture | None = None
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every parameter by its Hugging Face name, with its shape; tied weights once."""
@@ -53,6 +55,9 @@ class Architecture:
         for layer in range(self.num_layers):
             for norm, size in self._norms():
                 yield f"model.layers.{layer}.{norm}.weight", (size,)
+            if self.mixture is not None and layer in self.mixture.layers:
+                router = f"model.layers.{layer}.{self.mixture.names.router()}"
+                yield f"{router}.weight", (self.mixture.experts, self.hidden_size)
         yield "model.norm.weight", (self.hidden_size,)
         if not self.tied_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
@@ -60,8 +65,11 @@ class Architecture:
     def _norms(self) -> list[tuple[str, int]]:
         """Of one layer, with their sizes."""
         norms = [("input_layernorm", self.hidden_size), ("post_attention_layernorm", self.hidden_size)]
-        if self.family == "qwen3":
+        if self.family in ("qwen3", "qwen3_moe"):
             norms += [("self_attn.q_norm", self.head_dim), ("self_attn.k_norm", self.head_dim)]
+        if self.family == "olmoe":  # over all heads at once
+            heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            norms += [("self_attn.q_norm", heads), ("self_attn.k_norm", kv)]
         return norms
 
     def _biases(self) -> list[tuple[str, int]]:
@@ -79,20 +87,42 @@ class Architecture:
 
     def linears(self) -> list[LinearShape]:
         """Every Linear but the output layer, in the order of the forward."""
-        layer = self._layer_linears()
-        return [LinearShape(f"model.layers.{i}.{name}", n, k) for i in range(self.num_layers) for name, n, k in layer]
+        return [
+            LinearShape(f"model.layers.{layer}.{name}", n, k)
+            for layer in range(self.num_layers)
+            for name, n, k in self._layer_linears(layer)
+        ]
 
-    def _layer_linears(self) -> list[tuple[str, int, int]]:
-        hidden, inner = self.hidden_size, self.intermediate_size
+    def _layer_linears(self, layer: int) -> list[tuple[str, int, int]]:
+        return self._attention_linears() + self._mlp_linears(layer)
+
+    def _mlp_linears(self, layer: int) -> list[tuple[str, int, int]]:
+        hidden, inner, mixture = self.hidden_size, self.intermediate_size, self.mixture
+        if mixture is None or layer not in mixture.layers:
+            return [
+                ("mlp.gate_proj", inner, hidden),
+                ("mlp.up_proj", inner, hidden),
+                ("mlp.down_proj", hidden, inner),
+            ]
+        names, inner = mixture.names, mixture.inner
+        return [
+            (names.expert(expert, linear), *shape)
+            for expert in range(mixture.experts)
+            for linear, shape in (
+                (names.gate, (inner, hidden)),
+                (names.up, (inner, hidden)),
+                (names.down, (hidden, inner)),
+            )
+        ]
+
+    def _attention_linears(self) -> list[tuple[str, int, int]]:
+        hidden = self.hidden_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
             ("self_attn.q_proj", heads, hidden),
             ("self_attn.k_proj", kv, hidden),
             ("self_attn.v_proj", kv, hidden),
             ("self_attn.o_proj", hidden, heads),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
         ]
 
     @property
@@ -102,14 +132,19 @@ class Architecture:
 
     @property
     def vector_parameters(self) -> int:
-        """Norm weights and biases."""
+        """Norm weights, biases and routers: what is never quantized, and no matrix of muon's."""
         layer = sum(size for _, size in self._norms() + self._biases())
-        return self.num_layers * layer + self.hidden_size
+        return self.num_layers * layer + self.hidden_size + self.router_parameters
+
+    @property
+    def router_parameters(self) -> int:
+        mixture = self.mixture
+        return 0 if mixture is None else len(mixture.layers) * mixture.experts * self.hidden_size
 
     @property
     def matrix_parameters(self) -> int:
         """Of the Linear layers but the output layer: what muon updates and a scheme quantizes."""
-        return self.num_layers * sum(n * k for _, n, k in self._layer_linears())
+        return sum(n * k for _, n, k in self.linears())
 
     @property
     def parameters(self) -> int:
@@ -146,8 +181,9 @@ def read_config_json(path: Path) -> Architecture:
         vocab_size=found.vocab_size,
         context_length=found.max_position_embeddings,
         tied_embeddings=found.tie_word_embeddings,
-        attention_bias=found.attention_bias and family in ("llama", "qwen3"),
+        attention_bias=found.attention_bias and family in ("llama", "qwen3", "qwen3_moe", "olmoe"),
         mlp_bias=found.mlp_bias and family == "llama",
+        mixture=read_mixture(family, found),
     )
 
 

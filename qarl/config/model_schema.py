@@ -13,15 +13,25 @@ from pydantic import AfterValidator, Field
 from qarl.inputs.files import Unreadable
 from qarl.inputs.schema import Record, checked
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
 # What transformers takes where the key is missing; null means one a head.
-DEFAULT_KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
+DEFAULT_KV_HEADS = {
+    "llama": None,
+    "mistral": 8,
+    "qwen2": 32,
+    "qwen3": 32,
+    "mixtral": 8,
+    "qwen3_moe": 4,
+    "olmoe": None,
+}
 
 Hidden = Annotated[int, Field(ge=1, le=2**20)]
 Inner = Annotated[int, Field(ge=1, le=2**22)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Heads = Annotated[int, Field(ge=1, le=2**14)]
 Whole = Annotated[float, Field(ge=1, le=1)]
+Experts = Annotated[int, Field(ge=1, le=512)]
+Slots = Annotated[int, Field(ge=1, le=16)]
 HeadDim = Annotated[int, Field(ge=2, le=2**14, multiple_of=2)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**26)]
 Context = Annotated[int, Field(ge=1, le=2**24)]
@@ -117,6 +127,17 @@ class ConfigJson(StopTokens):
     architectures: Annotated[list[str], Field(max_length=100)] | None = None
     auto_map: dict[str, str | list[str | None]] | None = None
     quantization_config: dict[str, Any] | None = None
+    # Of a mixture of experts; what is missing: see qarl.config.mixture.
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+    num_experts_per_tok: Slots | None = None
+    moe_intermediate_size: Inner | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Annotated[int, Field(ge=1, le=10_000)] = 1
+    mlp_only_layers: Annotated[list[Annotated[int, Field(ge=0, lt=10_000)]], Field(max_length=10_000)] | None = None
+    clip_qkv: None = None  # no attention of qarl's clips
+    router_jitter_noise: Annotated[float, Field(ge=0, le=0)] | None = None
+    output_router_logits: Literal[False] | None = None
     # What transformers would honour, and no causal LM of these families has: another output, other files, other layers.
     return_dict: Literal[True] | None = None
     output_attentions: Literal[False] | None = None
@@ -167,6 +188,11 @@ def _check_together(found: ConfigJson | GGUFModel) -> None:
             f"is not valid: its heads of {found.hidden_size // heads} features are odd; rotary embeddings turn pairs"
         )
     if isinstance(found, ConfigJson):
+        experts = found.num_experts or found.num_local_experts
+        if experts is not None and found.num_experts_per_tok is not None and found.num_experts_per_tok > experts:
+            raise ValueError(
+                f"is not valid: num_experts_per_tok {found.num_experts_per_tok} is above its {experts} experts"
+            )
         kinds = found.layer_types
         if kinds is not None and len(kinds) != found.num_hidden_layers:
             raise ValueError(f"is not valid: layer_types names {len(kinds)} layers of {found.num_hidden_layers}")

@@ -15,6 +15,7 @@ from qarl.policy.layer import read_layers
 from qarl.policy.modules import Embedding, HFModule, RMSNorm, RotaryTable
 from qarl.policy.plain_layer import plain_layer
 from qarl.policy.projection import Backward
+from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.trace import Note, unnoted
 from qarl.policy.view import Role
 
@@ -49,24 +50,27 @@ class Decoder:
         self.note: Note = unnoted
         self.on_gradients: Callable[[Sequence[nn.Parameter]], None] = _unheard
 
-    def __call__(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, ids: Tensor, attention: Attention, rows: Tensor | None = None, routes: Routes = NO_ROUTES
+    ) -> Tensor:
         """Final hidden states of a packed batch. ids: (T,) int64; rows: (R,) int64, which to return; None: all.
 
-        attention: made for the role's view, see `qarl.policy.attention`. Returns (R, H) of the compute dtype.
+        attention: made for the role's view, see `qarl.policy.attention`. routes: of the tokens through the experts.
+        Returns (R, H) of the compute dtype.
         """
         if not isinstance(attention, PlainAttention):
             from qarl.policy.fused_decoder import fused_states  # imports Triton, which the CPU does not need
 
-            return fused_states(self, ids, attention, rows)
+            return fused_states(self, ids, attention, rows, routes)
         hidden, note = self.embedding(ids), self.note
         note(-1, "embedding", hidden)
         cos, sin = self.rotary(hidden, attention.positions)
         again = self.recompute == "layer" and torch.is_grad_enabled()
         for layer in self.layers:
             if again:
-                hidden = checkpoint(plain_layer, layer, hidden, cos, sin, attention, note, use_reentrant=False)
+                hidden = checkpoint(plain_layer, layer, hidden, cos, sin, attention, note, routes, use_reentrant=False)
             else:
-                hidden = plain_layer(layer, hidden, cos, sin, attention, note)
+                hidden = plain_layer(layer, hidden, cos, sin, attention, note, routes)
         note(len(self.layers), "final_stream", hidden)
         hidden = self.norm(hidden)
         note(len(self.layers), "final_norm", hidden)

@@ -20,7 +20,9 @@ from qarl.policy.fused_layer import FusedLayer, Kept
 from qarl.policy.projection import gradient_of
 
 
-def fused_states(decoder: Decoder, ids: Tensor, attention: FusedAttention, rows: Tensor | None) -> Tensor:
+def fused_states(
+    decoder: Decoder, ids: Tensor, attention: FusedAttention, rows: Tensor | None, routes: Routes
+) -> Tensor:
     """Final hidden states of a packed batch: ids (T,) int64, and of them those in `rows` (R,) int64. Returns (R, H)."""
     if torch.is_grad_enabled():
         assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"

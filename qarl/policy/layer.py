@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from qarl.experts import EXPERT_NAMES, ExpertNames
 from qarl.fused import GATE_UP, QKV
+from qarl.policy.experts import Mixture, normalizes
 from qarl.policy.modules import HFModule
 from qarl.policy.projection import Stack
+from qarl.policy.routes import ExpertLayer
 
-PROJECTIONS = (
-    tuple(f"self_attn.{name}" for name in QKV),
-    ("self_attn.o_proj",),
-    tuple(f"mlp.{name}" for name in GATE_UP),
-    ("mlp.down_proj",),
-)
+ATTENTION = (tuple(f"self_attn.{name}" for name in QKV), ("self_attn.o_proj",))
+MLP = (tuple(f"mlp.{name}" for name in GATE_UP), ("mlp.down_proj",))
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -26,8 +25,10 @@ class LayerModules:
     """Sizes, parameter names and masters of one layer.
 
     module: the layer itself, whose linears, norms and activation `qarl.policy.modules` has put in place. masters: of
-    the norms, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names of their weights, the last two or None.
-    stacks: of q, k, v; o; gate, up; down. window: tokens that a query sees, None: all. scale: of the scores.
+    the norms and the router, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names of their weights, the last
+    two or None. whole_norms: whether those two are over all heads at once. stacks: of q, k, v; o; gate, up; down, the
+    last two of all experts where there are experts: gate and up of the first, of the second, .... experts: None where
+    the layer has an MLP. window: tokens that a query sees, None: all. scale: of the scores.
     """
 
     index: int
@@ -42,8 +43,10 @@ class LayerModules:
     mlp_norm: str
     q_norm: str | None
     k_norm: str | None
+    whole_norms: bool
     masters: Mapping[str, nn.Parameter]
     stacks: tuple[Stack, Stack, Stack, Stack]
+    experts: ExpertLayer | None = None
 
     def parameters(self) -> list[nn.Parameter]:
         """All masters of the layer, the large ones first."""
@@ -54,16 +57,39 @@ class LayerModules:
 
 def read_layers(model: HFModule) -> list[LayerModules]:
     """The layers of a model without its output layer, whose parameters a causal LM knows as `model.…`."""
-    config = model.config
-    return [_read_layer(config, index, module) for index, module in enumerate(model.layers)]
+    config, layers = model.config, []
+    names, number = EXPERT_NAMES.get(config.model_type), 0
+    for index, module in enumerate(model.layers):
+        block = None if names is None else getattr(module, names.block, None)
+        experts = None
+        if names is not None and isinstance(block, Mixture):
+            experts = _read_experts(config, f"model.layers.{index}", names, number)
+            number += 1
+        layers.append(_read_layer(config, index, module, experts))
+    return layers
 
 
-def _read_layer(config: PreTrainedConfig, index: int, module: HFModule) -> LayerModules:
+def _read_experts(config: PreTrainedConfig, layer: str, names: ExpertNames, number: int) -> ExpertLayer:
+    router = f"{layer}.{names.router()}.weight"
+    return ExpertLayer(number, router, config.num_experts, config.num_experts_per_tok, normalizes(config), names)
+
+
+def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts: ExpertLayer | None) -> LayerModules:
     name, attention = f"model.layers.{index}", module.self_attn
     modules = dict(module.named_modules())
     norms = {leaf: f"{name}.{leaf}.weight" for leaf in NORMS if leaf in modules}
     window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
-    qkv, o, gate_up, down = (_stack(name, leaves, modules) for leaves in PROJECTIONS)
+    masters = {norm: modules[leaf].weight for leaf, norm in norms.items()}
+    mlp = MLP
+    if experts is not None:
+        of, count = experts.names, range(experts.count)
+        mlp = (
+            tuple(of.expert(i, leaf) for i in count for leaf in (of.gate, of.up)),
+            tuple(of.expert(i, of.down) for i in count),
+        )
+        masters[experts.router] = modules[of.router()].weight
+    qkv, o, gate_up, down = (_stack(name, leaves, modules) for leaves in (*ATTENTION, *mlp))
+    q_norm = modules.get("self_attn.q_norm")
     return LayerModules(
         index=index,
         module=module,
@@ -77,8 +103,10 @@ def _read_layer(config: PreTrainedConfig, index: int, module: HFModule) -> Layer
         mlp_norm=norms["post_attention_layernorm"],
         q_norm=norms.get("self_attn.q_norm"),
         k_norm=norms.get("self_attn.k_norm"),
-        masters={norm: modules[leaf].weight for leaf, norm in norms.items()},
+        whole_norms=q_norm is not None and q_norm.weight.numel() != attention.head_dim,
+        masters=masters,
         stacks=(qkv, o, gate_up, down),
+        experts=experts,
     )
 
 

@@ -33,6 +33,7 @@ from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import StoredTensor, shown_names
+from qarl.policy.experts import take_apart
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.gguf import kept, write_config, write_model, write_tokenizer
 from qarl.policy.hub import ModelSource
@@ -124,7 +125,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if not own_code:
         check_rotary(model)
     model.generation_config = generation
-    return model.float().eval()
+    model = model.float().eval()
+    take_apart(model)
+    return model
 
 
 def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from qarl.config.architecture import FAMILIES
 from qarl.errors import UserError
+from qarl.policy.experts import Router
 from qarl.policy.view import Role, View
 
 HFModule: TypeAlias = Any  # of Hugging Face, whose attributes no checker knows
@@ -125,6 +126,8 @@ def replace_modules(
             setattr(owner, leaf, Embedding(module, name, role))
         elif isinstance(module, nn.SiLU) or kind == "SiLUActivation":
             setattr(owner, leaf, SiLU())
+        elif isinstance(module, Router):
+            module.role = role
         elif leaf == "rotary_emb":
             if module.rope_type in ("dynamic", "longrope"):
                 raise UserError(

@@ -10,24 +10,32 @@ from torch import Tensor
 
 from qarl.policy.attention import PlainAttention
 from qarl.policy.layer import LayerModules
+from qarl.policy.mixture import mixture
+from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.trace import Note, unnoted
 
 
 def plain_layer(
-    modules: LayerModules, hidden: Tensor, cos: Tensor, sin: Tensor, attention: PlainAttention, note: Note = unnoted
+    modules: LayerModules,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attention: PlainAttention,
+    note: Note = unnoted,
+    routes: Routes = NO_ROUTES,
 ) -> Tensor:
     """hidden: (T, H) of the compute dtype; cos, sin: (T, D), of each row's position. Returns (T, H)."""
     layer, index = modules.module, modules.index
-    attend, mlp = layer.self_attn, layer.mlp
+    attend = layer.self_attn
     note(index, "stream", hidden)
     normed = layer.input_layernorm(hidden)
     note(index, "input_norm", normed)
-    q, k, v = (
-        project(normed).unflatten(1, (-1, modules.head_dim))
-        for project in (attend.q_proj, attend.k_proj, attend.v_proj)
-    )
+    q, k, v = attend.q_proj(normed), attend.k_proj(normed), attend.v_proj(normed)
     note(index, "qkv", q, k, v)
-    if modules.q_norm is not None:
+    if modules.whole_norms:
+        q, k = attend.q_norm(q), attend.k_norm(k)
+    q, k, v = (x.unflatten(1, (-1, modules.head_dim)) for x in (q, k, v))
+    if modules.q_norm is not None and not modules.whole_norms:
         q, k = attend.q_norm(q), attend.k_norm(k)
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     note(index, "rotary", q, k)
@@ -39,6 +47,9 @@ def plain_layer(
     note(index, "mlp_stream", hidden)
     normed = layer.post_attention_layernorm(hidden)
     note(index, "mlp_norm", normed)
+    if modules.experts is not None:
+        return hidden + mixture(modules, modules.experts, normed, routes, note)
+    mlp = layer.mlp
     gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
     note(index, "gate_up", gate, up)
     product = mlp.act_fn(gate) * up

@@ -22,6 +22,7 @@ from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import HFModule, check_family, replace_modules
 from qarl.policy.packing import pack
 from qarl.policy.projection import InPlace
+from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.view import Role, View
@@ -203,15 +204,17 @@ class Policy:
         truncation: Truncation,
         chunk: int,
         retained: list[Tensor] | None = None,
+        routes: Routes = NO_ROUTES,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of response tokens under the learner's forward, or inside `shadow` its, packed one after the other.
 
         prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
         its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once.
         Returns logp (T,) and the entropy (T,), float32, in nats, both with gradient to the masters. A token outside the
-        truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`.
+        truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`. routes: of the rows as
+        `qarl.policy.packing.pack` lays them out.
         """
-        hidden = self._predicting(prompts, responses)
+        hidden = self._predicting(prompts, responses, routes)
         targets = upload(torch.tensor([t for r in responses for t in r]), self.device)
         view = self.role.view
         sums = InPlace() if view.fused else None
@@ -229,7 +232,7 @@ class Policy:
         ]
         return torch.cat(parts)
 
-    def _predicting(self, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
+    def _predicting(self, prompts: list[list[int]], responses: list[list[int]], routes: Routes = NO_ROUTES) -> Tensor:
         """The final hidden state that each response token is predicted from: (T, H), as `logprobs` packs them."""
         batch = pack(prompts, responses)
         groups, ids = batch.groups, batch.ids
@@ -239,7 +242,7 @@ class Policy:
             ids += [0] * missing
         attention = packed(groups, self.device, fused)
         rows = upload(torch.tensor(batch.rows), self.device)
-        return self.decoder(upload(torch.tensor(ids), self.device), attention, rows)
+        return self.decoder(upload(torch.tensor(ids), self.device), attention, rows, routes)
 
     @torch.no_grad()
     def shadow_logprobs(

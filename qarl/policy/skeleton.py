@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl.errors import UserError
+from qarl.policy.experts import take_apart
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.modules import HFModule, check_family
 
@@ -27,6 +28,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
             )
+        take_apart(model)
         for name, module in list(model.named_modules()):
             owner, _, leaf = name.rpartition(".")
             if leaf == "rotary_emb":

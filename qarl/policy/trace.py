@@ -28,6 +28,7 @@ OPERATIONS = {
     "o": "the product of o",
     "mlp_stream": "the residual stream before the MLP",
     "mlp_norm": "the norm before the MLP",
+    "router": "the router's logits and the experts that they choose",
     "gate_up": "the product of gate and up",
     "activation": "silu(gate) * up",
     "down": "the product of down",

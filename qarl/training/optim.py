@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from qarl.config import OptimConfig
 from qarl.errors import UserError
+from qarl.experts import is_router
 from qarl.policy.device import DTYPES
 from qarl.training.muon import BatchedMuon
 from qarl.training.offload import OffloadedAdamW
@@ -203,9 +204,10 @@ def round_masters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon may have it: a matrix inside a numbered block (`model.layers.3.mlp.up_proj.weight`).
 
-    Embeddings, lm_head and the final norm stand outside the numbered blocks in every HF causal LM, under many names.
+    Embeddings, lm_head and the final norm stand outside the numbered blocks in every HF causal LM, under many names. A
+    router is a matrix of as many directions as there are experts, and stays with AdamW.
     """
-    return parameter.ndim == 2 and any(part.isdigit() for part in name.split("."))
+    return parameter.ndim == 2 and any(part.isdigit() for part in name.split(".")) and not is_router(name)
 
 
 def adamw(

@@ -1,0 +1,50 @@
+"""The mixture of experts in a model's config.json: how many experts, in which layers, of what size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qarl.config.model_schema import ConfigJson
+from qarl.experts import EXPERT_NAMES, ExpertNames
+
+# What transformers takes where a key is missing: experts, experts a token, and features of an expert.
+_DEFAULTS = {"qwen3_moe": (128, 8, 768), "mixtral": (8, 2, None), "olmoe": (64, 8, None)}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """experts: of a layer. per_token: how many of them a token goes through. inner: features inside an expert.
+    layers: those that have experts, by index; the others have an MLP. normalize: whether the weights of a token's
+    experts are divided by their sum. names: of the parts."""
+
+    experts: int
+    per_token: int
+    inner: int
+    layers: frozenset[int]
+    normalize: bool
+    names: ExpertNames
+
+
+def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
+    """Of a config.json; None where no layer has experts."""
+    if family not in EXPERT_NAMES:
+        return None
+    experts, per_token, inner = _DEFAULTS[family]
+    layers = range(found.num_hidden_layers)
+    if family == "qwen3_moe":
+        step, plain = found.decoder_sparse_step, found.mlp_only_layers or ()
+        sparse = frozenset(layer for layer in layers if layer not in plain and (layer + 1) % step == 0)
+        inner = found.moe_intermediate_size or inner
+    else:
+        sparse, inner = frozenset(layers), found.intermediate_size
+    assert inner is not None, "a family without a default has a size"
+    if not sparse:
+        return None
+    return Mixture(
+        experts=found.num_experts or found.num_local_experts or experts,
+        per_token=found.num_experts_per_tok or per_token,
+        inner=inner,
+        layers=sparse,
+        normalize=found.norm_topk_prob or family == "mixtral",
+        names=EXPERT_NAMES[family],
+    )

@@ -1,0 +1,84 @@
+"""The experts of a layer as modules of two-dimensional masters, under the names that checkpoints have.
+
+transformers holds the experts of a layer in two tensors of three dimensions. Taken apart, each expert has linears like
+any other layer, which a scheme quantizes and an optimizer updates one by one; no value is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from qarl.errors import UserError
+from qarl.experts import EXPERT_NAMES, ExpertNames
+from qarl.policy.view import Role
+
+# A hidden layer of transformers has its block of experts here, whatever the checkpoint calls it.
+BLOCK = "mlp"
+
+
+class Router(nn.Module):
+    """A router's float32 master (E, H). What it computes, `qarl.policy.mixture` and the Triton layers do.
+
+    role: of the policy, see `qarl.policy.modules.replace_modules`.
+    """
+
+    role: Role
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class Mixture(nn.Module):
+    """gate: the router. experts: modules of linears under the names of the family."""
+
+    def __init__(self, router: Router, experts: nn.ModuleList, activation: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts, self.act_fn = router, experts, activation
+
+
+def normalizes(config: PreTrainedConfig) -> bool:
+    """Whether the weights of a token's experts are divided by their sum."""
+    return config.model_type == "mixtral" or bool(config.norm_topk_prob)
+
+
+def take_apart(model: PreTrainedModel) -> None:
+    """Give each expert of a model its own linears, in place; of a model without experts nothing changes.
+
+    Masters are views of the tensors that were loaded. Raises UserError for experts of another layout.
+    """
+    names = EXPERT_NAMES.get(model.config.model_type)
+    if names is None:
+        return
+    for index, layer in enumerate(model.base_model.layers):
+        block = getattr(layer, BLOCK)
+        if hasattr(block, "experts"):
+            delattr(layer, BLOCK)
+            setattr(layer, names.block, _apart(block, names, f"model.layers.{index}.{names.block}"))
+
+
+def _apart(block: Any, names: ExpertNames, place: str) -> Mixture:
+    fused = block.experts
+    gate_up, down = getattr(fused, "gate_up_proj", None), getattr(fused, "down_proj", None)
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.shape[1] != 2 * down.shape[2]:
+        raise UserError(f"model.path: {place}: experts of another layout than gate, up and down; use another model")
+    experts = nn.ModuleList()
+    for both, last in zip(gate_up.detach(), down.detach(), strict=True):
+        gate, up = both.chunk(2)
+        expert = nn.Module()
+        for leaf, weight in ((names.gate, gate), (names.up, up), (names.down, last)):
+            expert.add_module(leaf, _linear(weight))
+        experts.append(expert)
+    return Mixture(Router(nn.Parameter(block.gate.weight.detach())), experts, fused.act_fn)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    n, k = weight.shape
+    with torch.device("meta"):
+        linear = nn.Linear(k, n, bias=False)
+    linear.weight = nn.Parameter(weight)
+    return linear

@@ -1,0 +1,151 @@
+"""A mixture of experts in plain torch: against Hugging Face's own, bits in any batch, replay, and the routers' losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from policy_models import batch, gradients, hf_gradients, hf_logprobs, logprobs, make_policy, put_dequantized
+from qarl_kernels.logprob import Truncation
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qarl.experts import EXPERT_NAMES
+from qarl.policy.experts import take_apart
+from qarl.policy.mixture import balance_grad, choose
+from qarl.policy.routes import Balance, ExpertLayer, Routes, recording
+
+FAMILIES = tuple(EXPERT_NAMES)
+FP32_GRADIENT = 1e-5
+
+
+def hugging_face(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def by_expert(model: PreTrainedModel, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of transformers' tensors under the names that a checkpoint has."""
+    names, parted = EXPERT_NAMES[model.config.model_type], {}
+    for name, gradient in found.items():
+        if ".experts." not in name:
+            parted[name.replace(".mlp.gate.", f".{names.router()}.")] = gradient
+            continue
+        layer = name.split(".mlp.")[0]
+        for index, of_expert in enumerate(gradient):
+            both = of_expert.chunk(2) if "gate_up" in name else (of_expert,)
+            leaves = (names.gate, names.up) if "gate_up" in name else (names.down,)
+            for leaf, part in zip(leaves, both, strict=True):
+                parted[f"{layer}.{names.expert(index, leaf)}.weight"] = part
+    return parted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_policy_is_the_hugging_face_model(tiny_model, family: str) -> None:
+    directory = tiny_model(family)
+    policy, model = make_policy(directory), hugging_face(directory)
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+    wanted, found = by_expert(model, hf_gradients(model)), gradients(policy)
+    assert wanted.keys() == found.keys()
+    for name, gradient in wanted.items():
+        scale = gradient.abs().max()
+        assert (found[name] - gradient).abs().max() <= 10 * FP32_GRADIENT * max(scale, 1e-3), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "nvfp4a16"])
+def test_a_row_has_its_bits_in_every_batch(tiny_model, family: str, scheme: str) -> None:
+    policy = make_policy(tiny_model(family), scheme, torch.bfloat16, 32 if scheme == "w4a16" else None)
+    prompts, responses = batch()
+    together = logprobs(policy)
+    alone = torch.cat([logprobs(policy, [p], [r]) for p, r in zip(prompts, responses, strict=True)])
+    assert torch.equal(together, alone)
+
+
+def test_dequantized_experts_in_hugging_face_give_the_policys_log_probs(tiny_model) -> None:
+    directory = tiny_model("mixtral")
+    policy, model = make_policy(directory, "w4a16", group_size=32), hugging_face(directory)
+    apart = hugging_face(directory)
+    take_apart(apart)
+    put_dequantized(apart, policy)
+    for layer, parted in zip(model.model.layers, apart.model.layers, strict=True):
+        layer.self_attn.load_state_dict(parted.self_attn.state_dict())
+        for index, expert in enumerate(parted.block_sparse_moe.experts):
+            layer.mlp.experts.gate_up_proj.data[index] = torch.cat((expert.w1.weight, expert.w3.weight))
+            layer.mlp.experts.down_proj.data[index] = expert.w2.weight
+    torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
+
+
+def test_taken_apart_masters_are_the_loaded_memory(tiny_model) -> None:
+    model = hugging_face(tiny_model("mixtral"))
+    experts = model.model.layers[1].mlp.experts
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    take_apart(model)
+    second = model.get_submodule("model.layers.1.block_sparse_moe.experts.2")
+    inner = down.shape[2]
+    assert second.w1.weight.data_ptr() == gate_up[2].data_ptr()
+    assert second.w3.weight.data_ptr() == gate_up[2, inner:].data_ptr()
+    assert second.w2.weight.data_ptr() == down[2].data_ptr()
+
+
+def test_replay_of_the_own_choice_changes_no_bit_and_of_another_does(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen3_moe"), "w4a16", torch.bfloat16, 32)
+    prompts, responses = [[5, 6, 7]], [[9, 10, 11, 12]]
+    routes = recording()
+    plain = policy.logprobs(prompts, responses, Truncation(), 8, routes=routes)[0]
+    own = routes.recorded()
+    assert own.shape == (6, 1, 2)  # the last token predicts nothing, and the first layer has an MLP
+    replayed = policy.logprobs(prompts, responses, Truncation(), 8, routes=Routes(replay=own.flip(-1)))[0]
+    assert torch.equal(plain, replayed)
+    other = Routes(replay=(own + 1) % 4, own={})
+    elsewhere = policy.logprobs(prompts, responses, Truncation(), 8, routes=other)[0]
+    assert not torch.equal(plain, elsewhere)
+    assert torch.equal(other.recorded(), own)  # what it would have chosen itself
+    skipped = (own + 1) % 4
+    skipped[:, :, 0] = -1
+    assert torch.equal(plain, policy.logprobs(prompts, responses, Truncation(), 8, routes=Routes(replay=skipped))[0])
+
+
+def test_the_router_learns_through_the_weights_of_replayed_experts(tiny_model) -> None:
+    policy = make_policy(tiny_model("mixtral"))
+    replay = torch.tensor([[0, 3]]).expand(6, 2, 2)
+    logp = policy.logprobs([[5, 6, 7]], [[9, 10, 11, 12]], Truncation(), 8, routes=Routes(replay=replay))[0]
+    logp.sum().backward()
+    masters = dict(policy.named_parameters())
+    assert masters["model.layers.0.block_sparse_moe.gate.weight"].grad.abs().max() > 0
+    assert not masters["model.layers.0.block_sparse_moe.experts.1.w1.weight"].grad.any()
+    assert masters["model.layers.0.block_sparse_moe.experts.3.w1.weight"].grad.any()
+
+
+def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
+    experts = ExpertLayer(0, "", 8, 3, False, EXPERT_NAMES["olmoe"])
+    logits = torch.tensor([[1.0, 2, 1, 1, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0]])
+    chosen, weights, _ = choose(logits, experts, None)
+    assert chosen.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert torch.equal(weights[1], torch.full((3,), 1 / 8))
+
+
+def test_gradient_of_the_routers_losses_is_that_of_autograd() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    experts, rows = torch.randint(6, (7, 2)), 5
+    real = logits[:rows]
+    share = torch.bincount(experts[:rows].flatten(), minlength=6).double() / (rows * 2)
+    loss = 0.3 * 6 * (share * real.softmax(-1).mean(0)).sum() + 0.7 * real.logsumexp(-1).square().mean()
+    (wanted,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(balance_grad(logits.detach(), experts, Balance(0.3, 0.7, rows)), wanted)
+
+
+def test_the_routers_losses_reach_the_router_and_not_the_log_probs(tiny_model) -> None:
+    policy = make_policy(tiny_model("olmoe"))
+    prompts, responses = [[5, 6, 7]], [[9, 10, 11, 12]]
+    found = {}
+    for aux in (0.0, 1.0):
+        policy.model.zero_grad()
+        routes = Routes(balance=Balance(aux, 0.0, 6))
+        logp = policy.logprobs(prompts, responses, Truncation(), 8, routes=routes)[0]
+        logp.sum().backward()
+        gradient = dict(policy.named_parameters())["model.layers.1.mlp.gate.weight"].grad
+        found[aux] = logp.detach(), gradient.clone()
+    assert torch.equal(found[0.0][0], found[1.0][0])
+    assert not torch.equal(found[0.0][1], found[1.0][1])
