@@ -54,7 +54,8 @@ def take_apart(model: PreTrainedModel) -> None:
     names = EXPERT_NAMES.get(model.config.model_type)
     if names is None:
         return
-    for index, layer in enumerate(model.base_model.layers):
+    decoder: Any = model.base_model
+    for index, layer in enumerate(decoder.layers):
         block = getattr(layer, BLOCK)
         if hasattr(block, "experts"):
             delattr(layer, BLOCK)

@@ -18,6 +18,7 @@ from qarl.policy.decoder import Decoder
 from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.fused_layer import FusedLayer, Kept
 from qarl.policy.projection import gradient_of
+from qarl.policy.routes import Routes
 
 
 def fused_states(

@@ -80,7 +80,7 @@ def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts:
     norms = {leaf: f"{name}.{leaf}.weight" for leaf in NORMS if leaf in modules}
     window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
     masters = {norm: modules[leaf].weight for leaf, norm in norms.items()}
-    mlp = MLP
+    mlp: tuple[tuple[str, ...], ...] = MLP
     if experts is not None:
         of, count = experts.names, range(experts.count)
         mlp = (

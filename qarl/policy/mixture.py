@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch, on autograd: its meaning, a CPU's path, and what Triton layers are compared with.
+"""A mixture of experts in plain torch, on autograd: its meaning, a CPU's path, and what Triton layers must agree with.
 
 The router's logits, probabilities and weights are float32. A token's experts stand in ascending order, and what they
 give is added up in that order in float32, so that a row's bits depend on that row alone.

@@ -211,8 +211,8 @@ class Policy:
         prompts, responses: token ids, pairwise, each with at least one token. Neighbours with the same prompt share
         its forward; every row's bits are its own, so that changes nothing else. chunk: rows of logits held at once.
         Returns logp (T,) and the entropy (T,), float32, in nats, both with gradient to the masters. A token outside the
-        truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`. routes: of the rows as
-        `qarl.policy.packing.pack` lays them out.
+        truncated distribution has logp -inf and gives no gradient. retained: see `token_logprobs`. routes: of the rows
+        as `qarl.policy.packing.pack` lays them out.
         """
         hidden = self._predicting(prompts, responses, routes)
         targets = upload(torch.tensor([t for r in responses for t in r]), self.device)

@@ -63,7 +63,7 @@ NO_ROUTES = Routes()
 @dataclass(frozen=True)
 class ExpertLayer:
     """The experts of one layer. number: among the layers with experts. router: the name of its weight. count: E.
-    per_token: k. normalize: whether the weights of a token's experts are divided by their sum. names: of the modules."""
+    per_token: k. normalize: whether the weights of a token's experts are divided by their sum. names: of modules."""
 
     number: int
     router: str

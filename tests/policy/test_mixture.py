@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch: against Hugging Face's own, bits in any batch, replay, and the routers' losses."""
+"""A mixture of experts in plain torch: against Hugging Face's own, bits in any batch, replay, losses of the routers."""
 
 from __future__ import annotations
 
