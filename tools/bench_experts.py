@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""The experts of a layer: qarl's grouped products beside vLLM's fused experts and torch's grouped product, on one GPU.
+
+    python tools/bench_experts.py --out benchmarks/results/experts_gpu.json
+    python tools/bench_experts.py --schemes w4a16 --models qwen3-30b-a3b --m 1 16 256 --out out.json
+    python tools/bench_experts.py --table benchmarks/results/experts_gpu.json
+
+A case is a scheme, a model's layer, how tokens are shared out among experts, and a number of tokens. It goes from normed
+states and their routing to the weighted sum of a token's experts. Results are compared with float32 products of the
+dequantized weights before they are timed; a time is the median of CUDA events around one call with a cold L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_kernels import versions
+from kernel_bench.experts import CHECKED, MODELS, ROUTINGS, Experts, make_routing, runners
+from kernel_bench.measure import Stopwatch, Wrong
+from kernel_bench.peers import ERRORS, reason
+from kernel_bench.shapes import repetitions
+from kernel_bench.summary import geometric_mean
+
+SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
+TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 16_384)
+# Relative Frobenius error: activations in 8 bits cost 3e-2 in two products, a wrong scale or expert 1.
+TOLERANCE = 8e-2
+
+Row = dict[str, Any]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME", help=", ".join(SCHEMES))
+    add("--models", nargs="+", choices=list(MODELS), default=["qwen3-30b-a3b"], metavar="MODEL", help=", ".join(MODELS))
+    add("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS), metavar="KIND", help=", ".join(ROUTINGS))
+    add("--m", type=int, nargs="+", default=list(TOKENS), help="tokens")
+    add("--reps", type=int, default=15, help="timed calls; at most 7 for 4096 tokens and more")
+    add("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")
+    add("--out", type=Path, help="write the result as JSON")
+    add("--table", type=Path, metavar="FILE", help="print the summary of an earlier result and stop")
+    parsed = parser.parse_args(arguments)
+    if min(parsed.m) < 1 or parsed.reps < 1:
+        parser.error("--m and --reps take numbers from 1")
+    return parsed
+
+
+def rows_of(arguments: argparse.Namespace, scheme: str, model: str, stopwatch: Stopwatch) -> Iterator[Row]:
+    """One row for every runner, routing and number of tokens; what did not run has `skipped`, the reason."""
+    sizes, device = MODELS[model], stopwatch.device
+    base: Row = {"section": scheme, "model": model}
+    experts = Experts(scheme, sizes, arguments.group_size, device)
+    bound = {}
+    for who, build in runners(experts):
+        try:
+            bound[who] = build(experts)
+        except ERRORS as error:
+            yield base | {"who": who, "skipped": reason(error)}
+    states = torch.randn(max(arguments.m), sizes.hidden, device=device, dtype=torch.bfloat16)
+    for tokens in sorted(set(arguments.m)):
+        for kind in arguments.routing:
+            routing, x = make_routing(kind, tokens, sizes, device), states[:tokens]
+            picked = torch.linspace(0, tokens - 1, min(tokens, CHECKED), device=device).round().long()
+            expected = experts.expected(x, routing, picked)
+            for who, bind in bound.items():
+                labels = base | {"who": who, "routing": kind, "m": tokens}
+                try:
+                    call = bind(x, routing)
+                    error = checked(call(), expected, picked)
+                    us = stopwatch.microseconds(call, repetitions(arguments.reps, tokens))
+                except ERRORS as failure:
+                    yield labels | {"skipped": reason(failure)}
+                    continue
+                flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
+                yield labels | {"us": us, "error": error, "tflops": flops / us / 1e6}
+    experts.forget()
+
+
+def checked(result: torch.Tensor, expected: torch.Tensor, picked: torch.Tensor) -> float:
+    """Relative error of the picked rows. Raises Wrong where it is above TOLERANCE, or a value is not finite."""
+    if not result.isfinite().all():
+        raise Wrong("wrong: values that are not finite")
+    error = float((result[picked].float() - expected).norm() / expected.norm())
+    if not error < TOLERANCE:
+        raise Wrong(f"wrong: relative error {error:.1e}")
+    return error
+
+
+def ratios(rows: Sequence[Row]) -> list[Row]:
+    """The best peer's time over qarl's, of every case that both ran. bf16 peers compete in every scheme too."""
+    times: dict[tuple, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if "us" in row:
+            times[row["section"], row["model"], row["routing"], row["m"]][row["who"]] = row["us"]
+    found = []
+    for (scheme, *case), by in times.items():
+        peers = {who: us for who, us in by.items() if who != "qarl"}
+        plain = times.get(("bf16", *case), {})
+        if "qarl" in by and peers:
+            best = min(peers, key=lambda who: peers[who])
+            row = {"scheme": scheme, "case": case, "peer": best, "ratio": peers[best] / by["qarl"]}
+            others = [us for who, us in plain.items() if who != "qarl"]
+            found.append(row | {"over_bf16": min(others) / by["qarl"] if others else None})
+    return found
+
+
+def table(report: Row) -> str:
+    """One line a scheme, and what did not run."""
+    lines = [f"{report['device']}, {report['versions']}", "best peer's time / qarl's"]
+    by_scheme: dict[str, list[Row]] = defaultdict(list)
+    for case in ratios(report["rows"]):
+        by_scheme[case["scheme"]].append(case)
+    for scheme, cases in by_scheme.items():
+        worst = min(cases, key=lambda case: case["ratio"])
+        mean = geometric_mean([case["ratio"] for case in cases])
+        where = f"{worst['case']} against {worst['peer']}"
+        lines.append(
+            f"  {scheme:10} mean {mean:5.2f}  worst {worst['ratio']:5.2f}  {len(cases):3} cases, worst at {where}"
+        )
+    skipped: dict[tuple[str, str, str], int] = defaultdict(int)
+    for row in report["rows"]:
+        if "skipped" in row:
+            skipped[row["section"], row["who"], row["skipped"]] += 1
+    lines += [f"  skipped {count}x {scheme} {who}: {why}" for (scheme, who, why), count in skipped.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.table is not None:
+        print(table(json.loads(arguments.table.read_text())))
+        return
+    if not torch.cuda.is_available():
+        sys.exit("bench_experts needs a CUDA device; --table FILE prints an earlier result without one")
+    begin = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device())
+    stopwatch = Stopwatch(device)
+    report: Row = {
+        "device": torch.cuda.get_device_name(device),
+        "versions": versions(),
+        "command": shlex.join(sys.argv),
+        "rows": [],
+    }
+    for model in arguments.models:
+        for scheme in arguments.schemes:
+            for row in rows_of(arguments, scheme, model, stopwatch):
+                report["rows"].append(row)
+            report["seconds"] = time.perf_counter() - begin
+            gc.collect()
+            torch.cuda.empty_cache()
+            if arguments.out is not None:  # after every scheme: a peer that kills the process takes only its own along
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+            print(f"{report['seconds']:6.1f} s  {model} {scheme}", file=sys.stderr, flush=True)
+    print(table(report))
+    if any(row["who"] == "qarl" and "skipped" in row for row in report["rows"]):
+        sys.exit("some of qarl's kernels failed, see the lines `skipped ... qarl` above")
+
+
+if __name__ == "__main__":
+    main()

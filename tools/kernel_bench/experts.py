@@ -1,0 +1,233 @@
+"""The experts of one layer, from normed states and their routing to the weighted sum: qarl's kernels and other people's.
+
+Everything between a token's routing and its output is timed, on both sides: sorting, both products, activation, its
+quantization where the scheme has one, and the sum. Repacking of weights is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from qarl_formats.prepared import PreparedWeight, prepare
+from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
+from qarl_formats.registry import make_scheme
+from torch import Tensor
+
+from kernel_bench.peers import Absent
+
+ROUTINGS = ("balanced", "skewed")
+CHECKED = 16  # tokens whose output is computed in float32
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """experts: of a layer. per_token: how many a token goes through. hidden: features of a token; inner: of an expert."""
+
+    experts: int
+    per_token: int
+    hidden: int
+    inner: int
+
+
+MODELS = {
+    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768),
+    "mixtral-8x7b": Sizes(8, 2, 4096, 14_336),
+    "olmoe-1b-7b": Sizes(64, 8, 2048, 1024),
+    "tiny": Sizes(8, 2, 256, 128),
+}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """experts: (T, k) int32, ascending; weights: (T, k) float32."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+def make_routing(kind: str, tokens: int, sizes: Sizes, device: torch.device) -> Routing:
+    """balanced: every expert as likely as another. skewed: the chance of the n-th expert is proportional to 1 / n."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    chances = torch.ones(sizes.experts, device=device)
+    if kind == "skewed":
+        chances /= torch.arange(1, sizes.experts + 1, device=device)
+    drawn = torch.multinomial(chances.expand(tokens, -1), sizes.per_token, generator=generator)
+    weights = torch.rand(tokens, sizes.per_token, generator=generator, device=device) + 0.1
+    return Routing(drawn.sort(dim=-1).values.int(), weights / weights.sum(-1, keepdim=True))
+
+
+class Experts:
+    """The weights of one layer in one scheme. gate_up: (E * 2 I, H), gate and up of an expert after one another; down:
+    (E * H, I); each as published, or bf16 values."""
+
+    def __init__(self, scheme: str, sizes: Sizes, group_size: int, device: torch.device) -> None:
+        self.scheme, self.sizes = scheme, sizes
+        generator = torch.Generator(device).manual_seed(0)
+        e, h, i = sizes.experts, sizes.hidden, sizes.inner
+        kind = make_scheme(scheme, group_size if scheme.startswith("w4") else None) if scheme != "bf16" else None
+
+        def made(rows: int, columns: int) -> QuantizedWeight | Tensor:
+            master = torch.randn(rows, columns, generator=generator, device=device).mul_(0.02)
+            return master.bfloat16() if kind is None else quantize_weight(master, kind, scheme, kernels=True)
+
+        self.gate_up, self.down = made(e * 2 * i, h), made(e * h, i)
+
+    def values(self, which: str, expert: int) -> Tensor:
+        """Of one expert, float32: (2 I, H) or (H, I)."""
+        weight = getattr(self, which)
+        rows = 2 * self.sizes.inner if which == "gate_up" else self.sizes.hidden
+        whole = weight if isinstance(weight, Tensor) else self._dequantized(which)
+        return whole[expert * rows : (expert + 1) * rows].float()
+
+    def _dequantized(self, which: str) -> Tensor:
+        cached = self.__dict__.setdefault("_values", {})
+        if which not in cached:
+            cached[which] = dequantize_weight(getattr(self, which), torch.bfloat16, kernels=True)
+        return cached[which]
+
+    def forget(self) -> None:
+        """Drop the values that `values` made."""
+        self.__dict__.pop("_values", None)
+
+    def expected(self, x: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
+        """Float32 outputs of a few tokens, without quantization of activations: (tokens, H)."""
+        found = torch.zeros(len(tokens), self.sizes.hidden, device=x.device)
+        for place, token in enumerate(tokens.tolist()):
+            state = x[token].float()
+            for expert, weight in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
+                gate, up = (self.values("gate_up", expert) @ state).chunk(2)
+                found[place] += weight * (self.values("down", expert) @ (torch.nn.functional.silu(gate) * up))
+        return found
+
+
+def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+    """As the fused layer runs them."""
+    from qarl_kernels import quantize
+    from qarl_kernels.moe.combine import combine
+    from qarl_kernels.moe.dispatch import groups_of
+    from qarl_kernels.swiglu import swiglu
+
+    gate_up, down = (prepare(weight, torch.bfloat16, kernels=True) for weight in (experts.gate_up, experts.down))
+    kind = gate_up.scheme.input_codes
+    to_codes = {
+        "int8": quantize.activation_int8,
+        "fp8": quantize.activation_fp8,
+        "fp8_group": quantize.activation_fp8_group,
+    }
+
+    def product(weight: PreparedWeight, x: Tensor, codes: Any, groups: Any, gathered: bool) -> Tensor:
+        if codes is None:
+            return weight.grouped(x, groups, gathered)
+        return weight.of_codes_grouped(*codes, groups, gathered, torch.bfloat16)
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        def run() -> Tensor:
+            groups = groups_of(routing.experts, experts.sizes.experts, kernels=True)
+            both = product(gate_up, x, None if kind is None else to_codes[kind](x), groups, True)
+            gated = swiglu(both, kind, want_product=kind is None)
+            codes = None if gated.codes is None else (gated.codes, gated.scale)
+            outputs = product(down, gated.product if codes is None else x, codes, groups, False)
+            return combine(outputs, routing.weights, groups, kernels=True)
+
+        return run
+
+    return bind
+
+
+def _fused_experts(experts: Experts, config: Any, gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Routing], Call]:
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        return lambda: fused_experts(x, gate_up, down, routing.weights, routing.experts, quant_config=config)
+
+    return bind
+
+
+def _shaped(experts: Experts, which: str, suffix: str) -> Tensor:
+    """A stored tensor of all experts as vLLM holds it: (E, rows, columns)."""
+    weight = getattr(experts, which)
+    tensor = weight if isinstance(weight, Tensor) else weight.tensors[suffix]
+    return tensor.view(experts.sizes.experts, -1, *tensor.shape[1:])
+
+
+def vllm_triton(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+    """vLLM's Triton kernel: bf16, FP8 and INT8 with a scale a row and token, FP8 in blocks."""
+    from vllm.model_executor.layers.fused_moe import config
+
+    weights = [_shaped(experts, which, "weight") for which in ("gate_up", "down")]
+    if experts.scheme == "bf16":
+        return _fused_experts(experts, None, *weights)
+    scales = [_shaped(experts, which, "weight_scale").float() for which in ("gate_up", "down")]
+    if experts.scheme == "fp8":
+        quant = config.fp8_w8a8_moe_quant_config(*scales, per_act_token_quant=True, per_out_ch_quant=True)
+    elif experts.scheme == "fp8_block":
+        quant = config.fp8_w8a8_moe_quant_config(*scales, block_shape=[128, 128])
+    elif experts.scheme == "w8a8":
+        quant = config.int8_w8a8_moe_quant_config(*scales, None, None, per_act_token_quant=True)
+    else:
+        raise Absent(f"vLLM's Triton kernel has no {experts.scheme}")
+    return _fused_experts(experts, quant, *weights)
+
+
+def vllm_marlin(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+    """Marlin, repacked as vLLM's compressed-tensors method does."""
+    if experts.scheme != "w4a16":
+        raise Absent("Marlin is for w4a16 here")
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_permute_scales
+    from vllm.scalar_type import scalar_types
+
+    sizes, parts = experts.sizes, []
+    for which, k in (("gate_up", sizes.hidden), ("down", sizes.inner)):
+        packed = _shaped(experts, which, "weight_packed").transpose(1, 2).contiguous()
+        scale = _shaped(experts, which, "weight_scale").transpose(1, 2).contiguous()
+        none = torch.empty(sizes.experts, 0, dtype=torch.int32, device=packed.device)
+        n = packed.shape[2]
+        parts.append(ops.gptq_marlin_moe_repack(packed, none, k, n, 4))
+        parts.append(marlin_moe_permute_scales(scale, k, n, k // scale.shape[1]))
+    w1, s1, w2, s2 = parts
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        return lambda: fused_marlin_moe(
+            x, w1, w2, None, None, s1, s2, routing.weights, routing.experts, scalar_types.uint4b8.id
+        )
+
+    return bind
+
+
+def torch_grouped(experts: Experts) -> Callable[[Tensor, Routing], Call]:
+    """bf16 as transformers runs its experts by torch's grouped product."""
+    if experts.scheme != "bf16" or not hasattr(torch, "_grouped_mm"):
+        raise Absent("torch's grouped product is for bf16, and not in every torch")
+    gate_up, down = (_shaped(experts, which, "weight").transpose(1, 2) for which in ("gate_up", "down"))
+
+    def bind(x: Tensor, routing: Routing) -> Call:
+        def run() -> Tensor:
+            flat = routing.experts.flatten()
+            order = torch.argsort(flat)
+            counts = torch.histc(flat.float(), experts.sizes.experts, 0, experts.sizes.experts - 1)
+            ends = counts.cumsum(0).int()
+            tokens = order // experts.sizes.per_token
+            gate, up = torch._grouped_mm(x[tokens], gate_up, offs=ends).chunk(2, -1)
+            outputs = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down, offs=ends)
+            weighted = outputs * routing.weights.flatten()[order, None].to(outputs.dtype)
+            back = torch.empty_like(weighted).index_copy_(0, order, weighted)
+            return back.view(*routing.weights.shape, -1).sum(1)
+
+        return run
+
+    return bind
+
+
+PEERS = {"vllm_triton": vllm_triton, "vllm_marlin": vllm_marlin, "torch_grouped": torch_grouped}
+
+
+def runners(experts: Experts) -> Iterator[tuple[str, Callable[[Experts], Callable[[Tensor, Routing], Call]]]]:
+    """qarl first, then the peers; what a builder raises becomes the reason why it is left out."""
+    yield "qarl", qarl
+    yield from PEERS.items()
