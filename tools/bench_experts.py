@@ -5,8 +5,8 @@
     python tools/bench_experts.py --schemes w4a16 --models qwen3-30b-a3b --m 1 16 256 --out out.json
     python tools/bench_experts.py --table benchmarks/results/experts_gpu.json
 
-A case is a scheme, a model's layer, how tokens are shared out among experts, and a number of tokens. It goes from normed
-states and their routing to the weighted sum of a token's experts. Results are compared with float32 products of the
+A case is a scheme, a model's layer, how tokens are shared out among experts, and a number of tokens. It goes from
+normed states and their routing to the weighted sum of a token's experts. Results are compared with float32 products of the
 dequantized weights before they are timed; a time is the median of CUDA events around one call with a cold L2 cache.
 """
 
@@ -127,7 +127,7 @@ def table(report: Row) -> str:
         mean = geometric_mean([case["ratio"] for case in cases])
         where = f"{worst['case']} against {worst['peer']}"
         lines.append(
-            f"  {scheme:10} mean {mean:5.2f}  worst {worst['ratio']:5.2f}  {len(cases):3} cases, worst at {where}"
+            f"  {scheme:10} mean {mean:5.2f}  worst {worst['ratio']:5.2f}  of {len(cases):3} cases, at {where}"
         )
     skipped: dict[tuple[str, str, str], int] = defaultdict(int)
     for row in report["rows"]:

@@ -1,4 +1,4 @@
-"""The experts of one layer, from normed states and their routing to the weighted sum: qarl's kernels and other people's.
+"""The experts of one layer, from normed states and their routing to the weighted sum: qarl's kernels and others'.
 
 Everything between a token's routing and its output is timed, on both sides: sorting, both products, activation, its
 quantization where the scheme has one, and the sum. Repacking of weights is not.
@@ -25,7 +25,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """experts: of a layer. per_token: how many a token goes through. hidden: features of a token; inner: of an expert."""
+    """experts: of a layer. per_token: how many a token goes through. hidden: features of a token; inner: of experts."""
 
     experts: int
     per_token: int
