@@ -6,8 +6,8 @@
     python tools/bench_experts.py --table benchmarks/results/experts_gpu.json
 
 A case is a scheme, a model's layer, how tokens are shared out among experts, and a number of tokens. It goes from
-normed states and their routing to the weighted sum of a token's experts. Results are compared with float32 products of the
-dequantized weights before they are timed; a time is the median of CUDA events around one call with a cold L2 cache.
+normed states and their routing to the weighted sum of a token's experts. Results are compared with float32 products of
+the dequantized weights before they are timed; a time is the median of CUDA events around one call with a cold L2 cache.
 """
 
 from __future__ import annotations
