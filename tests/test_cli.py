@@ -107,7 +107,7 @@ def test_check_warns_of_what_needs_a_gpu_where_there_is_none(device, config, cap
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     here = "a machine without a GPU has no Triton kernels, and no products in FP8"
     expected = [
-        f"warning: will not train here: quant.backward = \"fp8\": {here}; use bf16",
+        f'warning: will not train here: quant.backward = "fp8": {here}; use bf16',
         f"warning: will not train here: diagnostics.backward_every = 2: {here}; must be 0",
     ]
     assert lines == (expected if device == "cpu" else [])
