@@ -27,7 +27,7 @@ from qarl.rollout.vllm.process import sampler_environment
 from qarl.weight_sync.transport import ReceiverPlan
 from qarl.weight_sync.verify import PublishError
 
-LIMIT_S = 240
+LIMIT_S = 560
 MARK = "OF_RANKS"
 # Each rank has its own file of troubles, and its sampler says which variables of a launcher reached it.
 FAKE = f"""
