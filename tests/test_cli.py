@@ -100,6 +100,19 @@ def test_check_says_what_the_device_decides(config, capsys):
     assert lines == [f"{size}: null -> {value} (cpu)" for size, value in sizes.items()]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_check_warns_of_what_needs_a_gpu_where_there_is_none(device, config, capsys, monkeypatch):
+    monkeypatch.setattr("qarl.cli.expected_device", lambda config: device)
+    assert run("check", config, "quant.backward=fp8", "diagnostics.backward_every=2") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    here = "a machine without a GPU has no Triton kernels, and no products in FP8"
+    expected = [
+        f'warning: will not train here: quant.backward = "fp8": {here}; use bf16',
+        f"warning: will not train here: diagnostics.backward_every = 2: {here}; must be 0",
+    ]
+    assert lines == (expected if device == "cpu" else [])
+
+
 def test_check_says_what_a_correction_preset_stands_for(config, capsys):
     assert run("check", config, "objective={name: grpo}", "correction={preset: srs-k3-ppo, veto: 1e-4}") == 0
     line = "correction.preset srs-k3-ppo: reject sum k3 of rollout outside [none, 0.001]; veto below 0.0001"

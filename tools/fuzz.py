@@ -1,5 +1,6 @@
 """The real command line on mutated input: what is accepted, what is refused in a line, and what is bad.
 
+    python tools/fuzz.py                            # the series of the day
     python tools/fuzz.py --seed 1 --count 1000
     python tools/fuzz.py --seed 1 --only run-17
     python tools/fuzz.py --seed 1 --count 300 --kinds model reward --json benchmarks/results/fuzz.json
@@ -12,6 +13,7 @@ is the same whatever the count, the kinds and the jobs. Exit code 1 if any case 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import multiprocessing
@@ -60,7 +62,8 @@ WARM = (
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", default="0", help="of the series; any text")
+    today = datetime.date.today().isoformat()
+    parser.add_argument("--seed", default=today, help="of the series; any text; default today's date (%(default)s)")
     parser.add_argument("--count", type=int, default=300, help="cases")
     parser.add_argument(
         "--kinds",

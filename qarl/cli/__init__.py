@@ -16,6 +16,7 @@ from qarl.cli.arguments import UsageError, usage_line
 from qarl.config import Config, check_inputs, load_config
 from qarl.config.check import check_ranks
 from qarl.config.limits import DEVICES
+from qarl.config.messages import fault_line
 from qarl.config.weights import check_weights
 from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
 from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
@@ -35,6 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # what is wrong on the command line goes the one way to the terminal, see qarl.terminal
 )
+
+NOT_HERE = "warning: will not train here: "  # of a configuration that may train on another machine
 
 ConfigFile = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration; see configs/.")]
 Overrides = Annotated[
@@ -134,6 +137,8 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
     sized = decide_sizes(loaded, device, inspection.architecture, gpu_bytes() if device == "cuda" else None, ranks)
     for line in decided(loaded, sized, device):
         typer.echo(line)
+    for needed in loaded.faults_without_gpu() if device == "cpu" else ():
+        typer.echo(f"{NOT_HERE}{fault_line(*needed)}")
     if loaded.correction.preset:
         ratio = f"; objective.ratio {loaded.objective.ratio}" if isinstance(loaded.objective, RatioObjective) else ""
         typer.echo(f"correction.preset {loaded.correction.preset}: {loaded.correction}{ratio}")
@@ -142,7 +147,7 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
         return
     _print_estimate(estimate(sized, inspection.architecture, device, ranks=ranks), device, ranks)
     if fault := too_large(loaded, inspection.architecture, device, ranks):
-        typer.echo(f"warning: will not train here: {fault}")
+        typer.echo(f"{NOT_HERE}{fault}")
 
 
 @app.command()

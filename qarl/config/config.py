@@ -178,6 +178,13 @@ class Config(Section):
             plain = f"{'model.dtype' if self.model.dtype == 'float32' else 'model.learner_dtype'}: float32"
         else:
             return
+        yield from self._without_fp8(plain)
+
+    def faults_without_gpu(self) -> Iterator[Fault]:
+        """What of a valid configuration whose device is `auto` does not train on a machine that has no GPU."""
+        yield from self._without_fp8("a machine without a GPU")
+
+    def _without_fp8(self, plain: str) -> Iterator[Fault]:
         text = f"{plain} has no Triton kernels, and no products in FP8"
         if self.quant.backward == "fp8":
             yield Fault(("quant", "backward"), "fp8", f"{text}; use bf16")

@@ -39,7 +39,7 @@ def run_ranks(
     count: int,
     function: str,
     arguments: Mapping[str, Any] | None = None,
-    limit_s: float = 60,
+    limit_s: float = 200,
     timeout_s: float = 30,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:

@@ -34,7 +34,7 @@ MODEL = {
 }
 QARL = [sys.executable, str(Path(__file__).parent / "fake_loop.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--master-addr=127.0.0.1"]
-LIMIT_S = 60
+LIMIT_S = 180
 
 
 class Run:
@@ -145,7 +145,7 @@ def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, fault: str) -> N
     assert len(errors(said)) == len(lines), said
     assert all(found.startswith(start) for found, start in zip(errors(said), lines, strict=True)), said
     assert "Traceback" not in said
-    assert took < 20
+    assert took < 90
 
 
 def test_ctrl_c_is_a_safe_stop_of_all_ranks(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     time.sleep(0.5)
     for _ in range(2):
         run.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        time.sleep(1)  # two signals that wait at the same time are one
     code, said = run.end()
     assert (code, errors(said)) == (130, [])
 
@@ -171,7 +171,7 @@ def test_ranks_stop_when_their_launcher_is_gone(tmp_path: Path) -> None:
     run = nproc(tmp_path, "")
     pids = run.begun()
     run.process.kill()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 90
     while any(alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert run.end()[0] == -signal.SIGKILL

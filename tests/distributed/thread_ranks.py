@@ -16,7 +16,7 @@ from qarl.distributed.ranks import Alone, Ranks
 
 class _Table:
     def __init__(self, count: int) -> None:
-        self.barrier, self.values = threading.Barrier(count, timeout=20), [None] * count
+        self.barrier, self.values = threading.Barrier(count, timeout=120), [None] * count
 
 
 class ThreadRanks(Ranks):

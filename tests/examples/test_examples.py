@@ -43,7 +43,7 @@ def test_the_example_runs_and_says_what_it_shows(name, tmp_path):
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(SAID[name], done.stdout), done.stdout

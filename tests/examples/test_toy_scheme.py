@@ -25,7 +25,7 @@ def out(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         cwd=directory.parent,
     )
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]

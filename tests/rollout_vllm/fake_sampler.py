@@ -267,7 +267,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     """Whether a process ends within a while."""
     deadline = time.monotonic() + within_s
     while alive(pid) and time.monotonic() < deadline:

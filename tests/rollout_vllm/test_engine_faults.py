@@ -119,12 +119,12 @@ def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:
         ("kill", "its process was ended by SIGKILL, perhaps for lack of memory"),
         ("exit", "its process ended with exit code 3"),
         ("fail", "RuntimeError: out of blocks"),
-        ("hang", "it gave no sign of life for 1.5 s (rollout.vllm.timeout_s)"),
+        ("hang", "it gave no sign of life for 3 s (rollout.vllm.timeout_s)"),
         ("rubbish pickle", "it sent what is no answer: bytes that are no message"),
     ],
 )
 def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(undisturbed, case, trouble, said) -> None:
-    case.make(f"generate {trouble}", timeout_s=1.5 if trouble == "hang" else 30)
+    case.make(f"generate {trouble}", timeout_s=3 if trouble == "hang" else 30)
     case.publish()
     assert case.draw() == undisturbed
     assert case.said == [f"vLLM failed: {said}; restart 1 of 2, see {case.folder / 'sampler.log'}"]

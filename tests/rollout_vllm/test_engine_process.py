@@ -34,7 +34,10 @@ def stop(responses: int, tokens: int) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SamplerProcess]]:
-    """start(*troubles, timeout_s=30) -> a sampler that is ready; afterwards nothing of it may be left."""
+    """start(*troubles, timeout_s=30) -> a sampler that is ready; afterwards nothing of it may be left.
+
+    timeout_s: once it is ready, so that a start on a busy machine is no hang.
+    """
     fake_sampler.install(monkeypatch.setattr)
     open_before = fake_sampler.memory_files()
     carrier, plan = make_carrier(torch.device("cpu"), None)
@@ -43,8 +46,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerProcess:
         (tmp_path / "troubles").write_text("\n".join(troubles))
         settings = fake_sampler.settings(tmp_path)
-        made.append(SamplerProcess(settings, {}, plan, tmp_path / "sampler.log", timeout_s))
+        made.append(SamplerProcess(settings, {}, plan, tmp_path / "sampler.log", 120.0))
         made[-1].start(ignore)
+        made[-1].timeout_s = timeout_s
         return made[-1]
 
     yield make
@@ -94,7 +98,7 @@ def test_a_hang_is_ended_after_the_configured_time(start) -> None:
 
 def test_slow_but_alive_is_no_hang(start) -> None:
     requests, drawing = ORDER
-    sampler = start("generate slow", timeout_s=1.0)  # a response every 0.1 s
+    sampler = start("generate slow", timeout_s=1.5)  # a response every 0.1 s
     assert len(sampler.call("generate", (requests + requests, drawing), ignore)) == 16
 
 

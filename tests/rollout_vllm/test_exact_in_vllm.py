@@ -61,7 +61,7 @@ def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(answer.read_text())

@@ -38,7 +38,7 @@ def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(answer.read_text())

@@ -118,7 +118,7 @@ def inline(config: Path) -> dict[str, Done]:
         [sys.executable, str(Path(__file__).with_name("inline_runs.py")), str(folder / "orders.json")],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=280,
+        timeout=560,
         capture_output=True,
     )
     done = {}

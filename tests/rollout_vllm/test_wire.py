@@ -179,7 +179,7 @@ def test_bytes_that_are_no_message_are_refused_and_never_waited_for() -> None:
         there.shutdown(socket.SHUT_WR)
         begin = time.monotonic()
         try:
-            message = here.poll(5)
+            message = here.poll(120)
             outcomes["waits" if message is None else "message"] += 1
             if message is not None:
                 _read_all(message)
@@ -188,7 +188,7 @@ def test_bytes_that_are_no_message_are_refused_and_never_waited_for() -> None:
             assert str(error).isprintable()
         except EOFError:
             outcomes["ended"] += 1
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 60
         here.close()
         there.close()
     assert outcomes["waits"] == 0 and min(outcomes["refused"], outcomes["ended"], outcomes["message"]) > 5, outcomes
@@ -251,15 +251,16 @@ CUT = ["frame/1/exit", "frame/17/exit", "frame/17", "frame/4"]  # in the middle 
 
 @pytest.mark.parametrize("name", [*fake_sampler.rubbish(), *CUT])
 def test_a_sampler_that_writes_rubbish_is_ended_in_one_line(start, name) -> None:  # noqa: F811
-    sampler = start(f"generate rubbish {name}", timeout_s=1.0)
+    silent = "/" in name and not name.endswith("/exit")  # the others are ended for what they say, and at once
+    sampler = start(f"generate rubbish {name}", timeout_s=1.0 if silent else 120.0)
     begin = time.monotonic()
     with pytest.raises(SamplerFault) as fault:
         sampler.call("generate", ORDER, ignore)
     line = str(fault.value)
-    assert line.isprintable() and time.monotonic() - begin < 5
+    assert line.isprintable() and time.monotonic() - begin < 60
     if name.endswith("/exit"):
         assert line == "its process ended with exit code 3"
-    elif "/" in name:
+    elif silent:
         assert line == "it gave no sign of life for 1 s (rollout.vllm.timeout_s)"
     else:
         assert line.startswith("it sent what is no answer: ")

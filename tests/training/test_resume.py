@@ -29,6 +29,19 @@ def fsync(fd):
 os.fsync = fsync
 """
 
+# Gets SIGNUM a moment after its N-th write: by a thread of its own, which no load of the machine makes too late.
+SIGNAL_AFTER_WRITE = """
+import os, threading
+count, real = 0, os.fsync
+def fsync(fd):
+    global count
+    count += 1
+    if count == N:
+        threading.Timer(DELAY, os.kill, (os.getpid(), SIGNUM)).start()
+    real(fd)
+os.fsync = fsync
+"""
+
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"optim": {"warmup_steps": 4, "schedule": "cosine"}, "data": {"task": {"size": 9}}},
     "tbpo": {
@@ -88,6 +101,11 @@ class Resumed:
             os.kill(started.pid, signum)
         return started.wait()
 
+    def signalled(self, signum: int, write: int, delay: float) -> Finished:
+        """Sent the signal `delay` seconds after so many writes."""
+        numbers = f"N, DELAY, SIGNUM = {write}, {delay}, {int(signum)}"
+        return self.interrupted(0, 0, 0.0, numbers + SIGNAL_AFTER_WRITE)
+
 
 @pytest.fixture(scope="module", params=RECIPES)
 def resumed(request, qarl, tiny_model, tmp_path_factory):
@@ -124,13 +142,14 @@ def test_killed_in_the_middle_of_random_writes(resumed):
 
 def test_stopped_by_signals(resumed):
     rng = random.Random(3)
-    first = resumed.interrupted(signal.SIGINT, 1, rng.uniform(0.0, 0.2))
+    # A step has 7 writes, and 9 more of a checkpoint; the first of a run come after 4 others.
+    first = resumed.signalled(signal.SIGINT, rng.randint(5, 18), rng.uniform(0.0, 0.05))
     assert first.code == 130, first.err
     stopped = steps_recorded(resumed.run)
     assert f"stopped after step {stopped}, saved; the same command goes on from there" in first.out
     assert first.err == ""
     assert (resumed.run / "checkpoints" / "latest").resolve().name == f"{stopped:06d}"
-    second = resumed.interrupted(signal.SIGTERM, stopped + 1, rng.uniform(0.0, 0.2))
+    second = resumed.signalled(signal.SIGTERM, rng.randint(5, 11), rng.uniform(0.0, 0.05))
     assert second.code == 143, second.err
     assert f"resumed from {resumed.run}/checkpoints/{stopped:06d} (step {stopped})" in second.out
     resumed.again()

@@ -77,6 +77,8 @@ LEFT_OUT = (
     "rollout.vllm",
     "rollout.linear_kernels",
     "quant.kernels",
+    "quant.backward",
+    "diagnostics.backward_every",
     "logging.wandb",
     "logging.trackio",
     "train.run_dir",
