@@ -41,6 +41,13 @@ from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
+from qarl_kernels.moe import codes as moe_codes
+from qarl_kernels.moe import fp8_block as moe_fp8_block
+from qarl_kernels.moe import nvfp4a16 as moe_nvfp4a16
+from qarl_kernels.moe import starting
+from qarl_kernels.moe import w4a8 as moe_w4a8
+from qarl_kernels.moe import w4a16 as moe_w4a16
+from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -429,3 +436,61 @@ def fp8_backward_products() -> Iterator[str]:
             )
             fp8_backward._add_product(a, b, empty(m, n, dtype=FP32), tile_)
             yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper
+
+
+# E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
+EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
+
+
+def _grouped(family: str) -> Iterator[str]:
+    """Grouped products of few, some and many rows an expert."""
+    for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
+        for tokens in (16, 256, 4096, 65_536):
+            rows = tokens * slots
+            order = empty(rows, dtype=torch.int32)
+            given = Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
+            x, width = empty(tokens if gathered else rows, k), experts * n
+            tile_ = starting.tile_for(family, given, x)
+            if tile_.way == "dequantized":
+                continue
+            blocks = k // 128
+            tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
+            codes, scale_x = (
+                x.to(torch.int8 if family.startswith("w") else torch.float8_e4m3fn),
+                empty(len(x), 1, dtype=FP32),
+            )
+            rest = n, given, gathered
+            if family == "nvfp4a16":
+                moe_nvfp4a16.fused(x, *tiled_fp4(width, k), empty(1, dtype=FP32), *rest, tile_)
+            elif family == "w4a16":
+                moe_w4a16.fused(x, tiled, meta.view(torch.int32), *rest, tile_)
+            elif family == "w4a8":
+                moe_w4a8.run(codes, scale_x, tiled, meta, *rest, BF16, False, tile_)
+            elif family == "fp8_block":
+                scales = empty(len(x), blocks, dtype=FP32), empty(width // 128, blocks)
+                moe_fp8_block.run(codes, scales[0], empty(width, k, dtype=codes.dtype), scales[1], *rest, BF16, tile_)
+            elif family == "dense":
+                moe_codes.run(x, None, empty(width, k), None, *rest, BF16, tile_)
+            else:
+                weight, scale = empty(width, k, dtype=codes.dtype), empty(width, 1)
+                moe_codes.run(codes, scale_x, weight, scale, *rest, BF16, tile_)
+            yield f"experts {family} {experts}x{n}x{k} {tokens} {tile_}" + " wgmma" * (_hopper() and _is_wgmma(tile_))
+
+
+def grouped_int8() -> Iterator[str]:
+    yield from _grouped("w8a8")
+
+
+def grouped_fp8() -> Iterator[str]:
+    yield from _grouped("fp8")
+    yield from _grouped("fp8_block")
+
+
+def grouped_int4() -> Iterator[str]:
+    yield from _grouped("w4a16")
+    yield from _grouped("nvfp4a16")
+    yield from _grouped("dense")
+
+
+def grouped_int4_int8() -> Iterator[str]:
+    yield from _grouped("w4a8")
