@@ -41,12 +41,10 @@ from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
-from qarl_kernels.moe import codes as moe_codes
-from qarl_kernels.moe import fp8_block as moe_fp8_block
-from qarl_kernels.moe import nvfp4a16 as moe_nvfp4a16
-from qarl_kernels.moe import starting
-from qarl_kernels.moe import w4a8 as moe_w4a8
-from qarl_kernels.moe import w4a16 as moe_w4a16
+from qarl_kernels.moe import backward as moe_backward
+from qarl_kernels.moe import dense as moe_dense
+from qarl_kernels.moe import dispatch as moe_dispatch
+from qarl_kernels.moe import routing as moe_routing
 from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
@@ -216,10 +214,10 @@ def products(family: str) -> Iterator[str]:
             if tile_.way in ("library", "dequantized"):
                 continue
             _product(family, n, k, tile_)
-            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and _is_wgmma(tile_))
+            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and is_wgmma(tile_))
 
 
-def _is_wgmma(tile_: tuning.Tile) -> bool:
+def is_wgmma(tile_: tuning.Tile) -> bool:
     """Whether a tile is meant for Hopper's warpgroup products: 64 rows of the operand that comes first."""
     first = tile_.block_m if tile_.way == "x_first" else tile_.block_n
     return tile_.way != "narrow" and first >= 64 and tile_.warps % 4 == 0
@@ -438,59 +436,40 @@ def fp8_backward_products() -> Iterator[str]:
             yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper
 
 
-# E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
-EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
+# Experts, slots, features, features of an expert: of Mixtral, of one with many small experts, of Qwen3-30B-A3B.
+MIXTURES = ((8, 2, 4096, 14_336), (512, 16, 1000, 500), (128, 8, 2048, 768))
+ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the defaults each
 
 
-def _grouped(family: str) -> Iterator[str]:
-    """Grouped products of few, some and many rows an expert."""
-    for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
-        for tokens in (16, 256, 4096, 65_536):
-            rows = tokens * slots
-            order = empty(rows, dtype=torch.int32)
-            given = Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
-            x, width = empty(tokens if gathered else rows, k), experts * n
-            tile_ = starting.tile_for(family, given, x)
-            if tile_.way == "dequantized":
-                continue
-            blocks = k // 128
-            tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
-            codes, scale_x = (
-                x.to(torch.int8 if family.startswith("w") else torch.float8_e4m3fn),
-                empty(len(x), 1, dtype=FP32),
-            )
-            rest = n, given, gathered
-            if family == "nvfp4a16":
-                moe_nvfp4a16.fused(x, *tiled_fp4(width, k), empty(1, dtype=FP32), *rest, tile_)
-            elif family == "w4a16":
-                moe_w4a16.fused(x, tiled, meta.view(torch.int32), *rest, tile_)
-            elif family == "w4a8":
-                moe_w4a8.run(codes, scale_x, tiled, meta, *rest, BF16, False, tile_)
-            elif family == "fp8_block":
-                scales = empty(len(x), blocks, dtype=FP32), empty(width // 128, blocks)
-                moe_fp8_block.run(codes, scales[0], empty(width, k, dtype=codes.dtype), scales[1], *rest, BF16, tile_)
-            elif family == "dense":
-                moe_codes.run(x, None, empty(width, k), None, *rest, BF16, tile_)
-            else:
-                weight, scale = empty(width, k, dtype=codes.dtype), empty(width, 1)
-                moe_codes.run(codes, scale_x, weight, scale, *rest, BF16, tile_)
-            yield f"experts {family} {experts}x{n}x{k} {tokens} {tile_}" + " wgmma" * (_hopper() and _is_wgmma(tile_))
+def moe_routing_and_order() -> Iterator[str]:
+    """Routing and its backward, of few and many tokens, and sorting by expert."""
+    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+        for tokens in (64, 8192):
+            x, weight = empty(tokens, hidden), empty(experts, hidden)
+            chosen = empty(tokens, slots, dtype=torch.int64)
+            for replayed in (None, chosen):
+                routed = moe_routing.route(x, weight, slots, True, replayed, kernels=True)
+            moe_dispatch.groups_of(routed.experts, experts, kernels=True)
+            for normalize in (True, False):
+                moe_routing.route_backward(routed.weights, routed, normalize, kernels=True)
+            yield f"routing {experts} experts, {tokens} tokens"
 
 
-def grouped_int8() -> Iterator[str]:
-    yield from _grouped("w8a8")
+def _groups(experts: int, slots: int, tokens: int) -> Groups:
+    pairs = empty(tokens * slots, dtype=torch.int32)
+    return Groups(experts, slots, pairs, pairs, empty(experts + 1, dtype=torch.int32))
 
 
-def grouped_fp8() -> Iterator[str]:
-    yield from _grouped("fp8")
-    yield from _grouped("fp8_block")
-
-
-def grouped_int4() -> Iterator[str]:
-    yield from _grouped("w4a16")
-    yield from _grouped("nvfp4a16")
-    yield from _grouped("dense")
-
-
-def grouped_int4_int8() -> Iterator[str]:
-    yield from _grouped("w4a8")
+def moe_products() -> Iterator[str]:
+    """Grouped products of few rows an expert and of many, and their backward: gate and up (gathered), and down."""
+    for experts, slots, hidden, width in for_this_gpu(MIXTURES):
+        for each in ROWS_EACH if _hopper() and experts == 128 else ROWS_EACH[-1:] if experts == 8 else (4, 1000):
+            groups = _groups(experts, slots, each * experts // slots)
+            for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
+                x, weight = empty(groups.rows // slots if gathered else groups.rows, k), empty(experts * n, k)
+                y = moe_dense.grouped_dense(x, weight, groups, gathered)
+                yield f"grouped {experts}x{n}x{k} {each} rows" + " wgmma" * _hopper()
+                if each == 1000:
+                    moe_backward.grouped_input_grad(y, weight, groups)
+                    moe_backward.grouped_weight_grad(y, x, groups, gathered, empty(experts * n, k, dtype=FP32))
+                    yield f"grouped backward {experts}x{n}x{k}" + " wgmma" * _hopper()

@@ -47,7 +47,6 @@ def codes_kernel(
     GATHERED: tl.constexpr,
     SWAP: tl.constexpr,
     ACC: tl.constexpr,
-    SCALED: tl.constexpr,
     TMA_X: tl.constexpr,
     TMA_W: tl.constexpr,
 ):
@@ -66,9 +65,7 @@ def codes_kernel(
             acc = dot_of_rows(a, b, acc, SWAP)
         rm, rn = first + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
         live = rm < end
-        y = of_rows(acc, SWAP)
-        if SCALED:
-            y = scaled(y, s_x + source, live, s_w + expert * N + rn, rn < N)
+        y = scaled(of_rows(acc, SWAP), s_x + source, live, s_w + expert * N + rn, rn < N)
         at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
         tl.store(at, narrow(y, out.dtype.element_ty), mask=live[:, None] & (rn < N)[None, :])
 
@@ -106,9 +103,9 @@ def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
 
 def run(
     qx: Tensor,
-    s_x: Tensor | None,
+    s_x: Tensor,
     codes: Tensor,
-    s_w: Tensor | None,
+    s_w: Tensor,
     n: int,
     groups: Groups,
     gathered: bool,
@@ -144,7 +141,6 @@ def run(
         BLOCK_K=tile.block_k,
         SWAP=tile.way == "w_first",
         ACC=tl.int32 if qx.dtype == torch.int8 else tl.float32,
-        SCALED=s_x is not None,
         TMA_X=tma_x,
         TMA_W=tma_w,
         **own,

@@ -14,7 +14,7 @@ from torch import Tensor
 from qarl_kernels.blocks import int4_rows
 from qarl_kernels.dequantize import dequantize_int4
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import codes
+from qarl_kernels.moe.dense import grouped_dense
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import rows_of_program, tile_for
 from qarl_kernels.moe.tiled import run_tiled
@@ -126,8 +126,7 @@ def grouped_w4a16(
         if packed is None:
             assert tiled is not None, "w4a16 needs the weight packed or tiled"
             packed = untile_int4(tiled, len(scale), k)
-        weight = dequantize_int4(packed, scale, zero_point, k, x.dtype)
-        return codes.run(x, None, weight, None, n, groups, gathered, x.dtype, tile_for("dense", groups, x))
+        return grouped_dense(x, dequantize_int4(packed, scale, zero_point, k, x.dtype), groups, gathered)
     return fused(x, tiled, meta, n, groups, gathered, tile)
 
 

@@ -78,10 +78,9 @@ class BF16(Scheme):
     ) -> Tensor:
         if not kernels:
             return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
-        from qarl_kernels.moe import codes, starting
+        from qarl_kernels.moe.dense import grouped_dense
 
-        tile = starting.tile_for("dense", groups, x)
-        return codes.run(x.contiguous(), None, operands["weight"], None, out_features, groups, gathered, x.dtype, tile)
+        return grouped_dense(x.contiguous(), operands["weight"], groups, gathered)
 
     def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
         return prepared.operands["weight"]
