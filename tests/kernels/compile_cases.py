@@ -41,6 +41,8 @@ from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
+from qarl_kernels.moe import dispatch as moe_dispatch
+from qarl_kernels.moe import routing as moe_routing
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -429,3 +431,21 @@ def fp8_backward_products() -> Iterator[str]:
             )
             fp8_backward._add_product(a, b, empty(m, n, dtype=FP32), tile_)
             yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper
+
+
+# Experts, slots, features, features of an expert: of Mixtral, of one with many experts, of Qwen3-30B-A3B.
+MIXTURES = ((8, 2, 4096, 14_336), (512, 16, 1000, 500), (128, 8, 2048, 768))
+
+
+def moe_routing_and_order() -> Iterator[str]:
+    """Routing and its backward, of few and many tokens, and sorting by expert."""
+    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+        for tokens in (64, 8192):
+            x, weight = empty(tokens, hidden), empty(experts, hidden)
+            chosen = empty(tokens, slots, dtype=torch.int64)
+            for replayed in (None, chosen):
+                routed = moe_routing.route(x, weight, slots, True, replayed, kernels=True)
+            moe_dispatch.groups_of(routed.experts, experts, kernels=True)
+            for normalize in (True, False):
+                moe_routing.route_backward(routed.weights, routed, normalize, kernels=True)
+            yield f"routing {experts} experts, {tokens} tokens"
