@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.pages import KVCache
+from qarl.rollout.native.routing import Ran, ran, routes_of
 from qarl.rollout.native.sampling import draw
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
@@ -21,6 +22,7 @@ class PlainDrawn:
     sequences: list[Sequence]
     tokens: list[int]
     logprobs: list[float]
+    ran: list[Ran]
 
     def read(self) -> tuple[list[int], list[float]]:
         return self.tokens, self.logprobs
@@ -31,11 +33,15 @@ class PlainRunner:
 
     ahead = False
 
-    def __init__(self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int) -> None:
+    def __init__(
+        self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int, record: bool = False
+    ) -> None:
         self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
+        self.record = record
 
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
-        return cache is self.cache and truncation == self.truncation and max_num_seqs == self.max_num_seqs
+    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
+        same = cache is self.cache and truncation == self.truncation and record == self.record
+        return same and max_num_seqs == self.max_num_seqs
 
     def take_page(self, page: int) -> None:
         """Attention multiplies what lies behind a sequence's end by zero, which must not be NaN."""
@@ -45,9 +51,12 @@ class PlainRunner:
         spans, ids = packed(chunks)
         tell(self.sampler.tracer, chunks)
         attention = self.sampler.paged(spans, self.cache.layers)
-        hidden = self.sampler.hidden_states(torch.tensor(ids, device=self.sampler.layout.device), attention)
+        routes = routes_of(self.record)
+        there = torch.tensor(ids, device=self.sampler.layout.device)
+        hidden = self.sampler.hidden_states(there, attention, routes=routes)
+        chose = [ran(chunks, routes, self.sampler.experts[0].count)] if self.record else []
         sequences, rows = drawing(chunks, computed)
-        drawn = PlainDrawn(sequences, [], [])
+        drawn = PlainDrawn(sequences, [], [], chose)
         for start in range(0, len(sequences), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             points = [float(s.points[s.drawn]) for s in sequences[part]]
