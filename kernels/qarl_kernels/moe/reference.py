@@ -7,6 +7,7 @@ experts one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def groups_of(experts: Tensor, count: int) -> Groups:
 def _used(groups: Groups) -> Iterator[tuple[int, slice]]:
     """Experts that have rows, and which. Waits for the device."""
     starts = groups.starts.tolist()
-    for expert, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for expert, (first, end) in enumerate(pairwise(starts)):
         if first < end:
             yield expert, slice(first, end)
 

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.blocks import dot, operand
-from qarl_kernels.casts import widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.moe import reference
@@ -93,8 +92,8 @@ def _route_kernel(
     else:
         found = tl.load(chosen + row * COUNT + slot, mask=exists & (slot < COUNT), other=0)
         found = tl.minimum(tl.maximum(found, 0), experts - 1).to(tl.int32)
-    p = _softmax(tl.where(there, acc, float("-inf")), ROWS, LANES)
     # Not before the experts are found, which would keep it in registers meanwhile.
+    p = _softmax(tl.where(there, acc, float("-inf")), ROWS, LANES)
     # The slots ascending, without two that are equal even where an expert comes twice.
     LAST: tl.constexpr = 1 << 30
     waiting = tl.where(slot < COUNT, found * SLOTS + slot, LAST)
