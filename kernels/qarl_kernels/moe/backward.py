@@ -84,9 +84,7 @@ def grouped_input_grad(
     if dy.shape[1] != n:
         raise ValueError(f"dy has {dy.shape[1]} features and an expert's weight {n}; they must agree")
     k = weight.shape[1]
-    return dense.run(
-        dy, weight, groups, False, True, k, output(out, groups.rows, k, dy.dtype, dy.device), tile
-    )
+    return dense.run(dy, weight, groups, False, True, k, output(out, groups.rows, k, dy.dtype, dy.device), tile)
 
 
 def default_weight_tile(capability: tuple[int, int]) -> Tile:
@@ -118,6 +116,8 @@ def grouped_weight_grad(
             f"grouped_weight_grad: into must be contiguous float32 ({groups.experts * n}, {k}), not {into.dtype} "
             f"{tuple(into.shape)}"
         )
+    if not (dense.loads_vectors(dy) and dense.loads_vectors(x)):
+        tile = dense.POINTERS
     tile = tile or default_weight_tile(capability_of(x))
     launch(
         _weight_grad_kernel,

@@ -87,6 +87,15 @@ def _grouped_kernel(
         tl.store(at, narrow(y, out.dtype.element_ty), mask=(rows < end)[:, None] & (rn < N)[None, :])
 
 
+# For rows that are read an element at a time, which takes many registers.
+POINTERS = Tile("x_first", 64, 64, 32)
+
+
+def loads_vectors(x: Tensor) -> bool:
+    """Whether pointers to the rows are known to the compiler as aligned, as are their ends."""
+    return x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
+
+
 def default_tile(rows: int, experts: int, before_hopper: bool) -> Tile:
     """A sound tile for so many sorted rows of so many experts: who has how many of them is not known."""
     each = rows / experts
@@ -148,11 +157,12 @@ def run(
     x: Tensor, weight: Tensor, groups: Groups, gathered: bool, transposed: bool, n: int, out: Tensor, tile: Tile | None
 ) -> Tensor:
     """Fill out (R, n) by the kernel; transposed: the weight is (E * K, n), and K is summed."""
-    capability = capability_of(x)
-    tile = tile or default_tile(groups.rows, groups.experts, capability < (9, 0))
+    tile = tile or default_tile(groups.rows, groups.experts, capability_of(x) < (9, 0))
     k = x.shape[1]
     tma_x = not gathered and supports_tma(x)
     tma_w = supports_tma(weight) and not (transposed and k % tile.block_k)
+    if not ((tma_x or loads_vectors(x)) and (tma_w or loads_vectors(weight))):
+        tile, tma_w = POINTERS, False
     tiles = most_tiles(groups, tile.block_m)
     block_w = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
     launch(
