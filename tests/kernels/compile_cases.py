@@ -214,10 +214,10 @@ def products(family: str) -> Iterator[str]:
             if tile_.way in ("library", "dequantized"):
                 continue
             _product(family, n, k, tile_)
-            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and _is_wgmma(tile_))
+            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and is_wgmma(tile_))
 
 
-def _is_wgmma(tile_: tuning.Tile) -> bool:
+def is_wgmma(tile_: tuning.Tile) -> bool:
     """Whether a tile is meant for Hopper's warpgroup products: 64 rows of the operand that comes first."""
     first = tile_.block_m if tile_.way == "x_first" else tile_.block_n
     return tile_.way != "narrow" and first >= 64 and tile_.warps % 4 == 0

@@ -8,10 +8,12 @@ from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.stacked import Form, stack
+from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
 EXPERTS, SLOTS = 5, 2
+RUNNABLE = INTERPRETED or torch.cuda.is_available()
 NAMES = [*scheme_names(), "w4a16 asymmetric", "w4a8 channel"]
 
 
@@ -61,14 +63,15 @@ def rows_for(groups: Groups, k: int, gathered: bool) -> Tensor:
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(9)).bfloat16()
 
 
+@pytest.mark.parametrize("kernels", [True, False] if RUNNABLE else [False])
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_has_the_bits_of_its_experts_own_product(name: str, gathered: bool) -> None:
-    groups = random_groups(23)
-    weights, prepared = experts_of(name, 128 if name == "fp8_block" else 40, 160)
+def test_a_row_has_the_bits_of_its_experts_own_product(name: str, gathered: bool, kernels: bool) -> None:
+    groups = random_groups(7 if kernels else 23)
+    weights, prepared = experts_of(name, 128 if name == "fp8_block" else 40, 160, kernels)
     x = rows_for(groups, 160, gathered)
     y = prepared.grouped(x, groups, gathered)
-    assert y.dtype == torch.bfloat16 and torch.equal(y, one_by_one(weights, x, groups, gathered))
+    assert y.dtype == torch.bfloat16 and torch.equal(y, one_by_one(weights, x, groups, gathered, kernels))
 
 
 def test_no_tokens_give_no_rows() -> None:
