@@ -37,6 +37,13 @@ def operand(source, rows, limit, k, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.
 
 
 @triton.jit
+def gathered(rows, k, K, BLOCK_K: tl.constexpr):
+    """Features [k, k + BLOCK_K) of the rows that the pointers `rows` (BLOCK,) begin, zeros beyond K."""
+    c = k + tl.arange(0, BLOCK_K)
+    return tl.load(rows[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)
+
+
+@triton.jit
 def int4_rows(tiled, rn, K, meta_n):
     """Pointers to the first words of rows rn (BLOCK_N, 16) of a tiled int4 weight, and rn kept inside it.
 
@@ -55,3 +62,31 @@ def dot(a, b, acc):
     else:  # Triton's interpreter (3.6, 3.9) multiplies the bit patterns of bf16
         result = acc + tl.dot(widen(a), widen(b))
     return result
+
+
+@triton.jit
+def dot_of_rows(a, b, acc, SWAP: tl.constexpr):
+    """acc + a @ b^T, (BLOCK_M, BLOCK_N), or with SWAP acc + b @ a^T, its transpose. a (BLOCK_M, K), b (BLOCK_N, K)."""
+    if SWAP:
+        acc = dot(b, a.T, acc)
+    else:
+        acc = dot(a, b.T, acc)
+    return acc
+
+
+@triton.jit
+def no_sum(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ACC: tl.constexpr):
+    """Zeros, where `dot_of_rows` starts."""
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=ACC)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    return acc
+
+
+@triton.jit
+def of_rows(acc, SWAP: tl.constexpr):
+    """The sum of `dot_of_rows` as (BLOCK_M, BLOCK_N)."""
+    if SWAP:
+        acc = acc.T
+    return acc

@@ -11,12 +11,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot, operand, tile_of
+from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
+
+
+@triton.jit
+def scaled_block(a, b, s_a, s_b, none, SWAP: tl.constexpr):
+    """The product of a block's codes a (BLOCK_M, 128), b (BLOCK_N, 128), from the zeros `none`, with its scales.
+
+    s_a: (BLOCK_M,) fp32; s_b: a number. Returns (BLOCK_M, BLOCK_N), with SWAP its transpose.
+    """
+    product = dot_of_rows(a, b, none, SWAP)
+    if SWAP:
+        product *= (s_a * s_b)[None, :]
+    else:
+        product *= (s_a * s_b)[:, None]
+    return product
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -52,24 +66,13 @@ def fp8_block_kernel(
     rn = n + tl.arange(0, BLOCK_N)
     x_scales = s_x + tl.where(rm < M, rm, 0).to(tl.int64) * stride_sx
     w_scales = s_w + n // 128 * stride_sw
-    if SWAP:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = no_sum(BLOCK_M, BLOCK_N, SWAP, tl.float32)
     none = tl.zeros_like(acc)
     for block in tl.range(tl.cdiv(K, 128), num_stages=STAGES):  # stated here, it pipelines the scales' loads too
         a = operand(x, m, M, block * 128, K, stride_xm, BLOCK_M, 128, TMA)
         b = operand(w, n, N, block * 128, K, stride_wn, BLOCK_N, 128, TMA)
-        sa = tl.load(x_scales + block)
-        sb = tl.load(w_scales + block)
-        if SWAP:
-            acc += dot(b, a.T, none) * (sa * sb)[None, :]
-        else:
-            acc += dot(a, b.T, none) * (sa * sb)[:, None]
-    if SWAP:
-        y = acc.T
-    else:
-        y = acc
+        acc += scaled_block(a, b, tl.load(x_scales + block), tl.load(w_scales + block), none, SWAP)
+    y = of_rows(acc, SWAP)
     if BIAS:
         y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     tl.store(

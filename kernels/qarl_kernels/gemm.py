@@ -18,12 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import library
-from qarl_kernels.blocks import dot, operand, tile_of
+from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
+
+
+@triton.jit
+def scaled(y, s_x, in_m, s_w, in_n):
+    """y (BLOCK_M, BLOCK_N), a sum of products of codes, in float32 with the scales of its weight and then its rows.
+
+    s_x (BLOCK_M,) fp32, s_w (BLOCK_N,): pointers, read where in_m and in_n.
+    """
+    y = y.to(tl.float32) * tl.load(s_w, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    return y * tl.load(s_x, mask=in_m, other=0.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["M", "programs"])
@@ -62,26 +72,16 @@ def gemm_kernel(
         pid_m, pid_n = tile_of(pid, num_m, num_n)
         m = pid_m * BLOCK_M
         n = pid_n * BLOCK_N
-        if SWAP:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=ACC)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+        acc = no_sum(BLOCK_M, BLOCK_N, SWAP, ACC)
         for step in range(steps):
             a = operand(x, m, M, step * BLOCK_K, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
             b = operand(w, n, N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
-            if SWAP:
-                acc = dot(b, a.T, acc)
-            else:
-                acc = dot(a, b.T, acc)
+            acc = dot_of_rows(a, b, acc, SWAP)
         rm = m + tl.arange(0, BLOCK_M)
         rn = n + tl.arange(0, BLOCK_N)
-        if SWAP:
-            y = acc.T
-        else:
-            y = acc
+        y = of_rows(acc, SWAP)
         if SCALED:
-            y = y.to(tl.float32) * tl.load(s_w + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
-            y *= tl.load(s_x + rm, mask=rm < M, other=0.0)[:, None]
+            y = scaled(y, s_x + rm, rm < M, s_w + rn, rn < N)
         if BIAS:
             y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
         if TMA_OUT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
 from qarl_formats.quantize import QuantizedWeight
@@ -48,6 +49,35 @@ class PreparedWeight:
     def of_codes(self, codes: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The product of activations that are quantized already; see `Scheme.multiply_codes`."""
         return self.scheme.multiply_codes(codes, scale, self.operands, self.shape[0], bias, dtype)
+
+    def grouped(self, x: Tensor, groups: Groups, gathered: bool) -> Tensor:
+        """Where this is the stack of all experts (E * N, K): rows times the weights of their experts.
+
+        x: (T, K) of `dtype`, the tokens, if gathered, else (R, K) in sorted order. Returns (R, N) of x's dtype, in
+        sorted order; each row has the bits of the product with its expert's own weight.
+
+        Raises ValueError where x or the number of experts does not fit, or the scheme cannot hold the stack.
+        """
+        rows = groups.rows // groups.slots if gathered else groups.rows
+        if x.shape != (rows, self.shape[1]):
+            raise ValueError(f"x is {list(x.shape)}, but the experts take ({rows}, {self.shape[1]}); reshape x")
+        return self.scheme.multiply_grouped(
+            x.contiguous(), self.operands, self._width(groups), groups, gathered, self.kernels
+        )
+
+    def of_codes_grouped(
+        self, codes: Tensor, scale: Tensor, groups: Groups, gathered: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """`grouped` of activations that are quantized already; see `Scheme.multiply_codes_grouped`."""
+        return self.scheme.multiply_codes_grouped(
+            codes, scale, self.operands, self._width(groups), groups, gathered, dtype
+        )
+
+    def _width(self, groups: Groups) -> int:
+        """N, the output features of one expert."""
+        if self.shape[0] % groups.experts:
+            raise ValueError(f"{self.shape[0]} rows are not the weights of {groups.experts} experts; stack them all")
+        return self.shape[0] // groups.experts
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """W_deq (N, K) of the backward: (code - zero point) * scale rounded to `dtype`; held in float32 on the CPU."""

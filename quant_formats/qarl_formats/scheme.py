@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
     from qarl_formats.prepared import PreparedWeight
@@ -276,6 +277,63 @@ class Scheme(ABC):
         codes: (M, K); scale: (M, 1) or (M, ceil(K / 128)) float32. Returns (M, N) of dtype, the bits of `multiply`.
         """
         raise AssertionError(f"scheme {cls.name} multiplies 16-bit activations")
+
+    @classmethod
+    def multiply_grouped(
+        cls,
+        x: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        kernels: bool,
+    ) -> Tensor:
+        """Rows times the weights of their experts; each has the bits of `multiply` with its expert's own weight.
+
+        x: (T, K), the tokens, if gathered, else (R, K) in sorted order; contiguous. operands: of the stack of all
+        experts, (E * N, K). out_features: N, of one expert. Returns (R, N) of x's dtype in sorted order.
+
+        Here in plain torch, one expert after the other. Raises ValueError for kernels where the scheme has none, and
+        where `check_grouped` does.
+        """
+        cls.check_grouped(operands, out_features, groups.experts)
+        if kernels:
+            raise ValueError(f"scheme {cls.name} has no kernel for experts; set quant.kernels: reference")
+        y = x.new_empty(groups.rows, out_features)
+        starts = groups.starts.tolist()
+        for expert, part in enumerate(cls.parts(operands, [out_features] * groups.experts)):
+            rows = slice(starts[expert], starts[expert + 1])
+            own = x[groups.order[rows] // groups.slots] if gathered else x[rows]
+            if len(own):
+                y[rows] = cls.multiply(own, part, out_features, None, False)
+        return y
+
+    @classmethod
+    def multiply_codes_grouped(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`multiply_grouped` with Triton of activations that are quantized already, as `multiply_codes` is of one.
+
+        codes: (T, K) if gathered, else (R, K); scale: as many rows. Returns (R, N) of dtype.
+        """
+        raise AssertionError(f"scheme {cls.name} multiplies 16-bit activations")
+
+    @classmethod
+    def check_grouped(cls, operands: Mapping[str, Tensor], out_features: int, experts: int) -> None:
+        """Raise ValueError unless experts of so many output features can be one stack: none share a stored value."""
+        unit = 8 if "weight_zero_point" in operands else cls.row_block
+        if experts > 1 and out_features % unit:
+            raise ValueError(
+                f"experts of {out_features} output features would share stored values of {cls.name}, which span "
+                f"{unit}; use another scheme, or add the experts to the ignore list"
+            )
 
     @abstractmethod
     def stored(

@@ -13,6 +13,7 @@ from qarl_formats.scheme import Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
     from qarl_formats.prepared import PreparedWeight
@@ -24,6 +25,9 @@ QuantizeInput: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 """x -> codes and scales, by Triton."""
 CodesProduct: TypeAlias = "Callable[..., Tensor]"
 """Codes and scales of x, codes and scales of the weight, bias, dtype -> y, by Triton."""
+
+GroupedProduct: TypeAlias = "Callable[..., Tensor]"
+"""Codes and scales of x, of the experts' weights, output features of one, groups, gathered, dtype -> y, by Triton."""
 
 
 class ByteCodes(Scheme):
@@ -107,6 +111,10 @@ class ByteActivations(ByteCodes):
     def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]: ...
 
     @classmethod
+    @abstractmethod
+    def _grouped_kernel(cls) -> GroupedProduct: ...
+
+    @classmethod
     def multiply(
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
     ) -> Tensor:
@@ -127,3 +135,34 @@ class ByteActivations(ByteCodes):
     ) -> Tensor:
         _, product = cls._kernels()
         return product(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)
+
+    @classmethod
+    def multiply_grouped(
+        cls,
+        x: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        kernels: bool,
+    ) -> Tensor:
+        if not kernels:
+            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
+        quantize, _ = cls._kernels()
+        codes, scale = quantize(x.contiguous())
+        return cls.multiply_codes_grouped(codes, scale, operands, out_features, groups, gathered, x.dtype)
+
+    @classmethod
+    def multiply_codes_grouped(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        cls.check_grouped(operands, out_features, groups.experts)
+        weight = operands["weight"], operands["weight_scale"]
+        return cls._grouped_kernel()(codes, scale, *weight, out_features, groups, gathered, dtype)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, GroupedProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -51,3 +51,9 @@ class FP8(ByteActivations):
         from qarl_kernels import gemm, quantize
 
         return quantize.activation_fp8, gemm.fp8
+
+    @classmethod
+    def _grouped_kernel(cls) -> GroupedProduct:
+        from qarl_kernels.moe import codes
+
+        return codes.grouped_fp8

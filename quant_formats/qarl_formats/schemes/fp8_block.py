@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
-from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, GroupedProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -117,3 +117,9 @@ class FP8Block(ByteActivations):
         from qarl_kernels import fp8_block, quantize
 
         return quantize.activation_fp8_group, fp8_block.fp8_block
+
+    @classmethod
+    def _grouped_kernel(cls) -> GroupedProduct:
+        from qarl_kernels.moe import fp8_block
+
+        return fp8_block.grouped_fp8_block

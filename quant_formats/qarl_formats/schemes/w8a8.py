@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
-from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, QuantizeInput, Reference
+from qarl_formats.schemes.bytes import ByteActivations, CodesProduct, GroupedProduct, QuantizeInput, Reference
 
 if TYPE_CHECKING:
     import torch
@@ -46,3 +46,9 @@ class W8A8(ByteActivations):
         from qarl_kernels import gemm, quantize
 
         return quantize.activation_int8, gemm.w8a8
+
+    @classmethod
+    def _grouped_kernel(cls) -> GroupedProduct:
+        from qarl_kernels.moe import codes
+
+        return codes.grouped_w8a8

@@ -1,0 +1,54 @@
+"""How the low-bit grouped products start: which tile, which rows a program has, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qarl_kernels import tuning
+from qarl_kernels.integers import cdiv
+from qarl_kernels.launch import capability_of
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.tiles import lanes_of, most_tiles
+from qarl_kernels.tuning import Tile
+
+
+def tile_for(family: str, groups: Groups, x: Tensor) -> Tile:
+    """The tile of a product whose experts have as many rows as they have in the mean; all tiles give the same bits."""
+    mean = cdiv(groups.rows, groups.experts)
+    return tuning.default_tile(family, mean, before_hopper=capability_of(x) < (9, 0), library=False)
+
+
+def rows_of_programs(groups: Groups, gathered: bool, block_m: int) -> dict[str, Any]:
+    """The arguments by which a kernel finds its rows, see `qarl_kernels.moe.tiles`."""
+    return {
+        "order": groups.order,
+        "starts": groups.starts,
+        "experts": groups.experts,
+        "slots": groups.slots,
+        "tiles": most_tiles(groups, block_m),
+        "LANES": lanes_of(groups.experts),
+        "GATHERED": gathered,
+    }
+
+
+def check(name: str, x: Tensor, groups: Groups, gathered: bool, weight: tuple[int, int], n: int) -> None:
+    """Raise ValueError unless x and a weight (E * n, K) fit the groups."""
+    rows = groups.rows // groups.slots if gathered else groups.rows
+    if x.shape != (rows, weight[1]) or weight[0] != groups.experts * n:
+        raise ValueError(
+            f"{name}: x {list(x.shape)} and the weight {list(weight)} of {groups.experts} experts of {n} features "
+            f"do not belong together; x must be [{rows}, {weight[1]}]"
+        )
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """x with the features of a row next to each other."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def empty(x: Tensor, groups: Groups, n: int, dtype: torch.dtype) -> Tensor:
+    """Where the product of all rows goes, (R, n)."""
+    return torch.empty(groups.rows, n, dtype=dtype, device=x.device)

@@ -1,0 +1,124 @@
+"""Grouped INT8 and FP8 products: each row against the product with its expert's weight alone, and float64."""
+
+from __future__ import annotations
+
+import experts
+import pytest
+import torch
+from products import integers, random, relative_error
+from qarl_kernels import fp8_block, gemm, reference
+from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.moe import codes as moe_codes
+from qarl_kernels.moe import fp8_block as moe_block
+from qarl_kernels.tuning import Tile
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+TILES = [Tile("w_first", 16, 64, 64), Tile("x_first", 64, 128, 64, warps=8), Tile("x_first", 64, 64, 32)]
+SHAPES = [(72, 160), (30, 100)]  # N, K of an expert; the second one comes by pointers
+
+
+def _x(given, k: int, gathered: bool, device) -> Tensor:
+    rows = given.rows // given.slots if gathered else given.rows
+    return random(rows, k, seed=1, device=device, dtype=torch.bfloat16)
+
+
+def _part(tensor: Tensor, expert: int) -> Tensor:
+    return tensor.chunk(experts.EXPERTS)[expert]
+
+
+def _scale(rows: int, device: torch.device) -> Tensor:
+    return (torch.rand(rows, 1, generator=torch.Generator().manual_seed(3)) * 0.01).bfloat16().to(device)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_w8a8_is_the_reference_of_each_rows_expert_bit_for_bit(device, n: int, k: int, gathered: bool, tile) -> None:
+    given = experts.groups(37, device)
+    x, codes = _x(given, k, gathered, device), integers(-128, 127, experts.EXPERTS * n, k, seed=2, device=device)
+    scale = _scale(len(codes), device)
+    y = moe_codes.run(*quantize_activation_int8(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
+
+    def expected(rows: Tensor, expert: int) -> Tensor:
+        return reference.w8a8(rows, _part(codes, expert).float(), _part(scale, expert))
+
+    assert torch.equal(y, experts.by_expert(given, gathered, x, expected))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_fp8_is_the_product_of_each_expert_alone_bit_for_bit(device, n: int, k: int, gathered: bool, tile) -> None:
+    if device.type == "cuda" and k % 16:
+        pytest.skip("FP8 rows of this K have no 16-byte stride; the interpreter covers the pointer path")
+    given = experts.groups(19, device)
+    x, codes = _x(given, k, gathered, device), random(experts.EXPERTS * n, k, seed=2, device=device)
+    codes, scale = codes.to(torch.float8_e4m3fn), _scale(len(codes), device)
+    y = moe_codes.run(*quantize_activation_fp8(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
+
+    def alone(rows: Tensor, expert: int) -> Tensor:
+        out, (qx, s_x) = torch.empty(len(rows), n, dtype=torch.bfloat16, device=device), quantize_activation_fp8(rows)
+        gemm.run(qx, _part(codes, expert), s_x, _part(scale, expert), None, out, tile)
+        return out
+
+    def exact(rows: Tensor, expert: int) -> Tensor:
+        qx, s_x = quantize_activation_fp8(rows)
+        return qx.double() @ _part(codes, expert).double().t() * _part(scale, expert).double().t() * s_x.double()
+
+    assert torch.equal(y, experts.by_expert(given, gathered, x, alone))
+    assert relative_error(y, experts.by_expert(given, gathered, x, exact)) < 5e-3  # as `gemm.fp8`
+
+
+@pytest.mark.parametrize("tile", [Tile("w_first", 16, 64), Tile("x_first", 64, 128, warps=8)], ids=lambda t: t.way)
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("k", [160, 100])
+def test_fp8_block_is_the_product_of_each_expert_alone_bit_for_bit(device, k: int, gathered: bool, tile) -> None:
+    if device.type == "cuda" and k % 16:
+        pytest.skip("FP8 rows of this K have no 16-byte stride; the interpreter covers the pointer path")
+    n, given = 256, experts.groups(19, device)
+    x, codes = _x(given, k, gathered, device), random(experts.EXPERTS * n, k, seed=2, device=device)
+    codes, scale = codes.to(torch.float8_e4m3fn), random(experts.EXPERTS * 2, 2, seed=4, device=device).bfloat16()
+
+    def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [quantize_activation_fp8(part) for part in rows.split(128, 1)]
+        return tuple(torch.cat(side, 1) for side in zip(*parts, strict=True))  # type: ignore[return-value]
+
+    y = moe_block.run(*quantized(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
+
+    def alone(rows: Tensor, expert: int) -> Tensor:
+        parts = _part(codes, expert), _part(scale, expert).float()
+        return fp8_block.run(*quantized(rows), *parts, None, torch.bfloat16, tile)
+
+    assert torch.equal(y, experts.by_expert(given, gathered, x, alone))
+    exact = [
+        reference.fp8_block(x[at], _part(codes, e).float(), _part(scale, e))
+        for e, at in enumerate(experts.sources(given, gathered))
+    ]
+    assert relative_error(y, torch.cat(exact)) < 5e-3
+
+
+@pytest.mark.parametrize("product", [moe_codes.grouped_w8a8, moe_codes.grouped_fp8, moe_block.grouped_fp8_block])
+def test_what_does_not_fit_is_refused(device, product) -> None:
+    given = experts.groups(4, device)
+    scale = torch.ones(4, 1, device=device)
+    x, weight = torch.zeros(4, 96, device=device), torch.zeros(5 * 128, 96, device=device)
+    with pytest.raises(ValueError, match=r"needs .* codes, not torch.float32"):
+        product(x, scale, weight, scale, 128, given, True, torch.bfloat16)
+    kind = torch.int8 if product is moe_codes.grouped_w8a8 else torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="belong together"):
+        product(x.to(kind), scale, weight.to(kind), torch.ones(5, 1), 128, given, False, torch.bfloat16)
+
+
+def test_experts_that_would_share_a_scale_are_refused(device) -> None:
+    x, weight = (torch.zeros(rows, 96, device=device).to(torch.float8_e4m3fn) for rows in (4, 5 * 40))
+    with pytest.raises(ValueError, match="experts of 40 output features would share scales, which span 128"):
+        scales = torch.ones(4, 1), torch.ones(2, 1)
+        moe_block.grouped_fp8_block(
+            x, scales[0], weight, scales[1], 40, experts.groups(4, device), True, torch.bfloat16
+        )

@@ -1,0 +1,118 @@
+"""Sorting pairs by expert: the kernel against plain torch, and both against a loop; which tile has which rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from qarl_kernels.launch import INTERPRETED, launch
+from qarl_kernels.moe.dispatch import PAIRS, groups_of
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+
+def chosen(tokens: int, slots: int, count: int, seed: int = 0) -> Tensor:
+    """(tokens, slots) distinct experts of each token, ascending; few of them popular."""
+    weights = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)) ** 3 + 1e-3
+    noise = torch.rand(tokens, count, generator=torch.Generator().manual_seed(seed))
+    return (noise.log() / weights).topk(slots).indices.sort().values.int().contiguous()
+
+
+CASES = [
+    pytest.param(chosen(37, 3, 10), 10, id="some experts"),
+    pytest.param(chosen(PAIRS // 2 + 3, 4, 20), 20, id="more than a program looks at"),
+    pytest.param(chosen(1, 8, 128), 128, id="one token"),
+    pytest.param(chosen(9, 1, 4), 4, id="one slot"),
+    pytest.param(torch.full((20, 1), 6, dtype=torch.int32), 7, id="the last expert has all"),
+    pytest.param(torch.zeros(20, 1, dtype=torch.int64), 7, id="the first expert has all"),
+    pytest.param(torch.zeros(5, 1, dtype=torch.int32), 1, id="one expert"),
+    pytest.param(torch.empty(0, 2, dtype=torch.int32), 5, id="no token"),
+    pytest.param(torch.tensor([[-7, 2], [4, 2**31 - 1]], dtype=torch.int32), 4, id="out of range"),
+]
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(("experts", "count"), CASES)
+def test_pairs_stand_by_expert_and_in_their_order(device, experts: Tensor, count: int, kernels: bool) -> None:
+    groups = groups_of(experts.to(device), count, kernels)
+    flat = experts.clamp(0, count - 1).flatten().tolist()
+    order = [pair for expert in range(count) for pair, its in enumerate(flat) if its == expert]
+    assert groups.order.tolist() == order
+    assert groups.place.tolist() == [order.index(pair) for pair in range(len(flat))]
+    assert groups.starts.tolist() == [sum(its < expert for its in flat) for expert in range(count + 1)]
+    assert {t.dtype for t in (groups.order, groups.place, groups.starts)} == {torch.int32}
+    assert (groups.experts, groups.slots, groups.rows) == (count, experts.shape[1], len(flat))
+
+
+@triton.jit
+def _tiles_kernel(starts, order, found, sources, experts, slots, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    tile = tl.program_id(0)
+    expert, first, end = tile_rows(starts, tile, experts, LANES, BLOCK_M)
+    tl.store(found + 3 * tile, expert)
+    tl.store(found + 3 * tile + 1, first)
+    tl.store(found + 3 * tile + 2, end)
+    rows = first + tl.arange(0, BLOCK_M)
+    at = sources + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(at, source_rows(order, rows, end, slots, True))
+
+
+def tiles(groups: Groups, block_m: int) -> tuple[list[list[int]], list[list[int]]]:
+    bound = most_tiles(groups, block_m)
+    found = torch.empty(bound, 3, dtype=torch.int32, device=groups.order.device)
+    sources = torch.empty(bound, block_m, dtype=torch.int32, device=groups.order.device)
+    launch(
+        _tiles_kernel,
+        (bound,),
+        starts=groups.starts,
+        order=groups.order,
+        found=found,
+        sources=sources,
+        experts=groups.experts,
+        slots=groups.slots,
+        LANES=lanes_of(groups.experts),
+        BLOCK_M=block_m,
+    )
+    return found.tolist(), sources.tolist()
+
+
+@pytest.mark.parametrize(("experts", "count"), CASES)
+def test_tiles_hold_every_row_once_within_one_expert(device, experts: Tensor, count: int) -> None:
+    groups = groups_of(experts.to(device), count)
+    starts, order = groups.starts.tolist(), groups.order.tolist()
+    for block_m in (16, 128):
+        seen = []
+        for (expert, first, end), source in zip(*tiles(groups, block_m), strict=True):
+            rows = range(first, min(first + block_m, end))
+            assert not rows or (starts[expert] <= first and end == starts[expert + 1])
+            assert source[: len(rows)] == [order[row] // groups.slots for row in rows]
+            assert not any(source[len(rows) :])
+            seen += rows
+        assert seen == list(range(groups.rows))
+
+
+def test_no_more_tiles_are_launched_than_rows_could_need() -> None:
+    worst = groups_of(torch.tensor([[0, 1, 2]] * 17, dtype=torch.int32), 3)  # 17 rows each: two tiles of 16
+    assert most_tiles(worst, 16) == 6
+    assert most_tiles(groups_of(torch.arange(8, dtype=torch.int32).view(1, 8), 128), 16) == 8
+    assert most_tiles(groups_of(torch.empty(0, 2, dtype=torch.int32), 4), 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "count"),
+    [
+        (torch.zeros(4, dtype=torch.int32), 4),
+        (torch.zeros(4, 2), 4),
+        (torch.zeros(4, 2, dtype=torch.int32).t(), 4),
+        (torch.zeros(4, 2, dtype=torch.int32), 0),
+    ],
+)
+def test_what_is_no_matrix_of_experts_is_refused(experts: Tensor, count: int) -> None:
+    with pytest.raises(ValueError, match="experts must be a contiguous int32 or int64 matrix"):
+        groups_of(experts, count)
