@@ -1,9 +1,12 @@
-"""What flows between data, sampler, rewards and learner. Plain data, no torch."""
+"""What flows between data, sampler, rewards and learner. Plain data; torch is not loaded for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -33,6 +36,8 @@ class Rollout:
     token, after temperature and truncation, as float32 values; same length as token_ids.
     finish_reason: `stop` (a stop token or string) or `length`. version: of the policy that drew it.
     seed: of the random stream. text: the response without special tokens and without the stop string.
+    routing: the experts that its tokens went through, where an engine was asked for them (`SamplingParams`), None
+    otherwise: (prompt + response - 1, L, k), as `qarl.policy.routing.stored` makes it; the last token predicts nothing.
     """
 
     prompt_id: int
@@ -43,3 +48,4 @@ class Rollout:
     version: int
     seed: int
     text: str
+    routing: Tensor | None = field(default=None, compare=False)

@@ -12,7 +12,7 @@ from qarl_formats.scheme import check_shape, is_ignored
 from qarl.config.architecture import Architecture, LinearShape, UnknownFamily, read_config_json, read_gguf
 from qarl.config.base import Fault
 from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
-from qarl.config.config import Config
+from qarl.config.config import Config, mixture_faults
 from qarl.config.distributed import several_ranks_faults
 from qarl.config.load import key_place
 from qarl.config.messages import Loc, capped, fault_line
@@ -144,6 +144,8 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             yield Fault(
                 ("quant", "ignore", index), entry, f"names no Linear layer of the model; such as {linears[0].name}"
             )
+    if architecture.mixture is None:
+        yield from mixture_faults(config)
     if config.rollout.engine == "vllm":
         yield from _fused_faults(config, linears)
         yield from _cut_faults(config, architecture)

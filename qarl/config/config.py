@@ -101,6 +101,15 @@ class Config(Section):
         return self.optim.loss_scale or (FLOAT16_LOSS_SCALE if self.learner_dtype == "float16" else 1.0)
 
     @property
+    def records_routing(self) -> bool:
+        """Whether the sampler of a mixture of experts is ever asked which experts its tokens went through."""
+        return self.model.routing == "replay" or self.diagnostics.routing_every > 0
+
+    def records_routing_at(self, step: int) -> bool:
+        """Whether it is in training step `step`, counted from 1."""
+        return self.model.routing == "replay" or "routing" in self.diagnostics.due(step)
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_length + self.rollout.max_response_length
@@ -247,6 +256,18 @@ class Config(Section):
         if self.quant.kernels == "reference":
             return f"quant.kernels: reference has bits that depend on the batch on a GPU; leave it out, {fix}"
         return None
+
+
+def mixture_faults(config: Config) -> Iterator[Fault]:
+    """What is asked of a mixture of experts, where the model turned out to be none."""
+    text = "the model has no experts"
+    if config.model.routing == "replay":
+        yield Fault(("model", "routing"), "replay", f"{text}; must be own")
+    for key in ("router_aux_coef", "router_z_coef"):
+        if coefficient := getattr(config.objective, key):
+            yield Fault(("objective", key), coefficient, f"{text}; must be 0")
+    if config.diagnostics.routing_every:
+        yield Fault(("diagnostics", "routing_every"), config.diagnostics.routing_every, f"{text}; must be 0")
 
 
 def _nearest_divisor(total: int, wanted: int) -> int:

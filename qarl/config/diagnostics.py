@@ -7,8 +7,8 @@ from typing import Literal
 from qarl.config.base import Field, Section
 from qarl.config.limits import STEPS, TOKENS
 
-Costly = Literal["shadow", "deployed", "crossings", "gradients", "backward"]
-COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients", "backward")
+Costly = Literal["shadow", "deployed", "crossings", "gradients", "backward", "routing"]
+COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients", "backward", "routing")
 
 
 class DiagnosticsConfig(Section):
@@ -43,6 +43,13 @@ class DiagnosticsConfig(Section):
         description="backward/*: what quant.backward: fp8 does to the gradient, in use or not; the step's first "
         "minibatch forwards and backwards twice, with 16-bit and with FP8 products; one more gradient in host memory. "
         "For the Triton kernels of a GPU of compute capability 8.9 or later.",
+    )
+    routing_every: int = Field(
+        0,
+        ge=0,
+        le=STEPS,
+        description="mismatch/routing_*: how often sampler and learner choose other experts for a token, of a mixture of "
+        "experts; the sampler records its choice, a byte for each token, layer and chosen expert.",
     )
     tokens: int = Field(
         2000, ge=1, le=TOKENS, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots."

@@ -44,6 +44,12 @@ class ModelConfig(Section):
         description="Context in tokens, prompt and response; default the model's max_position_embeddings.",
     )
 
+    routing: Literal["own", "replay"] = Field(
+        "own",
+        description="Of a mixture of experts: replay sends each token of the learner's forwards through the experts that "
+        "the sampler chose (R3), weighted by the learner's own router; own lets the learner's router choose.",
+    )
+
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("path", self.path)
         yield from path_faults("gguf_file", self.gguf_file)

@@ -63,6 +63,19 @@ class ObjectiveConfig(Section):
         None, description="Of that KL, per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (default)."
     )
     entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")
+    router_aux_coef: float = Field(
+        0.0,
+        ge=0,
+        le=FACTOR,
+        description="Weight of the load-balancing loss of every router of a mixture of experts, which is 1 where all "
+        "experts are chosen alike; 0 is off.",
+    )
+    router_z_coef: float = Field(
+        0.0,
+        ge=0,
+        le=FACTOR,
+        description="Weight of every router's z-loss, the mean square of its logits' log-sum-exp; 0 is off.",
+    )
     dvp_rho: float | None = Field(
         None,
         gt=0,

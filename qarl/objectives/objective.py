@@ -59,7 +59,8 @@ class Objective:
     def zero_advantage_is_idle(self) -> bool:
         """A response with advantage 0 gives exactly no gradient, so it needs no backward."""
         config = self.config
-        return config.idle_at_zero and not config.centers and config.kl_coef == 0.0 and config.entropy_coef == 0.0
+        everywhere = (config.kl_coef, config.entropy_coef, config.router_aux_coef, config.router_z_coef)
+        return config.idle_at_zero and not config.centers and not any(everywhere)
 
     @torch.no_grad()
     def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:

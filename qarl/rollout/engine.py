@@ -23,6 +23,8 @@ class SamplingParams:
     n: responses per prompt. seed: of the random stream; a token's draw depends on (seed, prompt id, sample,
     position) and on nothing else. max_response_length: tokens, the stop token included. stop_token_ids: end a
     response and belong to it. stop: strings that end a response; its text is cut before the first of them.
+    record_routing: of a mixture of experts, give each rollout its `routing`; a model without experts has none to give.
+    It costs L * k bytes a token on the host (two of more than 255 experts), and their way there.
     """
 
     n: int
@@ -31,6 +33,7 @@ class SamplingParams:
     truncation: Truncation = field(default_factory=Truncation)
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
+    record_routing: bool = False
 
 
 Progress = Callable[[int, int], None]  # (finished responses, tokens generated so far)
