@@ -40,6 +40,14 @@ def experts_of(block: str) -> str | None:
     return None if found is None else found.group(1)
 
 
+def of_experts(linear: str) -> str | None:
+    """Of an expert's linear (`model.layers.0.mlp.experts.3.up_proj`) the name that all experts share
+    (`model.layers.0.mlp.experts.up_proj`); None: it is no expert's."""
+    block, _, leaf = linear.rpartition(".")
+    together = experts_of(block)
+    return None if together is None else f"{together}.{leaf}"
+
+
 def is_router(name: str) -> bool:
     """Whether a parameter is a router's weight (`model.layers.0.mlp.gate.weight`)."""
     return name.endswith(tuple(f".{names.router()}.weight" for names in EXPERT_NAMES.values()))

@@ -48,8 +48,8 @@ class DiagnosticsConfig(Section):
         0,
         ge=0,
         le=STEPS,
-        description="mismatch/routing_*: how often sampler and learner choose other experts for a token, of a mixture of "
-        "experts; the sampler records its choice, a byte for each token, layer and chosen expert.",
+        description="mismatch/routing_*: how often sampler and learner choose other experts for a token, of a mixture "
+        "of experts; the sampler records its choice, a byte for each token, layer and chosen expert.",
     )
     tokens: int = Field(
         2000, ge=1, le=TOKENS, description="Tokens of a step that diagnostics/NNNNNN.json keeps for plots."

@@ -46,8 +46,8 @@ class ModelConfig(Section):
 
     routing: Literal["own", "replay"] = Field(
         "own",
-        description="Of a mixture of experts: replay sends each token of the learner's forwards through the experts that "
-        "the sampler chose (R3), weighted by the learner's own router; own lets the learner's router choose.",
+        description="Of a mixture of experts: replay sends each token of the learner's forwards through the experts "
+        "that the sampler chose (R3), weighted by the learner's own router; own lets the learner's router choose.",
     )
 
     def faults(self) -> Iterator[Fault]:

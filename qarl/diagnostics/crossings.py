@@ -7,6 +7,7 @@ import torch
 from qarl_formats.quantize import codes_changed
 from torch import Tensor
 
+from qarl.experts import of_experts
 from qarl.weight_sync.snapshot import Snapshot
 
 Crossings = dict[str, tuple[int, int]]
@@ -40,6 +41,16 @@ def crossing_metrics(crossed: Crossings) -> dict[str, float]:
         return {}
     changed = sum(count for count, _ in crossed.values())
     return {"quant/codes_changed_frac": changed / total, "quant/codes_changed_count": float(changed)}
+
+
+def by_layer(crossed: Crossings) -> Crossings:
+    """The same with what the experts of a layer changed added up, of each projection."""
+    found: Crossings = {}
+    for name, (changed, total) in crossed.items():
+        together = of_experts(name) or name
+        before = found.get(together, (0, 0))
+        found[together] = (before[0] + changed, before[1] + total)
+    return found
 
 
 def _is_linear(name: str, tensor: Tensor) -> bool:

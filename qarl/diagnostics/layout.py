@@ -51,6 +51,13 @@ class _Backward(Record):
     layers: dict[str, Annotated[list[Number | None], Field(min_length=2, max_length=2)]]
 
 
+class _Routing(Record):
+    load_max: list[Number]
+    load_min: list[Number]
+    entropy: list[Number | None]
+    disagreement: list[Number] | None = None
+
+
 class _Example(Record):
     text: str = ""
     before: str = ""
@@ -72,4 +79,5 @@ class DiagnosticsRecord(Record):
     deciles: list[_Decile]
     layers: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] | None
     backward: _Backward | None = None
+    routing: _Routing | None = None
     error_examples: list[_Example]

@@ -186,5 +186,5 @@ class Probe(Observer):
 
     def _shadow(self, part: Part) -> Tensor:
         return self.policy.shadow_logprobs(
-            part.prompts, part.responses, self.truncation, self.config.train.logprob_chunk
+            part.prompts, part.responses, self.truncation, self.config.train.logprob_chunk, part.routes
         )

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from qarl.diagnostics.backward import Modules, worst_module
-from qarl.diagnostics.crossings import Crossings
+from qarl.diagnostics.crossings import Crossings, by_layer
 from qarl.diagnostics.layout import FORMAT_VERSION
 from qarl.diagnostics.mismatch import probability_deciles
 from qarl.diagnostics.precision import clipped_tokens
+from qarl.experts import of_experts
 from qarl.objectives.segments import Segments
 
 if TYPE_CHECKING:
@@ -50,12 +51,17 @@ def diagnostics_record(
     max_tokens: int,
     seed: int,
     backward: Modules | None = None,
+    routing: dict[str, list[float]] | None = None,
 ) -> dict[str, Any]:
     """The record of a step, of JSON types alone; -inf and NaN are null.
 
     metrics: the step's, as in metrics.jsonl. layers: crossings of each module. examples: `error_examples`.
     max_tokens: at most so many tokens are kept, drawn by (seed, step) alone, in their order; the deciles are over all.
     backward: what an FP8 backward does to the gradient of each module; the record names the worst beside them.
+    routing: of the layers with experts, in their order, see `RoutingTotals.layers`.
+
+    Experts stand together: a layer's crossings of one projection are those of all experts (`...mlp.experts.up_proj`),
+    and of an FP8 backward's errors only the worst expert's is kept.
 
     Beside the values of `StepTokens`, "tokens" has "outside", without gradient by the band under the objective's ratio,
     "phantom", those by precision alone, and "phantom_either_side", outside the bounds by precision alone whatever the
@@ -98,16 +104,21 @@ def diagnostics_record(
             {name: None if value is None else _finite(value) for name, value in row.items()}
             for row in probability_deciles(tokens.logp_old, tokens.logp_sampler)
         ],
-        "layers": None if layers is None else {name: list(pair) for name, pair in layers.items()},
+        "layers": None if layers is None else {name: list(pair) for name, pair in by_layer(layers).items()},
         "backward": _backward(backward) if backward else None,
+        "routing": routing,
         "error_examples": examples,
     }
 
 
 def _backward(modules: Modules) -> dict[str, Any]:
+    together: dict[str, Modules] = {}
+    for name, pair in modules.items():
+        together.setdefault(of_experts(name) or name, {})[name] = pair
+    worst = [worst_module(some) for some in together.values()]
     return {
         "worst": worst_module(modules),
-        "layers": {name: [_finite(value) for value in pair] for name, pair in modules.items()},
+        "layers": {name: [_finite(value) for value in modules[name]] for name in worst},
     }
 
 

@@ -109,6 +109,7 @@ def mixture(modules: LayerModules, experts: ExpertLayer, x: Tensor, routes: Rout
     logits = _Logits.apply(x, block.gate.weight, value)
     chosen, weights, own = choose(logits, experts, routes.of_layer(experts.number))
     routes.tell(experts.number, own.int())
+    routes.measure(experts.number, logits, chosen)
     if routes.balance is not None and torch.is_grad_enabled():
         logits = _Balanced.apply(logits, chosen, routes.balance)
         weights = choose(logits, experts, chosen)[1]

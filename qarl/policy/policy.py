@@ -22,7 +22,7 @@ from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import HFModule, check_family, replace_modules
 from qarl.policy.packing import pack
 from qarl.policy.projection import InPlace
-from qarl.policy.routes import NO_ROUTES, Routes
+from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.view import Role, View
@@ -128,6 +128,11 @@ class Policy:
         """Of the current parameters: optimizer steps taken."""
         return self.current.version
 
+    @property
+    def experts(self) -> list[ExpertLayer]:
+        """Of the layers that have experts; none in a model that is no mixture."""
+        return [layer.experts for layer in self.decoder.layers if layer.experts is not None]
+
     def at(self, version: int) -> bool:
         """Whether the current parameters are those of policy version `version`."""
         return self.version == version
@@ -223,9 +228,11 @@ class Policy:
         )
 
     @torch.no_grad()
-    def top_tokens(self, prompts: list[list[int]], responses: list[list[int]], chunk: int) -> Tensor:
+    def top_tokens(
+        self, prompts: list[list[int]], responses: list[list[int]], chunk: int, routes: Routes = NO_ROUTES
+    ) -> Tensor:
         """The likeliest token at the place of each response token, under the forward of `logprobs`: (T,) int64."""
-        hidden, head = self._predicting(prompts, responses), self.role.view.head
+        hidden, head = self._predicting(prompts, responses, routes), self.role.view.head
         parts = [
             logits_of(hidden[start : start + chunk], head, self.kernels).argmax(-1)
             for start in range(0, hidden.shape[0], chunk)
@@ -235,31 +242,43 @@ class Policy:
     def _predicting(self, prompts: list[list[int]], responses: list[list[int]], routes: Routes = NO_ROUTES) -> Tensor:
         """The final hidden state that each response token is predicted from: (T, H), as `logprobs` packs them."""
         batch = pack(prompts, responses)
-        groups, ids = batch.groups, batch.ids
+        groups, ids, count = batch.groups, batch.ids, len(batch.ids)
+        assert routes.replay is None or len(routes.replay) == count, f"{count} rows and a replay of other ones"
         fused = self.role.view.fused
         if fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
             groups.append((missing, [0]))  # a sequence of its own that nobody reads: no other row's bits change
             ids += [0] * missing
         attention = packed(groups, self.device, fused)
         rows = upload(torch.tensor(batch.rows), self.device)
+        routes = routes.filled_up(count, len(ids))
         return self.decoder(upload(torch.tensor(ids), self.device), attention, rows, routes)
 
     @torch.no_grad()
     def shadow_logprobs(
-        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
+        self,
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        truncation: Truncation,
+        chunk: int,
+        routes: Routes = NO_ROUTES,
     ) -> Tensor:
         """`logprobs` in the sampler's arithmetic at the current version (`shadow`): (T,), without gradient."""
         with self.shadow():
-            return self.logprobs(prompts, responses, truncation, chunk)[0]
+            return self.logprobs(prompts, responses, truncation, chunk, routes=routes)[0]
 
     @torch.no_grad()
     def reference_logprobs(
-        self, prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int
+        self,
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        truncation: Truncation,
+        chunk: int,
+        routes: Routes = NO_ROUTES,
     ) -> Tensor:
         """`logprobs` of the version that `keep_reference` kept, as the learner ran it: (T,), without gradient."""
         assert self._reference is not None, "no reference was kept"
         with self.role.as_(self._reference):
-            return self.logprobs(prompts, responses, truncation, chunk)[0]
+            return self.logprobs(prompts, responses, truncation, chunk, routes=routes)[0]
 
     def set_recompute(self, recompute: Recompute) -> None:
         """What the backward computes again instead of keeping it, see `Decoder`."""

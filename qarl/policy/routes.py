@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,12 +30,15 @@ class Routes:
 
     replay: (T, L, k) integer, in place of the experts that the routers of the L layers with experts choose; a row whose
     first number is negative keeps its own. own: filled by the forward where it is not None: what each such layer would
-    have chosen itself, by its number among them, (T, k) int32, ascending. balance: None: no such losses.
+    have chosen itself, by its number among them, (T, k) int32, ascending. balance: None: no such losses. rows: only so
+    many, from the first one, are tokens of the batch; None: all. loads: filled where it is not None, see `measure`.
     """
 
     replay: Tensor | None = None
     own: dict[int, Tensor] | None = None
     balance: Balance | None = None
+    rows: int | None = None
+    loads: dict[int, Tensor] | None = None
 
     def of_layer(self, layer: int) -> Tensor | None:
         """What is replayed in one layer, by its number among those with experts: (T, k), or None."""
@@ -46,10 +49,43 @@ class Routes:
         if self.own is not None:
             self.own[layer] = experts
 
+    @torch.no_grad()
+    def measure(self, layer: int, logits: Tensor, experts: Tensor) -> None:
+        """Take note of what a layer's router does to the batch's rows. logits: (T, E) float32; experts: (T, k), those
+        that the tokens go through.
+
+        `loads[layer]`: (2, E + 1) float64: how often each expert is chosen, and the sum of its probability; behind them
+        the sums of the distribution's entropy in nats and of the squared log-sum-exp of the logits.
+        """
+        if self.loads is None:
+            return
+        wide = logits[: self.rows].detach().double()
+        log_sum = wide.logsumexp(-1, keepdim=True)
+        probabilities = (wide - log_sum).exp()
+        entropy = -torch.xlogy(probabilities, probabilities).sum()
+        every = torch.arange(wide.shape[1], device=wide.device)
+        chosen = (experts[: self.rows, :, None] == every).sum((0, 1)).double()
+        rows = (torch.cat((chosen, entropy[None])), torch.cat((probabilities.sum(0), log_sum.square().sum()[None])))
+        self.loads[layer] = torch.stack(rows)
+
+    def filled_up(self, rows: int, total: int) -> Routes:
+        """Of a batch of `rows` rows that is filled up to `total`; the new ones choose for themselves."""
+        if total == rows or self is NO_ROUTES:
+            return self
+        replay = self.replay
+        if replay is not None:
+            replay = torch.cat((replay, replay.new_full((total - rows, *replay.shape[1:]), -1)))
+        return replace(self, replay=replay, rows=rows)
+
     def recorded(self) -> Tensor:
         """The own choices of all layers: (T, L, k) int32."""
         assert self.own is not None, "nothing was recorded"
-        return torch.stack([self.own[layer] for layer in sorted(self.own)], 1)
+        return torch.stack([self.own[layer] for layer in sorted(self.own)], 1)[: self.rows]
+
+    def measured(self) -> Tensor:
+        """`loads` of all layers: (L, 2, E + 1) float64."""
+        assert self.loads is not None, "nothing was measured"
+        return torch.stack([self.loads[layer] for layer in sorted(self.loads)])
 
 
 def recording() -> Routes:

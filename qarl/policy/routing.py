@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-UINT8_EXPERTS = 255  # the byte 255 is the mark
+UINT8_EXPERTS = 255  # numbers 0 to 254; 255 is the mark
 
 
 def stored_dtype(experts: int) -> torch.dtype:

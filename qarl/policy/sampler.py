@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qarl.policy.attention import Attention, Caches, Span, packed, paged
 from qarl.policy.decoder import Decoder
+from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.trace import Tracer
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
@@ -120,9 +121,17 @@ class Sampler:
         """Attention of a forward over the KV cache."""
         return paged(spans, self.layout.device, caches, self.view.fused)
 
-    def hidden_states(self, ids: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
-        """Final hidden states (T, H) of a packed batch, or of its `rows`, inside `running`. ids: (T,) int64."""
-        return self._decoder(ids, attention, rows)
+    @property
+    def experts(self) -> int:
+        """Of a layer of a mixture of experts; 0 of any other model."""
+        return max((layer.experts.count for layer in self._decoder.layers if layer.experts is not None), default=0)
+
+    def hidden_states(
+        self, ids: Tensor, attention: Attention, rows: Tensor | None = None, routes: Routes = NO_ROUTES
+    ) -> Tensor:
+        """Final hidden states (T, H) of a packed batch, or of its `rows`, inside `running`. ids: (T,) int64. routes:
+        takes note of the experts that the tokens go through."""
+        return self._decoder(ids, attention, rows, routes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""

@@ -112,6 +112,14 @@ MISMATCH = (
         (("policy/retained_mass_mean", "mean"), ("policy/retained_mass_min", "least")),
     ),
     Curves("Responses with a clamped exponent", "fraction", (("mismatch/clamped_frac", "clamped"),)),
+    Curves(
+        "Other experts than the sampler's",
+        "fraction",
+        (
+            ("mismatch/routing_disagreement", "of pairs of token and layer"),
+            ("mismatch/routing_tokens", "of tokens, in any layer"),
+        ),
+    ),
 )
 POLICY = (
     Curves("Entropy", "nats a token", (("policy/entropy", "entropy"),)),
@@ -151,6 +159,13 @@ POLICY = (
     ),
     Curves("Mean ratio", "policy now over policy of the rollout", (("policy/ratio_mean", "ratio"),)),
     Curves("Responses without advantage", "fraction", (("policy/zero_advantage_frac", "advantage 0"),)),
+    Curves(
+        "Losses of the routers",
+        "before their coefficients",
+        (("router/aux_loss", "load balancing"), ("router/z_loss", "z-loss")),
+    ),
+    Curves("Largest load of an expert", "over an equal share", (("router/load_max", "largest"),)),
+    Curves("Entropy of the routers", "nats a token", (("router/entropy", "entropy"),)),
     Curves("Optimizer steps skipped", "gradient not finite, a step", (("policy/skipped_steps", "skipped"),)),
     Curves("Learning rate", "no unit", (("optim/lr", "lr"),)),
 )

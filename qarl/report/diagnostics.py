@@ -102,6 +102,8 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
         blocks.append(_crossings(record["layers"]))
     if record.get("backward"):
         blocks.append(_backward(record["backward"]))
+    if record.get("routing"):
+        blocks += _routing(record["routing"])
     charts = [block for block in blocks if isinstance(block, Chart)]
     rest = [block for block in blocks if not isinstance(block, Chart)]
     return [*rest, *charts, *_examples(record["error_examples"])]
@@ -180,6 +182,37 @@ def _backward(record: Mapping[str, Any]) -> LineChart:
         _by_depth({module: relative for module, (_, relative) in record["layers"].items()}),
         note=f"Worst: {record['worst']} ({worst or 'not finite'}).",
     )
+
+
+def _routing(record: Mapping[str, Any]) -> list[Block]:
+    """What the routers do, by depth."""
+    depth = list(range(len(record["load_max"])))
+    loads = [Series(name, depth, record[key]) for name, key in (("largest", "load_max"), ("least", "load_min"))]
+    blocks: list[Block] = [
+        LineChart(
+            "Load of an expert, by layer",
+            "layer with experts",
+            "choices, over an equal share",
+            loads,
+            note="1 is an equal share of the layer's choices.",
+        ),
+        LineChart(
+            "Entropy of the routers, by layer",
+            "layer with experts",
+            "nats a token",
+            [Series("entropy", depth, record["entropy"])],
+        ),
+    ]
+    if record.get("disagreement"):
+        blocks.append(
+            LineChart(
+                "Other experts than the sampler's, by layer",
+                "layer with experts",
+                "fraction of the tokens",
+                [Series("learner's own choice", depth, record["disagreement"])],
+            )
+        )
+    return blocks
 
 
 def _by_depth(values: Mapping[str, float | None]) -> list[Series]:

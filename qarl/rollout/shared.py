@@ -5,9 +5,12 @@ Where there are fewer samplers than ranks, the first ranks have one each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
@@ -108,12 +111,36 @@ def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:
     """The rollouts of all ranks, in the order of ranks, as they were drawn."""
     if ranks.count == 1:
         return own
-    told = ranks.gather([{**vars(rollout), "token_ids": len(rollout.token_ids), "logprobs": None} for rollout in own])
+    told = ranks.gather([_told(rollout) for rollout in own])
     ids = ranks.gather_tensors(torch.tensor([i for r in own for i in r.token_ids], dtype=torch.int64))
     logprobs = ranks.gather_tensors(torch.tensor([x for r in own for x in r.logprobs], dtype=torch.float64))
+    experts = _gather_routing(own, told, ranks)
     found = []
     for rows, tokens, values in zip(told, ids, logprobs, strict=True):
         lengths = [row["token_ids"] for row in rows]
         for row, i, x in zip(rows, tokens.split(lengths), values.split(lengths), strict=True):
-            found.append(Rollout(**{**row, "token_ids": i.tolist(), "logprobs": x.tolist()}))
+            routing = None if row["routing"] is None else next(experts)
+            found.append(Rollout(**{**row, "token_ids": i.tolist(), "logprobs": x.tolist(), "routing": routing}))
     return found
+
+
+def _told(rollout: Rollout) -> dict[str, Any]:
+    """What is said of a rollout as JSON: lengths, shapes and dtypes in the place of what is long."""
+    routing = rollout.routing
+    shape = None if routing is None else [str(routing.dtype).removeprefix("torch."), list(routing.shape)]
+    return {**vars(rollout), "token_ids": len(rollout.token_ids), "logprobs": None, "routing": shape}
+
+
+def _gather_routing(own: list[Rollout], told: list[list[dict[str, Any]]], ranks: Ranks) -> Iterator[Tensor]:
+    """The routing of those rollouts of all ranks that have one, in their order; a collective where any has."""
+    if not any(row["routing"] for rows in told for row in rows):
+        return iter(())
+    mine = [rollout.routing.reshape(-1).view(torch.uint8) for rollout in own if rollout.routing is not None]
+    every = ranks.gather_tensors(torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8))
+    found = []
+    for rows, data in zip(told, every, strict=True):
+        shapes = [(getattr(torch, row["routing"][0]), row["routing"][1]) for row in rows if row["routing"]]
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in shapes]
+        for (dtype, shape), part in zip(shapes, data.split(sizes), strict=True):
+            found.append(part.clone().view(dtype).view(shape))  # of its own memory, which begins where its type wants
+    return iter(found)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
+from qarl.errors import UserError
 from qarl.objectives import Segments, compute_advantages
 from qarl.objectives.advantages import AdvantageKind
+from qarl.policy.routes import NO_ROUTES, Routes
+from qarl.policy.routing import numbers_of
 from qarl.training.cutting import Response, by_tokens, by_work, deal, for_ranks, work
 from qarl.transfer import upload
 from qarl.types import Prompt, Rollout
@@ -100,6 +103,8 @@ class Batch:
     advantages: (R,) float32 on the CPU. logp_sampler: as the sampler reported (behaviour policy). logp_old: the learner
     at `version`, the rollout's snapshot, from its first forward over each response. logp: of its last training forward.
     logp_ref: of the reference policy, where an objective asks for it.
+    routing: `Rollout.routing` of each response, None where the sampler was not asked for it. replays: whether forwards
+    send tokens through these experts.
     """
 
     version: int
@@ -112,6 +117,8 @@ class Batch:
     logp_old: Column = field(init=False)
     logp: Column = field(init=False)
     logp_ref: Column = field(init=False)
+    routing: list[Tensor] | None = None
+    replays: bool = False
 
     def __post_init__(self) -> None:
         self.logp_old, self.logp, self.logp_ref = (Column.empty(len(self)) for _ in range(3))
@@ -180,6 +187,35 @@ class Part:
         shared = [False, *(a == b for a, b in pairwise(groups))]
         return self.tokens + sum(len(p) for p, known in zip(self.prompts, shared, strict=False) if not known)
 
+    @cached_property
+    def rows(self) -> int:
+        """Rows of one forward, as `qarl.policy.packing.pack` lays them out: no response's last token is one."""
+        return self.tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
+
+    @cached_property
+    def routing(self) -> Tensor | None:
+        """The experts that the sampler sent the rows of one forward through: (rows, L, k) int16 on the part's device,
+        -1 where that is not known; None where nothing is. Of a prompt that neighbours share, as the first one has it.
+        """
+        if self.batch.routing is None:
+            return None
+        found, new = [], set(self._new_prompts)
+        for place, index in enumerate(self.indices):
+            start = 0 if place in new else len(self.batch.prompts[index])
+            found.append(self.batch.routing[index][start:])
+        return numbers_of(upload(torch.cat(found), self.device))
+
+    @property
+    def routes(self) -> Routes:
+        """What a forward over the part is told of the experts."""
+        return Routes(replay=self.routing, rows=self.rows) if self.batch.replays else NO_ROUTES
+
+    @property
+    def _new_prompts(self) -> list[int]:
+        """The places of the responses whose prompt is not their left neighbour's."""
+        prompts = self.prompts
+        return [i for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1]]
+
     @property
     def work(self) -> float:
         """Of one forward, as `qarl.training.cutting` counts it."""
@@ -246,11 +282,13 @@ def build_batch(
     advantage: AdvantageKind,
     version: int,
     device: torch.device = CPU,
+    replays: bool = False,
 ) -> Batch:
     """Rollouts (n for each prompt, in order) and their rewards -> a `Batch` with advantages over each prompt's group.
 
     A prompt that was dealt twice in the step is two groups. version: the policy's, before it learns from them; every
-    rollout must be of it, and this is the one place where that is checked.
+    rollout must be of it, and this is the one place where that is checked. replays: see `Batch`.
+    Raises UserError where routing is to be replayed and the sampler did not give it.
     """
     n = len(rollouts) // len(prompts)
     by_group = [p for p in prompts for _ in range(n)]
@@ -258,6 +296,12 @@ def build_batch(
     assert [p.id for p in by_group] == [r.prompt_id for r in rollouts], "rollouts are not in the order of the prompts"
     drawn_at = {rollout.version for rollout in rollouts}
     assert drawn_at == {version}, f"rollouts of policy versions {sorted(drawn_at)} for a learner at version {version}"
+    routing = [r.routing for r in rollouts if r.routing is not None]
+    if len(routing) < len(rollouts) and (replays or routing):
+        raise UserError(
+            f"model.routing: the sampler told the experts of {len(routing)} of {len(rollouts)} responses; "
+            "use model.routing: own, or another rollout.engine"
+        )
     return Batch(
         version=version,
         device=device,
@@ -266,4 +310,6 @@ def build_batch(
         groups=groups,
         advantages=compute_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), advantage),
         logp_sampler=Column([torch.tensor(r.logprobs, dtype=torch.float32) for r in rollouts]),
+        routing=routing or None,
+        replays=replays,
     )

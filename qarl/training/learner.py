@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from qarl_kernels.logprob import Truncation
@@ -16,6 +17,7 @@ from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.objectives import Constants, TokenLogProbs, build_objective
 from qarl.policy.policy import Policy
+from qarl.policy.routes import Balance, Routes
 from qarl.training.batch import Batch, Column, Part, rounds
 from qarl.training.decisions import too_many_skipped, update_is_taken
 from qarl.training.observer import Observer
@@ -76,17 +78,25 @@ class Learner:
         """Micro-batches of `train.micro_batch_tokens`."""
         return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count)
 
-    def logprobs(self, part: Part) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy, (T,) each. The first over a response is at the rollout's snapshot: its `logp_old`."""
+    def logprobs(self, part: Part, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy, (T,) each. The first over a response is at the rollout's snapshot: its `logp_old`.
+
+        routes: None: those of the part.
+        """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
         first, chunk = not batch.logp_old.known(part), self.config.train.logprob_chunk
         retained = totals.retained if first else None
-        logp, entropy = self.policy.logprobs(part.prompts, part.responses, self.truncation, chunk, retained)
+        routes = routes or part.routes
+        if first and batch.routing is not None:
+            routes = replace(routes, own={}, rows=part.rows)
+        logp, entropy = self.policy.logprobs(part.prompts, part.responses, self.truncation, chunk, retained, routes)
         if first:
             assert self.at_snapshot(batch), "logp_old after an update"
             batch.logp_old.fill(part, logp)
             totals.add_snapshot(entropy)
+            if part.routing is not None:
+                totals.routing.add_choices(part.routing, routes.recorded())
         return logp, entropy
 
     def at_snapshot(self, batch: Batch) -> bool:
@@ -99,7 +109,7 @@ class Learner:
             return logp.detach()
         self.totals.forward_tokens += part.forward_tokens
         chunk = self.config.train.logprob_chunk
-        return self.policy.shadow_logprobs(part.prompts, part.responses, self.truncation, chunk)
+        return self.policy.shadow_logprobs(part.prompts, part.responses, self.truncation, chunk, part.routes)
 
     def reference(self, part: Part) -> Tensor:
         """(T,) the reference's log-probs, which no update changes: one forward over each response in a step."""
@@ -107,13 +117,27 @@ class Learner:
         if not column.known(part):
             self.totals.forward_tokens += part.forward_tokens
             chunk = self.config.train.logprob_chunk
-            column.fill(part, self.policy.reference_logprobs(part.prompts, part.responses, self.truncation, chunk))
+            arguments = part.prompts, part.responses, self.truncation, chunk, part.routes
+            column.fill(part, self.policy.reference_logprobs(*arguments))
         return column.read(part)
 
-    def token_logprobs(self, part: Part) -> TokenLogProbs:
-        """Everything that the objective needs of a training forward over `part`."""
+    def token_logprobs(self, part: Part, rows: int) -> TokenLogProbs:
+        """Everything that the objective needs of a training forward over `part`.
+
+        rows: of all parts of its minibatch that need a backward. The routers' own losses, whose gradient comes with
+        that of this forward, are means over them: of a part's own losses, weighted by its share of the rows.
+        """
         needs = self.objective.needs
-        logp, entropy = self.logprobs(part)
+        routes = part.routes
+        if self.policy.experts:
+            balance, section = None, self.config.objective
+            if torch.is_grad_enabled() and (section.router_aux_coef or section.router_z_coef):
+                scale = self.config.loss_scale * part.rows / rows
+                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, part.rows)
+            routes = replace(routes, rows=part.rows, loads={}, balance=balance)
+        logp, entropy = self.logprobs(part, routes)
+        if routes.loads:
+            self.totals.routing.add_loads(routes.measured(), part.rows)
         part.batch.logp.fill(part, logp)
         return TokenLogProbs(
             logp,

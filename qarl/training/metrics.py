@@ -151,14 +151,17 @@ def rollout_tensors(batch: Batch, rewards: list[float]) -> dict[str, Tensor]:
 
     int32: prompt_lengths, response_lengths, groups (R), prompt_tokens, response_tokens (T), one after the other, a
     prompt once for each of its responses. float32: advantages, rewards (R); logp_sampler, logp_old and logp (T), of the
-    learner's last training forward. version: int64 (1), of the policy that sampled.
+    learner's last training forward. version: int64 (1), of the policy that sampled. Where the sampler told its experts:
+    routing, uint8 or int16 (N, L, k), each response's prompt + response - 1 rows after the other's (`Rollout.routing`).
     """
     whole = batch.whole(CPU)
 
     def integers(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32)
 
+    routing = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
     return {
+        **routing,
         "prompt_lengths": integers(len(prompt) for prompt in batch.prompts),
         "response_lengths": integers(len(response) for response in batch.responses),
         "prompt_tokens": integers(token for prompt in batch.prompts for token in prompt),

@@ -17,6 +17,7 @@ from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
+from qarl.config.config import mixture_faults
 from qarl.config.quant import scheme_of
 from qarl.data import PromptStream, build_prompts
 from qarl.diagnostics.backward import require_fp8_backward
@@ -217,7 +218,7 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
     Raises UserError for what does not fit the model.
     """
     round_masters(model.parameters(), DTYPES[config.optim.master_dtype])
-    return Policy(
+    policy = Policy(
         model,
         scheme_of(config.quant),
         config.quant,
@@ -226,6 +227,14 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
         max_length,
         learner_dtype=DTYPES[config.learner_dtype],
     )
+    require_mixture(config, policy)
+    return policy
+
+
+def require_mixture(config: Config, policy: Policy) -> None:
+    """Raise UserError where experts are asked for that the model does not have."""
+    for fault in () if policy.experts else mixture_faults(config):
+        raise UserError(f"{'.'.join(map(str, fault.key))}: {fault.value}: {fault.text}")
 
 
 def _draws(config: Config, ranks: Ranks) -> bool:

@@ -42,7 +42,8 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
 
     def own() -> tuple[list[Rollout], RewardResult]:
         with watch.phase("rollout", len(ranks.share(len(prompts), samplers)) * run.sampling.n):
-            sampling = replace(run.sampling, seed=run.sampling.seed + step)
+            record = config.records_routing_at(step + 1)
+            sampling = replace(run.sampling, seed=run.sampling.seed + step, record_routing=record)
             drawn = sample(engine, prompts, sampling, policy.version, watch, ranks, samplers)
         with watch.phase("reward"):
             return drawn, score_share(run.rewards, prompts, drawn, ranks, samplers)
@@ -54,7 +55,8 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
 
     advantage = config.objective.advantage
     assert advantage is not None, "a checked configuration says its advantage"
-    batch = build_batch(prompts, rollouts, scores.total, advantage, policy.version, policy.device)
+    replays = config.model.routing == "replay"
+    batch = build_batch(prompts, rollouts, scores.total, advantage, policy.version, policy.device, replays)
 
     with watch.phase("learner", learner.forwards(len(batch))):
         engine.sleep()
@@ -125,13 +127,14 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
             totals = minibatch_totals(minibatch, config.rollout.max_response_length)
             constants = learner.constants(minibatch, watch)
             idle, live = learner.micro_batches(minibatch)
+            rows = sum(part.rows for part in live)
             dealt = [(round_, False) for round_ in rounds(idle, ranks.count)]
             dealt += [(round_, True) for round_ in rounds(live, ranks.count)]
             for round_, gradient in dealt:
                 found: tuple[Tensor, Stats] | None = None
                 if (part := round_[ranks.rank]) is not None:
                     with torch.set_grad_enabled(gradient):
-                        logps = learner.token_logprobs(part)
+                        logps = learner.token_logprobs(part, rows)
                         watch.forward(part, logps)
                         found = learner.objective(logps, part.advantages, part.segments, totals, constants)
                 if gradient:

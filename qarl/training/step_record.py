@@ -42,6 +42,7 @@ class Trace:
     tokens: StepTokens | None = None
     layers: Crossings | None = None
     backward: Modules | None = None
+    routing: dict[str, list[float]] | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, step: int, metrics: dict[str, float], config: Config, recorder: Recorder) -> None:
@@ -51,7 +52,7 @@ class Trace:
         if self.tokens is not None:
             kept, seed = config.diagnostics.tokens, config.train.seed
             record = diagnostics_record(
-                step, metrics, self.tokens, self.layers, self.examples, kept, seed, self.backward
+                step, metrics, self.tokens, self.layers, self.examples, kept, seed, self.backward, self.routing
             )
             recorder.diagnostics(step, record)
 
@@ -90,6 +91,8 @@ class StepRecord(Observer):
         self.metrics |= token_metrics(batch) | crossing_metrics(crossed) | self._probe.metrics
         self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
         self.trace = trace_of(batch, *self._scored, self._rollouts_due, self._probe, crossed, run.tokenizer)
+        if self._probe.record:
+            self.trace.routing = run.learner.totals.routing.layers()
 
 
 def trace_of(

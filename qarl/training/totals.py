@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
 from qarl.objectives import Stats, add_stats, finish_stats
+from qarl.training.routing import RoutingTotals
 
 
 @dataclass
@@ -18,7 +19,7 @@ class LearnerTotals:
 
     forward_tokens: run by the learner, prompts and responses, see `Part.forward_tokens`. entropy, loss: float64 sums.
     retained: (T,) of each forward at the snapshot, under truncation. skipped: optimizer steps whose gradient was not
-    finite.
+    finite. routing: of a mixture of experts.
     """
 
     forward_tokens: int = 0
@@ -29,6 +30,7 @@ class LearnerTotals:
     stats: Stats = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
+    routing: RoutingTotals = field(default_factory=RoutingTotals)
 
     def add_snapshot(self, entropy: Tensor) -> None:
         """A forward at the rollout's snapshot. entropy: (T,) nats."""
@@ -58,6 +60,7 @@ class LearnerTotals:
         for rank in every:
             part = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in rank["stats"].items()}
             self.stats = add_stats(self.stats, part)
+        self.routing.add_up(ranks)
         retained = torch.cat(self.retained).cpu() if self.retained else torch.empty(0)
         self.retained = [mass for mass in ranks.gather_tensors(retained) if len(mass)]
 
@@ -74,6 +77,7 @@ class LearnerTotals:
             **self._retained_mass(),
             "policy/grad_norm": sum(self.grad_norms) / measured if measured else math.nan,
             "policy/skipped_steps": float(self.skipped),
+            **self.routing.metrics(),
         }
 
     def _retained_mass(self) -> dict[str, float]:

@@ -19,6 +19,8 @@ from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
+from qarl.policy.routes import Routes
+from qarl.policy.routing import numbers_of
 from qarl.sizes import decide_sizes
 from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
@@ -91,10 +93,29 @@ class RunPolicy:
                 "the model that the run started from with --model"
             )
 
+        self._check_routing(saved)
+
+    def _check_routing(self, saved: SavedStep) -> None:
+        """Raise UserError where the run replays experts that the step does not hold, or the model does not have."""
+        path = self._checkpoints.parent / "rollouts" / f"{saved.step:06d}.safetensors"
+        if saved.routing is None:
+            if self._replays:
+                raise UserError(f"{path}: holds no routing, which the run replays (model.routing); give another --step")
+            return
+        numbers, layers = numbers_of(torch.cat(saved.routing)), self.policy.experts
+        expected = [len(layers), layers[0].per_token] if layers else None
+        known = numbers[numbers[:, 0, 0] >= 0] if numbers.numel() else numbers
+        if list(numbers.shape[1:]) != expected or (known.numel() and not _valid(known, layers[0].count)):
+            raise UserError(f"{path}: its routing is not of the model's experts; give another --step")
+
+    @property
+    def _replays(self) -> bool:
+        return self.config.model.routing == "replay"
+
     @torch.no_grad()
     def logprobs(self, saved: SavedStep) -> Tensor:
         """The learner's log-probs of all responses, (T,) float32 on the CPU."""
-        return self._packed(saved, lambda *arguments: self.policy.logprobs(*arguments)[0])
+        return self._packed(saved, lambda *arguments, routes: self.policy.logprobs(*arguments, routes=routes)[0])
 
     def shadow_logprobs(self, saved: SavedStep) -> Tensor:
         """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""
@@ -103,10 +124,12 @@ class RunPolicy:
     def argmax_flips(self, saved: SavedStep) -> Tensor:
         """bool (T,): places where learner and sampler's arithmetic hold another token for the likeliest."""
 
-        def flips(prompts: list[list[int]], responses: list[list[int]], _: Truncation, chunk: int) -> Tensor:
-            learner = self.policy.top_tokens(prompts, responses, chunk)
+        def flips(
+            prompts: list[list[int]], responses: list[list[int]], _: Truncation, chunk: int, routes: Routes
+        ) -> Tensor:
+            learner = self.policy.top_tokens(prompts, responses, chunk, routes)
             with self.policy.shadow():
-                return learner != self.policy.top_tokens(prompts, responses, chunk)
+                return learner != self.policy.top_tokens(prompts, responses, chunk, routes)
 
         return self._packed(saved, flips)
 
@@ -129,7 +152,7 @@ class RunPolicy:
         batch, chunk = self._batch(saved), self.config.train.logprob_chunk
         found = Column.empty(len(batch))
         for part in batch.whole().micro_batches(self.config.train.micro_batch_tokens):
-            found.fill(part, forward(part.prompts, part.responses, self.truncation, chunk))
+            found.fill(part, forward(part.prompts, part.responses, self.truncation, chunk, routes=part.routes))
         return found.read(batch.whole(CPU))
 
     def _batch(self, saved: SavedStep) -> Batch:
@@ -142,4 +165,11 @@ class RunPolicy:
             groups=saved.groups,
             advantages=saved.advantages,
             logp_sampler=Column(saved.logp_sampler.split([len(response) for response in saved.responses])),
+            routing=saved.routing,
+            replays=self._replays,
         )
+
+
+def _valid(numbers: Tensor, experts: int) -> bool:
+    """Whether all are numbers of experts, the first of a layer the least."""
+    return bool((numbers >= 0).all() and (numbers < experts).all() and (numbers.diff(dim=-1) > 0).all())

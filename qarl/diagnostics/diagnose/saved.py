@@ -25,7 +25,8 @@ class SavedStep:
 
     prompts, responses: token ids of each response's prompt and of the response. groups: of each response, the position
     of its prompt in the step. version: of the policy that sampled. logp_sampler, logp_old, logp: (T,) float32, packed;
-    logp is the learner's last training forward over the token. advantages, rewards: (R,) float32.
+    logp is the learner's last training forward over the token. advantages, rewards: (R,) float32. routing: of each
+    response as `Rollout.routing`, where the sampler told its experts.
     """
 
     step: int
@@ -38,6 +39,7 @@ class SavedStep:
     logp: Tensor
     advantages: Tensor
     rewards: Tensor
+    routing: list[Tensor] | None = None
 
     @property
     def segments(self) -> Segments:
@@ -143,7 +145,19 @@ def read_rollouts(run: Path, step: int) -> SavedStep:
         for name in ("prompt", "response")
     }
     columns = {name: tensors[name] for name in _FLOATS}
-    return SavedStep(step, int(tensors["version"]), parts["prompt"], parts["response"], groups, **columns)
+    routing = _routing(path, tensors.get("routing"), [p + r - 1 for p, r in zip(*lengths.values(), strict=True)])
+    version = int(tensors["version"])
+    return SavedStep(step, version, parts["prompt"], parts["response"], groups, **columns, routing=routing)
+
+
+def _routing(path: Path, found: Tensor | None, rows: list[int]) -> list[Tensor] | None:
+    """Of each response; rows: of each. Raises UserError for what a run does not write."""
+    if found is None:
+        return None
+    if found.dtype not in (torch.uint8, torch.int16) or found.ndim != 3 or len(found) != sum(rows):
+        what = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+        raise UserError(f"{path}: routing is {what}, which is not how a run writes it; give another --step")
+    return list(found.split(rows))
 
 
 def _listed(steps: list[int]) -> str:

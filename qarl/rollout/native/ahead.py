@@ -19,6 +19,7 @@ from qarl.policy.sampler import Sampler
 from qarl.rollout.native.graphs import Graphs, chunks_of_pages, ladder
 from qarl.rollout.native.inputs import Inputs
 from qarl.rollout.native.pages import KVCache
+from qarl.rollout.native.routing import Routings
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 from qarl.rollout.native.steps import LOGIT_ROWS, Computed, drawing, packed, tell
@@ -57,6 +58,7 @@ class AheadRunner:
         graphs: bool = True,
     ) -> None:
         self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
+        self.routings: Routings | None = None
         self._view = sampler.view
         device = self.device = sampler.layout.device
         most, pages = ladder(max_num_seqs), chunks_of_pages(longest)

@@ -30,6 +30,7 @@ from qarl.rollout.engine import (
 from qarl.rollout.native.ahead import AheadRunner
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.plain import PlainRunner
+from qarl.rollout.native.routing import Routings
 from qarl.rollout.native.sampling import uniforms
 from qarl.rollout.native.scheduler import Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
@@ -108,11 +109,23 @@ class NativeEngine:
             ]
             scheduler.add(samples)
             responses += samples
+        record = sampling.record_routing and self.sampler.experts > 0
+        routings = runner.routings = Routings(self.sampler.experts) if record else None
         with self.sampler.running():
             self._run(scheduler, runner, Stopping(self.tokenizer, sampling), progress)
         self.preemptions = scheduler.preemptions
         return [
-            Rollout(r.prompt.id, r.sample, r.response, r.logprobs, r.finish_reason, version, sampling.seed, r.text)
+            Rollout(
+                r.prompt.id,
+                r.sample,
+                r.response,
+                r.logprobs,
+                r.finish_reason,
+                version,
+                sampling.seed,
+                r.text,
+                None if routings is None else routings.of(r),
+            )
             for r in responses
         ]
 

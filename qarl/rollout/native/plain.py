@@ -8,8 +8,10 @@ import torch
 from qarl_kernels.logprob import Truncation, log_probs_of
 from torch import Tensor
 
+from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.pages import KVCache
+from qarl.rollout.native.routing import Routings
 from qarl.rollout.native.sampling import draw
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
@@ -33,6 +35,7 @@ class PlainRunner:
 
     def __init__(self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int) -> None:
         self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
+        self.routings: Routings | None = None
 
     def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
         return cache is self.cache and truncation == self.truncation and max_num_seqs == self.max_num_seqs
@@ -45,14 +48,20 @@ class PlainRunner:
         spans, ids = packed(chunks)
         tell(self.sampler.tracer, chunks)
         attention = self.sampler.paged(spans, self.cache.layers)
-        hidden = self.sampler.hidden_states(torch.tensor(ids, device=self.sampler.layout.device), attention)
+        routes = NO_ROUTES if self.routings is None else recording()
+        tokens = torch.tensor(ids, device=self.sampler.layout.device)
+        hidden = self.sampler.hidden_states(tokens, attention, routes=routes)
+        if self.routings is not None:
+            experts = routes.recorded().cpu()
+            for chunk, span in zip(chunks, spans, strict=True):
+                self.routings.take(chunk.sequence, chunk.start, experts[span.row : span.row + span.count])
         sequences, rows = drawing(chunks, computed)
         drawn = PlainDrawn(sequences, [], [])
         for start in range(0, len(sequences), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             points = [float(s.points[s.drawn]) for s in sequences[part]]
-            tokens, logprobs = self._draw(hidden, rows[part], points)
-            drawn.tokens += tokens
+            chosen, logprobs = self._draw(hidden, rows[part], points)
+            drawn.tokens += chosen
             drawn.logprobs += logprobs
         return drawn
 

@@ -11,6 +11,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.policy.attention import Span
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.native.pages import KVCache
+from qarl.rollout.native.routing import Routings
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 
@@ -32,11 +33,12 @@ class Runner(Protocol):
     """Runs steps over one KV cache, of one version and one way to draw.
 
     ahead: whether the next step should be started before a step's tokens are read. max_num_seqs: sequences that it
-    decodes at a time.
+    decodes at a time. routings: is told which experts the tokens of a step go through; None: nobody asks.
     """
 
     ahead: bool
     max_num_seqs: int
+    routings: Routings | None
 
     def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
         """Whether it is what a new one would be. longest: tokens of a sequence."""
