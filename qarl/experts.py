@@ -51,3 +51,21 @@ def of_experts(linear: str) -> str | None:
 def is_router(name: str) -> bool:
     """Whether a parameter is a router's weight (`model.layers.0.mlp.gate.weight`)."""
     return name.endswith(tuple(f".{names.router()}.weight" for names in EXPERT_NAMES.values()))
+
+
+def names_of(module: str) -> ExpertNames:
+    """What the parts are called beside a module inside the mixture (`model.layers.0.mlp.experts`)."""
+    return next(names for names in EXPERT_NAMES.values() if f".{names.block}." in f"{module}.")
+
+
+def expert_stacks(experts: str, count: int) -> dict[str, tuple[str, ...]]:
+    """The modules of a layer's experts that are multiplied as one, by the stem that vLLM has for it, in order.
+
+    experts: what holds all of them (`model.layers.0.mlp.experts`). w13: gate and up of the first, of the second, ....
+    w2: their down.
+    """
+    names, numbers = names_of(experts), range(count)
+    return {
+        "w13": tuple(f"{experts}.{i}.{leaf}" for i in numbers for leaf in (names.gate, names.up)),
+        "w2": tuple(f"{experts}.{i}.{names.down}" for i in numbers),
+    }

@@ -11,29 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from qarl.experts import expert_stacks
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
+EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
 SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer that vLLM loads whole. name: vLLM's. sources: the published modules in it, in the order of their rows."""
+    """What published modules share in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the modules, in
+    the order of their rows. stem: what the names of its tensors begin with, of a layer that holds more than these."""
 
     name: str
     sources: tuple[str, ...]
+    stem: str = ""
 
 
 def load_units(model: nn.Module) -> dict[str, Unit]:
     """The unit that each published module belongs to, by the module's published name.
 
-    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; every other module is its own unit.
+    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer are one unit, and
+    every other module is its own.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}
@@ -41,6 +47,10 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
         if not _own_tensors(module):
             continue
         parent, _, last = name.rpartition(".")
+        if last == EXPERTS:
+            for stem, members in expert_stacks(parent, module.moe_config.num_experts).items():
+                units |= dict.fromkeys(members, Unit(name, members, f"{stem}_"))
+            continue
         sources = tuple(f"{parent}.{part}" if parent else part for part in fused.get(last, (last,)))
         units |= dict.fromkeys(sources, Unit(name, sources))
     return units
@@ -58,6 +68,8 @@ class _Place:
 
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         held = tensors.get(self.attribute)
+        if held is not None and held.dim() == 3 and held.is_contiguous():
+            held = held.flatten(0, 1)  # vLLM's own of all experts
         if held is None or held.dim() == 0 or (self.transposed and held.dim() != 2):
             return None
         return (held.t() if self.transposed else held)[self.start : self.stop]
@@ -82,12 +94,16 @@ class HeldModel:
         for name in expected:
             self._names.setdefault(self.unit_of(name).name, []).append(name)
         self.direct: dict[str, tuple[str, _Place]] = {}
+        self._starts: dict[tuple[tuple[str, ...], str], dict[str, int]] = {}
+        made: tuple[str, dict[str, Tensor]] = ("", {})  # of the unit looked at last
         hidden: dict[str, None] = {}
         for name, print_ in expected.items():
             if name.endswith(METADATA):
                 continue
             unit = self.unit_of(name)
-            place = self._find(name, print_, unit, expected)
+            if unit.name != made[0]:
+                made = unit.name, _made_from(unit.name, self._modules[unit.name])
+            place = self._find(name, print_, unit, expected, made[1])
             if place is not None:
                 self.direct[name] = (unit.name, place)
             else:
@@ -148,21 +164,33 @@ class HeldModel:
         verify_changes(version, (self._sent, sent), (self._held, held), "vLLM's layer")
         self._sent, self._held = sent, held
 
-    def _find(self, name: str, print_: Fingerprint, unit: Unit, expected: Mapping[str, Fingerprint]) -> _Place | None:
+    def _find(
+        self,
+        name: str,
+        print_: Fingerprint,
+        unit: Unit,
+        expected: Mapping[str, Fingerprint],
+        made: Mapping[str, Tensor],
+    ) -> _Place | None:
         module_name, _, suffix = name.rpartition(".")
-        start = 0
-        for source in unit.sources[: unit.sources.index(module_name)]:
-            start += expected[f"{source}.{suffix}"].shape[0]
-        module = self._modules[unit.name]
-        for own, tensors in ((True, _own_tensors(module)), (False, _made_from(unit.name, module))):
+        start = self._rows_before(unit, suffix, expected)[module_name]
+        for own, tensors in ((True, _own_tensors(self._modules[unit.name])), (False, made)):
             for transposed in (False, True):
-                place = _Place(suffix, start, start + print_.shape[0], transposed, own)
+                place = _Place(f"{unit.stem}{suffix}", start, start + print_.shape[0], transposed, own)
                 tensor = place.read(tensors)
                 if tensor is None or tuple(tensor.shape) != tuple(print_.shape):
                     continue
                 if fingerprints([(name, _as_published(tensor, print_))])[name] == print_:
                     return place
         return None
+
+    def _rows_before(self, unit: Unit, suffix: str, expected: Mapping[str, Fingerprint]) -> dict[str, int]:
+        """The row at which each source of a unit begins, in its tensor of this suffix."""
+        key = unit.sources, suffix
+        if key not in self._starts:
+            rows = [expected[name].shape[0] if (name := f"{one}.{suffix}") in expected else 0 for one in unit.sources]
+            self._starts[key] = dict(zip(unit.sources, accumulate(rows[:-1], initial=0), strict=True))
+        return self._starts[key]
 
     def _plain_units(self) -> frozenset[str]:
         found = set()
@@ -198,9 +226,10 @@ def _made_from(unit: str, module: nn.Module) -> dict[str, Tensor]:
 
     Raises PublishError where what the kernel reads stands for no published tensors. unit: the module's name.
     """
-    from qarl.rollout.vllm.linear_kernels import kernel_of  # imports vLLM
+    from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
+    from qarl.rollout.vllm.linear_kernels import kernel_of
 
-    kernel = kernel_of(module)
+    kernel = experts_method(module) or kernel_of(module)
     try:
         return {} if kernel is None else kernel.published(module)
     except ValueError as error:

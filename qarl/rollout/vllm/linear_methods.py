@@ -1,4 +1,4 @@
-"""Layers that vLLM gives no kernel to choose for: unquantized ones, and packed int4 weights with int8 activations.
+"""Layers that vLLM gives no kernel to choose for: unquantized ones, experts, and packed int4 weights with int8 activations.
 
 `DenseConfig` is the quantization config `qarl-dense` of a model without quantized layers
 (`hf_overrides={"quantization_config": {"quant_method": "qarl-dense"}}`). `MixedConfig` takes the place of vLLM's
@@ -7,16 +7,21 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
+from qarl_formats.compressed import parse_quantization_config
 from qarl_formats.prepared import UNQUANTIZED
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 
+from qarl.experts import is_router
+from qarl.rollout.vllm.expert_kernels import ExpertsMethod, method_for
 from qarl.rollout.vllm.linear_kernels import HoldsPublished, W4A8Kernel
 from qarl.rollout.vllm.nvfp4 import NVFP4A16Scheme
 
@@ -54,7 +59,25 @@ class DenseConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return ExpertsMethod(layer.moe_config, UNQUANTIZED)
         return DenseMethod() if isinstance(layer, LinearBase) else None
+
+
+def keep_routers() -> None:
+    """Let routers, which vLLM makes without asking a quantization config, have `DenseMethod`: on the CPU vLLM's own
+    takes their weights away. Does nothing the second time."""
+    make = LinearBase.__init__
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def making(self: LinearBase, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        if type(self.quant_method) is UnquantizedLinearMethod and is_router(f"{options.get('prefix', '')}.weight"):
+            self.quant_method = DenseMethod()
+
+    LinearBase.__init__ = making
 
 
 class W4A8Scheme(CompressedTensorsWNA16):
@@ -72,6 +95,10 @@ class MixedConfig(CompressedTensorsConfig):
     """compressed-tensors, with qarl's product for layers left unquantized, for W4A8 and for NVFP4A16."""
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return method_for(layer, prefix, *parse_quantization_config(self.config))
+        if is_router(f"{prefix}.weight"):
+            return DenseMethod()
         method = super().get_quant_method(layer, prefix)
         if isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod:
             return DenseMethod()

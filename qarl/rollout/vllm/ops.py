@@ -1,8 +1,16 @@
-"""The products as one operator, `torch.ops.qarl.linear`, which torch.compile and CUDA graphs of vLLM take as it is."""
+"""The products as operators, `torch.ops.qarl.linear` and `.experts`, which torch.compile and CUDA graphs take as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from qarl_formats.registry import scheme_class
+from qarl_formats.scheme import Scheme
+from qarl_kernels import pointwise
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.reference import groups_of
 from torch import Tensor
 from torch.library import custom_op
 
@@ -23,3 +31,65 @@ def linear(
 @linear.register_fake
 def _(x, operands, names, scheme, out_features, bias, kernels):
     return x.new_empty(x.shape[0], out_features)
+
+
+@custom_op("qarl::experts", mutates_args=())
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: list[Tensor],
+    gate_up_names: str,
+    down: list[Tensor],
+    down_names: str,
+    scheme: str,
+    count: int,
+    inner: int,
+    kernels: bool,
+) -> Tensor:
+    """A layer's experts, as `qarl.policy.mixture` combines them.
+
+    x: (T, H) of the compute dtype. weights, ids: (T, k) of each token's experts, in any order. gate_up, down: operands
+    of the stacks (count * 2 * inner, H) and (count * H, inner), named as in `linear`. Returns (T, H).
+    """
+    from qarl.policy.mixture import combined
+
+    chosen, slots = ids.long().sort(dim=-1)
+    weights = weights.float().gather(1, slots)
+    kind = scheme_class(scheme)
+    wide = dict(zip(gate_up_names.split(","), gate_up, strict=True))
+    narrow = dict(zip(down_names.split(","), down, strict=True))
+    if kernels:
+        from qarl_kernels.moe import dispatch  # imports Triton, which the CPU does not need
+        from qarl_kernels.swiglu import swiglu
+
+        groups = dispatch.groups_of(chosen.contiguous(), count, kernels=True)
+        both = kind.multiply_grouped(x.contiguous(), wide, 2 * inner, groups, True, True)
+        product = swiglu(both).product
+        assert product is not None, "it was asked for"
+        rows = kind.multiply_grouped(product, narrow, x.shape[1], groups, False, True)
+    else:
+        groups = groups_of(chosen, count)
+        rows = _one_by_one(kind, x, wide, narrow, groups, inner)
+    return combined(rows, weights, groups)
+
+
+def _one_by_one(
+    kind: type[Scheme], x: Tensor, wide: Mapping[str, Tensor], narrow: Mapping[str, Tensor], groups: Groups, inner: int
+) -> Tensor:
+    """What each expert gives for its rows, (R, H) in sorted order; gate and up apart, in the learner's shapes."""
+    count, hidden = groups.experts, x.shape[1]
+    halves, downs = kind.parts(wide, [inner] * (2 * count)), kind.parts(narrow, [hidden] * count)
+    starts, tokens = groups.starts.tolist(), groups.order.long() // groups.slots
+    found = []
+    for expert in range(count):
+        rows = x[tokens[starts[expert] : starts[expert + 1]]]
+        if len(rows):
+            gate, up = (kind.multiply(rows, part, inner, None, False) for part in halves[2 * expert : 2 * expert + 2])
+            found.append(kind.multiply(pointwise.silu(gate) * up, downs[expert], hidden, None, False))
+    return torch.cat(found)
+
+
+@experts.register_fake
+def _(x, weights, ids, gate_up, gate_up_names, down, down_names, scheme, count, inner, kernels):
+    return torch.empty_like(x)

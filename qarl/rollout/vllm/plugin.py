@@ -36,5 +36,6 @@ def register() -> None:
     for kernels in linear._POSSIBLE_FP8_BLOCK_KERNELS.values():  # for which vLLM has no registration
         if linear_kernels.FP8BlockKernel not in kernels:
             kernels.insert(0, linear_kernels.FP8BlockKernel)
+    linear_methods.keep_routers()
     register_quantization_config("qarl-dense")(linear_methods.DenseConfig)
     register_quantization_config("compressed-tensors")(linear_methods.MixedConfig)

@@ -17,8 +17,9 @@ from qarl.policy.operand import Operand
 from qarl.policy.projection import Projection, Stack
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.policy.view import Role, View
-from qarl.rollout.vllm.held import load_units
-from qarl.rollout.vllm.linear_kernels import kernel_of
+from qarl.rollout.vllm.expert_kernels import HeldStack, experts_method
+from qarl.rollout.vllm.held import Unit, load_units
+from qarl.rollout.vllm.linear_kernels import HoldsPublished, kernel_of
 
 
 def bare_decoder(config: PreTrainedConfig, positions: int, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -44,15 +45,16 @@ def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tens
     units = load_units(model)
     embedding = modules[decoder.embedding_name.removesuffix(".weight")]
     values = {decoder.embedding_name: embedding.weight.data[: embedding.org_vocab_size]}
-    norms = [decoder.norm_name]
+    norms = [decoder.norm_name]  # and routers
     operands: dict[str, Operand] = {}
     projections = {}
     for layer in decoder.layers:
         norms += [name for name in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if name is not None]
+        norms += [layer.experts.router] if layer.experts is not None else []
         for stack in layer.stacks:
             held = modules[units[stack.names[0]].name]
-            parts, kernels = _operands(held, stack, dtype)
-            bias = None if held.bias is None else held.bias.data
+            parts, kernels = _operands(held, units[stack.names[0]], stack, dtype)
+            bias = None if getattr(held, "bias", None) is None else held.bias.data
             if kernels:
                 projections[stack.names] = Projection(stack, tuple(parts), bias)
                 continue
@@ -64,11 +66,16 @@ def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tens
     return View(operands, values, head, projections)
 
 
-def _operands(held: nn.Module, stack: Stack, dtype: torch.dtype) -> tuple[list[PreparedWeight], bool]:
+def _operands(held: nn.Module, unit: Unit, stack: Stack, dtype: torch.dtype) -> tuple[list[PreparedWeight], bool]:
     """The weight of one layer of vLLM, whole for Triton kernels or in the stack's parts; and whether it is for them."""
-    kernel = kernel_of(held)
-    assert kernel is not None, f"{stack.names[0]}: qarl's kernels serve every layer"
-    whole = {name: getattr(held, name).data for name in kernel.names}
+    kernel: HoldsPublished | HeldStack | None
+    if (method := experts_method(held)) is not None:
+        kernel = method.stacks[unit.stem.removesuffix("_")]
+        whole = kernel.operands(held)
+    else:
+        kernel = kernel_of(held)
+        assert kernel is not None, f"{stack.names[0]}: qarl's kernels serve every layer"
+        whole = {name: getattr(held, name).data for name in kernel.names}
     widths = [kernel.shape[0]] if kernel.kernels else list(stack.widths)
     parts = [whole] if len(widths) == 1 else kernel.scheme.parts(whole, widths)
     found = []
