@@ -19,7 +19,7 @@ class ExpertNames(NamedTuple):
         return f"{self.block}.gate"
 
     def unquantized(self) -> str:
-        """The routers of all layers as a checkpoint's `ignore` has them: in many programs they are linears like others."""
+        """The routers as a checkpoint's `ignore` has them: many programs have linears there, as elsewhere."""
         return f"re:.*{self.router()}$"
 
     def expert(self, index: int, linear: str) -> str:

@@ -138,7 +138,7 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
 
 
 def _transformers(shapes: Iterable[tuple[int, int]], scheme: Scheme, fault: str | None) -> Callable[..., Reading]:
-    """`read_transformers`, or what raises Unsupported: for a `fault`, or a weight's shape that the library cannot read."""
+    """`read_transformers`, or what raises Unsupported: for a `fault`, or a shape that the library cannot read."""
     fault = next(filter(None, (fault, *(scheme.library_fault(*shape) for shape in sorted(shapes)))), None)
     if fault is None:
         return read_transformers
