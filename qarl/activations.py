@@ -6,7 +6,7 @@ output layer which temporaries they make. In plain torch autograd keeps what it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qarl.config import Config
@@ -42,6 +42,14 @@ def plain_activation_bytes(
     return tokens * (layers * width * hidden + layer) if checkpointing else tokens * layers * layer
 
 
+def plain_expert_bytes(architecture: Architecture, tokens: int, width: int) -> int:
+    """What autograd keeps of one layer's experts beside their products: the rows they read, what they give in float32,
+    and the router's logits and probabilities. width: bytes of the compute dtype."""
+    mixture = architecture.mixture
+    assert mixture is not None, "a layer of experts"
+    return tokens * (mixture.per_token * (width + 4) * architecture.hidden_size + 8 * mixture.experts)
+
+
 def uses_kernels(config: Config, device: Device) -> bool:
     """Whether a version is published for Triton kernels, on a GPU that has them."""
     return device == "cuda" and config.quant.kernels == "auto" and config.model.dtype != "float32"
@@ -59,16 +67,12 @@ def activations(config: Config, architecture: Architecture, device: Device, toke
     if fused := fused_pass(config, a, device, tokens):
         part, most = max(fused.temporaries().items(), key=lambda item: item[1])
         return [(name, fused.kept_bytes), (f"temporaries (most of them in: {part})", most + WORKSPACE_BYTES)]
-    kept = plain_activation_bytes(
-        tokens,
-        a.num_layers,
-        a.hidden_size,
-        a.intermediate_size,
-        a.num_heads * a.head_dim,
-        a.num_kv_heads * a.head_dim,
-        DTYPE_BYTES[config.learner_dtype],
-        train.recompute == "layer",
-    )
+    width, checkpointing = DTYPE_BYTES[config.learner_dtype], train.recompute == "layer"
+    heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    inner = max(a.active_size, a.intermediate_size if a.dense_layers else 0)
+    kept = plain_activation_bytes(tokens, a.num_layers, a.hidden_size, inner, *heads, width, checkpointing)
+    if a.mixture is not None:
+        kept += plain_expert_bytes(a, tokens, width) * (1 if checkpointing else len(a.mixture.layers))
     logits = logit_bytes(config) * train.logprob_chunk * a.vocab_size
     own = 4 * a.vocab_size * a.hidden_size  # before it is added to the others
     return [(name, kept), (f"logits ({train.logprob_chunk} rows) and lm_head gradient", logits + own)]
@@ -141,33 +145,59 @@ class FusedPass:
 
     @property
     def _inner(self) -> int:
-        """A token's product in the MLP; its gate and up are two of these."""
-        return WIDTH * self.architecture.intermediate_size
+        """A token's product in the MLP, or in all of its experts; gate and up are two of these."""
+        return WIDTH * self.architecture.active_size
+
+    @property
+    def _given(self) -> int:
+        """What a token's experts give, before it is added up; of an MLP nothing."""
+        mixture = self.architecture.mixture
+        return 0 if mixture is None else mixture.per_token * self._hidden
+
+    @property
+    def _routed(self) -> int:
+        """A token's logits, experts with their weights, and places among the rows of all experts."""
+        mixture = self.architecture.mixture
+        return 0 if mixture is None else 4 * mixture.experts + 4 * 4 * mixture.per_token
 
     @property
     def layer(self) -> int:
-        """A token's intermediates of one layer: two streams and their norms, q, k and v, attention, gate and up."""
-        return 2 * (self._hidden + 4) + self._qkv + self._out + 2 * self._inner
+        """A token's intermediates of one layer: two streams and their norms, q, k and v, attention, gate and up; of
+        experts also what each gives, and who they are."""
+        mlp = 2 * self._inner + self._given + self._routed
+        return 2 * (self._hidden + 4) + self._qkv + self._out + mlp
 
     @property
     def kept(self) -> int:
-        """Those that a layer keeps until its backward."""
+        """Those that a layer keeps until its backward. Which experts there were is always among them."""
         return {
             "elementwise": self.layer,
-            "mlp": self.layer - 2 * self._inner,
-            "products": self._hidden + self._out,
-            "layer": self._hidden,
+            "mlp": self.layer - 2 * self._inner - self._given,
+            "products": self._hidden + self._out + self._routed,
+            "layer": self._hidden + self._routed,
         }[self.recompute]
 
     @property
     def kept_bytes(self) -> int:
         """What all layers keep."""
-        return self.tokens * self.architecture.num_layers * self.kept
+        a, plain = self.architecture, self._of_dense_layers()
+        if plain is None:
+            return self.tokens * a.num_layers * self.kept
+        return self.tokens * ((a.num_layers - a.dense_layers) * self.kept + a.dense_layers * plain.kept)
+
+    def _of_dense_layers(self) -> FusedPass | None:
+        """The same of a model of such layers alone as have an MLP beside others of experts; None: there are none."""
+        a = self.architecture
+        if a.mixture is None or not a.dense_layers:
+            return None
+        return replace(self, architecture=replace(a, mixture=None))
 
     @property
     def forward_bytes(self) -> int:
         """A forward without gradient: a layer's intermediates, and the stream before it, which came from another."""
-        return self.tokens * (self.layer + self._hidden + self._passing())
+        plain = self._of_dense_layers()
+        own = self.tokens * (self.layer + self._hidden + self._passing())
+        return own if plain is None else max(own, plain.forward_bytes)
 
     @property
     def forward_peak(self) -> int:
@@ -177,8 +207,8 @@ class FusedPass:
     def _passing(self) -> int:
         """A token's values that pass through a layer's forward beside its intermediates, at their most."""
         a = self.architecture
-        product = a.intermediate_size if self.codes else self._inner
-        product += ROUNDED_INPUT * a.intermediate_size if self.rounded else 0
+        product = a.active_size if self.codes else self._inner
+        product += ROUNDED_INPUT * a.active_size if self.rounded else 0
         normed = a.hidden_size if self.codes else self._hidden
         return self._hidden + max(product + self._hidden, self._hidden + normed)  # down's output, or that of o
 
@@ -198,7 +228,8 @@ class FusedPass:
         }
         if self.again:
             found["forward of shadow or reference"] = 2 * state + self.forward_bytes
-        return found
+        plain = self._of_dense_layers()
+        return found if plain is None else {part: max(most, plain.temporaries()[part]) for part, most in found.items()}
 
     def _head(self) -> int:
         """The output layer, with the gradient of its input."""
@@ -219,22 +250,26 @@ class FusedPass:
         """Beside a layer's intermediates, and what the whole backward holds: the gradient that came and the last norm's
         input."""
         a, tokens = self.architecture, self.tokens
-        hidden, inner = a.hidden_size, a.intermediate_size
+        hidden, inner = a.hidden_size, a.active_size
+        weights = hidden * (inner if a.mixture is None else a.mixture.experts * a.mixture.inner)  # of all experts
         queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         state, middle = tokens * self._hidden, tokens * self._inner
         rounded = tokens * ROUNDED_INPUT * inner if self.rounded_backward else 0
         # In FP8: codes of the gradient by rows and by columns, of the layer's input by columns, and of the weight.
-        fp8_down = (2 * tokens + inner) * hidden if self.fp8 else 0
-        fp8_gate_up = (4 * tokens + 2 * hidden) * inner + 2 * tokens * hidden if self.fp8 else 0
-        down, gate_up = self._weight(hidden * inner), self._weight(2 * hidden * inner)
+        fp8 = self.fp8 and a.mixture is None  # experts' products of the backward are of 16 bits
+        fp8_down = (2 * tokens + inner) * hidden if fp8 else 0
+        fp8_gate_up = (4 * tokens + 2 * hidden) * inner + 2 * tokens * hidden if fp8 else 0
+        down, gate_up = self._weight(weights), self._weight(2 * weights)
         if not self.stacked:
             gate_up *= 2  # one after the other, then together
         out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of attention's output and of q, k and v
         turned = 2 * tokens * WIDTH * (queries + keys)  # q and k, and their gradients
         statistics = 32 * (tokens + ATTENTION_PADDING) * a.num_heads
-        gone = 2 * middle + state  # before attention's: gate and up, and the stream of the MLP
+        given = tokens * self._given
+        gone = 2 * middle + state + given  # before attention's: gate and up, and the stream of the MLP
         return [
             3 * state,  # computing again: the gradient, o's output and its norm
+            state + given,  # experts: the gradient of what each gives beside that, whose place it takes
             state + fp8_down + max(2 * middle, middle + max(down, rounded)),
             2 * state + max(fp8_gate_up, gate_up),
             3 * state + out_gradient + turned + statistics - gone,  # gradients: of the layer, its norm and its middle

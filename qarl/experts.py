@@ -18,6 +18,10 @@ class ExpertNames(NamedTuple):
         """The router's module, inside the layer."""
         return f"{self.block}.gate"
 
+    def unquantized(self) -> str:
+        """The routers as a checkpoint's `ignore` has them: many programs have linears there, as elsewhere."""
+        return f"re:.*{self.router()}$"
+
     def expert(self, index: int, linear: str) -> str:
         """One linear of an expert, inside the layer."""
         return f"{self.block}.experts.{index}.{linear}"

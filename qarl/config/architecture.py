@@ -126,6 +126,16 @@ class Architecture:
         ]
 
     @property
+    def active_size(self) -> int:
+        """Features inside the MLP that a token goes through: of all its experts, where a layer has some."""
+        return self.intermediate_size if self.mixture is None else self.mixture.per_token * self.mixture.inner
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with an MLP."""
+        return self.num_layers - (0 if self.mixture is None else len(self.mixture.layers))
+
+    @property
     def embedding_parameters(self) -> int:
         """Of the embedding, and of the output layer where it has its own weight."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)

@@ -11,6 +11,7 @@ from qarl_formats.scheme import is_ignored
 
 from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
+from qarl.experts import is_router
 from qarl.exporting.card import model_card
 from qarl.exporting.writer import ExportReport, export_checkpoint
 from qarl.inference.masters import Masters, open_masters
@@ -72,8 +73,9 @@ def _check_options(target: Target, masters: Masters) -> None:
     A run's own section was checked when the run started.
     """
     masters.check(scheme_of(target.quant), target.quant.ignore, place="--group-size")
+    routers = [name.removesuffix(".weight") for name in masters.shapes if is_router(name)]  # never quantized
     for entry in target.quant.ignore:
-        if entry != "lm_head" and not any(is_ignored(module, [entry]) for module in masters.linears):
+        if entry != "lm_head" and not any(is_ignored(module, [entry]) for module in (*masters.linears, *routers)):
             raise UserError(
                 f"--ignore: {entry!r} matches no Linear layer of {target.name}; give a name such as "
                 f"{min(masters.linears)}, or re:<regex>"

@@ -9,9 +9,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from qarl_kernels.logprob import Truncation
@@ -59,6 +60,21 @@ def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, de
         return greedy(opened, prompts, max_tokens)
     finally:
         opened.close()
+
+
+def fault_of_experts(quantization: Mapping[str, Any]) -> str | None:
+    """Why transformers cannot read a mixture's experts of such a `quantization_config`; None: it can.
+
+    It makes one tensor of a layer's experts while it loads, and 5.19 dequantizes two layouts there: packed integers
+    without zero points, and FP8 codes with a scale a row. It refuses others, or reads NVFP4 without its global scale.
+    """
+    (group,) = quantization["config_groups"].values()
+    weights, layout = group["weights"], quantization["format"]
+    packed = layout == "pack-quantized" and weights["symmetric"]
+    if packed or (layout == "float-quantized" and weights["strategy"] == "channel"):
+        return None
+    zero_points = "" if weights["symmetric"] else " with zero points"
+    return f"transformers does not dequantize experts in {layout}{zero_points} (strategy {weights['strategy']})"
 
 
 @torch.no_grad()

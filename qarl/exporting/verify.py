@@ -21,14 +21,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from qarl_formats.quantize import unpack_codes
 from qarl_formats.scheme import Scheme
-from safetensors import safe_open
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
+from qarl.experts import experts_of
 from qarl.exporting.readers import (
     Reading,
     Unsupported,
+    fault_of_experts,
     greedy,
     read_native,
     read_transformers,
@@ -38,6 +39,7 @@ from qarl.exporting.readers import (
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.json import read_json_object
+from qarl.inputs.open_tensors import OpenTensors
 from qarl.inputs.tensors import stored_tensors
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import read_records
@@ -98,16 +100,20 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     say(found[0].line())
     reference = greedy(opened, prompts, MAX_TOKENS)
     exact, where, dtype = opened.policy.device.type == "cpu", opened.policy.device, stored["dtype"]
-    texts, shapes = _texts(opened, reference), {weight.shape for weight in opened.policy.current.weights.values()}
+    texts, weights = _texts(opened, reference), opened.policy.current.weights
+    shapes = {weight.shape for weight in weights.values()}
+    mixed = any(experts_of(name.rpartition(".")[0]) for name in weights)
+    fault = fault_of_experts(stored["quantization_config"]) if mixed else None
     opened.close()
     del opened
     release_memory()
     responses = reference.token_ids
     scheme = scheme_of(target.quant)
     drops = (scheme.activation_arguments() or {}).get("strategy") == "token"
+    read_library = _transformers(shapes, scheme, fault)
     readers: list[tuple[str, Callable[[], Reading]]] = [
         ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
-        ("transformers", lambda: _transformers(shapes, scheme)(out, prompts, responses, MAX_TOKENS, where, drops)),
+        ("transformers", lambda: read_library(out, prompts, responses, MAX_TOKENS, where, drops)),
         ("vllm", lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, out / "vllm.log")),
     ]
     for name, read in readers:
@@ -131,12 +137,16 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     return record
 
 
-def _transformers(shapes: Iterable[tuple[int, int]], scheme: Scheme) -> Callable[..., Reading]:
-    """`read_transformers`. Raises Unsupported where the library cannot read a weight of one of these shapes."""
-    for shape in sorted(shapes):
-        if fault := scheme.library_fault(*shape):
-            raise Unsupported(fault)
-    return read_transformers
+def _transformers(shapes: Iterable[tuple[int, int]], scheme: Scheme, fault: str | None) -> Callable[..., Reading]:
+    """`read_transformers`, or what raises Unsupported: for a `fault`, or a shape that the library cannot read."""
+    fault = next(filter(None, (fault, *(scheme.library_fault(*shape) for shape in sorted(shapes)))), None)
+    if fault is None:
+        return read_transformers
+
+    def unsupported(*arguments: Any) -> Reading:
+        raise Unsupported(fault)
+
+    return unsupported
 
 
 def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:
@@ -178,18 +188,13 @@ def _codes(snapshot: Snapshot, out: Path) -> Agreement:
     """The library's own unpacking of the files against the run's tensors, every one of them."""
     import compressed_tensors
 
-    where = {name: stored.file for name, stored in stored_tensors(out).items()}
-
-    def read(name: str) -> torch.Tensor:
-        with safe_open(where[name], framework="pt") as file:
-            return file.get_tensor(name)
-
+    files = OpenTensors(stored_tensors(out))
     version = compressed_tensors.__version__
     for module, weight in snapshot.weights.items():
         names = {suffix: f"{module}.{suffix}" for suffix in (*weight.tensors, "weight")}
-        if names["weight_scale"] not in where:
+        if names["weight_scale"] not in files:
             return Agreement("codes", "differs", f"{module}: not in the files", version)
-        stored = {suffix: read(name) for suffix, name in names.items() if name in where}
+        stored = {suffix: files[name] for suffix, name in names.items() if name in files}
         codes = weight.scheme.library_codes(stored, weight.shape)
         same = torch.equal(codes.view(torch.int8), unpack_codes(weight).cpu().view(torch.int8))
         rest = stored.keys() - {"weight", "weight_packed"}
@@ -197,7 +202,7 @@ def _codes(snapshot: Snapshot, out: Path) -> Agreement:
             return Agreement("codes", "differs", f"{module}: codes or scales are not those of the run", version)
     quantized = {f"{m}.{s}" for m, w in snapshot.weights.items() for s in w.tensors}
     for name, tensor in snapshot.tensors.items():
-        if name not in quantized and (name not in where or not torch.equal(read(name), tensor.cpu())):
+        if name not in quantized and (name not in files or not torch.equal(files[name], tensor.cpu())):
             return Agreement("codes", "differs", f"{name}: not the run's", version)
     unpacked = f"{len(snapshot.weights)} layers as compressed-tensors unpacks them, {len(snapshot.tensors)} tensors"
     return Agreement("codes", "agrees", unpacked, version)

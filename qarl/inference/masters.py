@@ -9,7 +9,7 @@ import torch
 from qarl_formats.compressed import TensorSpec, tensor_specs
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -18,6 +18,7 @@ from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.fused import shared_scales
 from qarl.inference.target import Target
+from qarl.inputs.open_tensors import OpenTensors
 from qarl.policy.load import load_generation_config, load_model, load_model_config, model_weights
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
@@ -134,12 +135,12 @@ def _model_reader(model: ModelConfig) -> Callable[[str], Tensor]:
         loaded = dict(load_model(model).named_parameters())
         return lambda name: loaded[name].detach()
 
+    opened = OpenTensors(files)
+
     def read(name: str) -> Tensor:
-        file = files[name].file
         try:
-            with safe_open(file, framework="pt") as opened:
-                return opened.get_tensor(name).float()
+            return opened[name].float()
         except (SafetensorError, OSError, RuntimeError) as error:
-            raise UserError(f"{file}: not a readable safetensors file ({error}); restore it") from error
+            raise UserError(f"{files[name].file}: not a readable safetensors file ({error}); restore it") from error
 
     return read

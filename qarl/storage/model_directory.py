@@ -12,6 +12,8 @@ from qarl_formats.compressed import quantization_config
 from qarl_formats.scheme import Scheme
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
+from qarl.experts import EXPERT_NAMES
+
 RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most
 DOCUMENT_BYTES = 2**16  # card and configurations
 
@@ -38,7 +40,7 @@ def config_document(
     config: PreTrainedConfig, dtype: torch.dtype, scheme: Scheme, ignore: list[str], unpacked: bool = False
 ) -> dict[str, Any]:
     """config.json of a checkpoint in `scheme`. config: of the unquantized model, not changed. unpacked: see
-    `qarl_formats.compressed.tensor_specs`."""
+    `qarl_formats.compressed.tensor_specs`. Routers, which no scheme quantizes, are ignored beside `ignore`."""
     config = type(config).from_dict(config.to_dict())
     config.dtype = dtype
     if not config.architectures:  # GGUF headers do not name the class
@@ -46,5 +48,8 @@ def config_document(
             config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
     values = json.loads(config.to_json_string())
     if scheme.quantized:
+        experts = EXPERT_NAMES.get(config.model_type)
+        if experts is not None and experts.unquantized() not in ignore:
+            ignore = [*ignore, experts.unquantized()]
         values["quantization_config"] = quantization_config(scheme, ignore, unpacked)
     return values

@@ -1,0 +1,123 @@
+"""A mixture's shape from its config.json, and the memory of a run of it: counts written out by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from estimates import config
+
+from qarl import activations as counted
+from qarl import memory
+from qarl.config.architecture import Architecture, read_config_json
+from qarl.sizes import decide_sizes
+
+GIB = 2**30
+# Qwen3-30B-A3B, as published.
+LARGE = {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def architecture(**changes) -> Architecture:
+        (tmp_path / "config.json").write_text(json.dumps(LARGE | changes))
+        return read_config_json(tmp_path / "config.json")
+
+    return architecture
+
+
+def test_a_published_model_has_its_parameters(read):
+    found = read()
+    assert found.parameters == 30_532_122_624
+    assert len(found.linears()) == 48 * (4 + 3 * 128)
+    assert found.matrix_parameters == 48 * (2 * 32 * 128 + 2 * 4 * 128 + 128 * 3 * 768) * 2048
+    assert sum(1 for name, _ in found.tensors() if name.endswith("mlp.gate.weight")) == 48
+
+
+def test_layers_with_an_mlp_are_those_that_the_config_names(read):
+    found = read(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3], intermediate_size=512)
+    assert found.mixture is not None
+    assert found.mixture.layers == {1, 5}
+    assert found.dense_layers == 4
+    shapes = {linear.name: linear[1:] for linear in found.linears()}
+    assert shapes["model.layers.3.mlp.gate_proj"] == (512, 2048)
+    assert shapes["model.layers.5.mlp.experts.127.down_proj"] == (2048, 768)
+
+
+def test_codes_of_a_large_mixture_are_counted_in_time(read):
+    section = {"scheme": "w4a16", "group_size": 128}
+    given = config(quant=section, optim={"offload": "all"}, train={"micro_batch_tokens": 4096})
+    start = time.process_time()
+    items = {item.name: item.bytes for item in memory.estimate(given, read(), "cuda")}
+    assert time.process_time() - start < 5  # 0.3 s
+    matrices = read().matrix_parameters
+    assert items["codes and scales (w4a16)"] == matrices // 2 + matrices // 128 * 2
+    assert items["unquantized parameters (bfloat16)"] == 2 * (30_532_122_624 - matrices)
+
+
+def fused(architecture: Architecture, **sections) -> counted.FusedPass:
+    found = counted.fused_pass(config(**sections), architecture, "cuda", 100)
+    assert found is not None
+    return found
+
+
+def test_a_layer_of_experts_keeps_the_rows_of_each(read):
+    stream, norm, qkv, out, lse = 2 * 2048, 4, 2 * 40 * 128, 2 * 4096, 4 * 32
+    gate_up, given, routed = 8 * 2 * 2 * 768, 8 * stream, 4 * 128 + 8 * (4 + 4 + 4 + 4)
+    layer = 2 * (stream + norm) + qkv + out + lse + gate_up + given + routed
+    kept = {mode: fused(read(), train={"recompute": mode}).kept for mode in ("elementwise", "mlp", "products", "layer")}
+    assert kept == {
+        "elementwise": layer,
+        "mlp": layer - gate_up - given,
+        "products": stream + out + lse + routed,
+        "layer": stream + routed,
+    }
+
+
+def test_a_backward_has_the_values_of_all_experts_at_once(read):
+    section = {"quant": {"scheme": "w4a16", "group_size": 128}, "train": {"recompute": "layer"}}
+    part = "backward of a layer"
+    few = fused(read(num_experts=16), **section).temporaries()[part]
+    many = fused(read(), **section).temporaries()[part]
+    logits = 100 * 4 * (128 - 16)
+    assert many - few == pytest.approx(2 * 2 * (128 - 16) * 768 * 2048, abs=logits)
+
+
+def test_layers_with_an_mlp_keep_what_those_of_a_dense_model_do(read):
+    mixed = read(mlp_only_layers=list(range(40)))
+    plain = replace(mixed, mixture=None, num_layers=40)
+    sparse = read(num_hidden_layers=8)
+    assert fused(mixed).kept_bytes == fused(plain).kept_bytes + fused(sparse).kept_bytes
+
+
+def test_what_the_device_decides_fits_it(read):
+    """In rows on 8 GPUs of 141 GB: what is chosen stays below the share that an update may take."""
+    given = config(
+        quant={"scheme": "w4a16", "group_size": 128},
+        optim={"offload": True},
+        train={"micro_batch_tokens": None, "recompute": None, "logprob_chunk": None},
+        distributed={"engine": "rows"},
+    )
+    found = decide_sizes(given, "cuda", read(), 139 * GIB, ranks=8)
+    update = memory.phase_bytes(memory.estimate(found, read(), "cuda", ranks=8), "update")
+    assert update < 0.8 * 139 * GIB
+    assert found.train.recompute is not None

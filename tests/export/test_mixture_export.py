@@ -1,0 +1,80 @@
+"""Exports of mixtures of experts: names and ignored routers, what each reader takes, codes bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from qarl_formats.quantize import dequantize_weight
+from safetensors import safe_open
+from tiny_exports import SCHEMES, save_run
+from transformers import AutoModelForCausalLM
+
+from qarl.experts import EXPERT_NAMES
+from qarl.exporting import verify
+from qarl.exporting.readers import Unsupported
+from qarl.exporting.verify import verify_export
+from qarl.inference.target import resolve_target
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch) -> None:
+    def unsupported(*arguments):
+        raise Unsupported("not here")
+
+    monkeypatch.setattr(verify, "read_vllm", unsupported)
+
+
+def exported(tiny_model, directory: Path, family: str, scheme: str) -> tuple[Path, dict[str, dict]]:
+    """(the checkpoint, what each reader found)."""
+    run = save_run(directory / "run", tiny_model(family), steps=(2,), **SCHEMES[scheme])
+    run.export(directory / "out")
+    record = verify_export(resolve_target(str(run.path)), directory / "out", device="cpu", say=lambda line: None)
+    return directory / "out", {reader["reader"]: reader for reader in record["readers"]}
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, family):
+    out, found = exported(tiny_model, tmp_path, family, "w4a16-g32")
+    assert {name: reader["status"] for name, reader in found.items()} == {
+        "codes": "agrees",
+        "qarl": "agrees",
+        "transformers": "agrees",
+        "vllm": "skipped",
+    }
+    names = EXPERT_NAMES[family]
+    ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignore == ["lm_head", f"re:.*{names.router()}$"]
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        stored = set(file.keys())
+    layer = "model.layers.1"
+    assert f"{layer}.{names.router()}.weight" in stored
+    for leaf in (names.gate, names.up, names.down):
+        assert f"{layer}.{names.expert(3, leaf)}.weight_packed" in stored
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("asymmetric", "experts in pack-quantized with zero points (strategy group)"),
+        ("nvfp4a16", "experts in nvfp4-pack-quantized (strategy tensor_group)"),
+    ],
+)
+def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path, scheme, reason):
+    _, found = exported(tiny_model, tmp_path, "mixtral", scheme)
+    assert (found["codes"]["status"], found["qarl"]["status"]) == ("agrees", "agrees")
+    assert found["transformers"]["status"] == "skipped"
+    assert found["transformers"]["reason"].endswith(reason)
+
+
+def test_transformers_has_the_dequantized_experts(tiny_model, tmp_path):
+    run = save_run(tmp_path / "run", tiny_model("mixtral"), steps=(2,), **SCHEMES["fp8"])
+    run.export(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    weights = run.snapshots[2].weights
+    for index, layer in enumerate(model.model.layers):
+        expert = f"model.layers.{index}.block_sparse_moe.experts.2"
+        gate, up = (dequantize_weight(weights[f"{expert}.{leaf}"], torch.bfloat16) for leaf in ("w1", "w3"))
+        assert torch.equal(layer.mlp.experts.gate_up_proj[2], torch.cat((gate, up)))
