@@ -1,0 +1,1 @@
+"""The parts of tools/upcycle.py, one idea each."""
