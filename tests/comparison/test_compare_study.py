@@ -180,11 +180,12 @@ def test_the_study_of_exactness_has_a_mismatch_in_all_variants_but_the_exact_one
             assert once == member.name.startswith("reinforce")
 
 
-def test_the_five_reproductions_are_there():
+def test_the_six_reproductions_are_there():
     assert {path.stem for path in REPRODUCTIONS} == {
         "phantom_clipping",
         "correction_grid",
         "dynamic_vocabulary_pruning",
         "exactness",
+        "mixture",
         "tbpo_ablation",
     }
