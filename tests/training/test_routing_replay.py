@@ -233,9 +233,8 @@ def test_an_engine_records_where_somebody_reads_it() -> None:
             "reward": {"functions": [{"name": "length"}]},
             "train": {"steps": 4, "prompts_per_step": 2},
         }
-        return Config.model_validate(
-            {**base, **{key: {**base.get(key, {}), **value} for key, value in sections.items()}}
-        )
+        changed = {key: {**base.get(key, {}), **value} for key, value in sections.items()}
+        return Config.model_validate(base | changed)
 
     plain, replay = config(), config(model={"routing": "replay"})
     watched = config(diagnostics={"routing_every": 2})
