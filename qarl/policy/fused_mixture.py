@@ -65,6 +65,7 @@ class FusedMixture:
         x = normed.normed
         assert x is not None, "a router reads values"
         routed = self._routed(x, routes)
+        routes.measure(self.experts.number, routed.logits, routed.experts)
         groups = groups_of(routed.experts, self.experts.count, kernels=True)
         gate_up = _product(self.gate_up, x, normed.codes, normed.scale, groups, True, x.dtype)
         down = self._into_down(gate_up, groups)
@@ -110,7 +111,7 @@ class FusedMixture:
         gate_up = self.gate_up.grouped(normed, groups, True) if kept.gate_up is None else kept.gate_up
         down = self._into_down(gate_up, groups) if kept.down is None else kept.down
         kept.gate_up = kept.down = None
-        grad_down, grad_weights = combine_backward(grad, down, routed.weights, groups)
+        grad_down, grad_weights = combine_backward(grad, down, routed.weights, groups, into=down)
         del down
         arriving = self._of_input(self.down, grad_down, groups)
         grad_gate_up, product = swiglu_backward(arriving, gate_up, True, into=gate_up)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from qarl_kernels.moe import reference
@@ -32,3 +32,9 @@ def parts(groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
     for expert in range(groups.experts):
         rows = slice(starts[expert], starts[expert + 1])
         yield expert, rows, groups.order[rows].long() // groups.slots
+
+
+def by_expert(groups: Groups, gathered: bool, x: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """What `product(rows of x, expert)` makes of each expert's rows by themselves, in sorted order."""
+    own = [(x[tokens] if gathered else x[rows], expert) for expert, rows, tokens in parts(groups)]
+    return torch.cat([product(mine, expert) for mine, expert in own if len(mine)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -42,9 +43,9 @@ def make(tiny_model) -> Callable[..., Policy]:
     def of(fused: bool, scheme: str = "bf16", group: int | None = None, family: str = "mixtral", **quant) -> Policy:
         key = repr((fused, scheme, group, family, sorted(quant.items())))
         if key not in made:
-            # of qwen3_moe the first layer has an MLP
-            sizes = {"intermediate_size": 128, "num_hidden_layers": 2 if ON_GPU or family == "qwen3_moe" else 1}
-            directory = tiny_model(family, **sizes)
+            layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
+            small = {} if ON_GPU else {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+            directory = tiny_model(family, num_hidden_layers=layers, **small)
             kernels = {} if fused else {"kernels": "reference"}
             with pytest.MonkeyPatch.context() as patch:
                 if fused:
@@ -86,6 +87,12 @@ def gradients(
     return logp.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
 
 
+@pytest.fixture(scope="module")
+def own_gradients() -> Callable[[Policy], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """`gradients` of a policy that keeps all it can and chooses for itself, once for all tests."""
+    return functools.cache(lambda policy: gradients(policy, Routes()))
+
+
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], cosine: float) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -114,10 +121,10 @@ def test_log_probs_and_gradients_agree_with_plain_layers(make, scheme, group, fa
     assert differing < 0.2, "the routers choose alike"
 
 
-@pytest.mark.parametrize(("scheme", "recompute"), [("w8a8", "mlp"), ("w8a8", "layer"), ("bf16", "products")])
-def test_what_is_computed_again_has_the_same_bits(make, scheme, recompute) -> None:
-    policy = make(True, scheme)
-    (logp, kept), (same, again) = (gradients(policy, Routes(), mode) for mode in ("elementwise", recompute))
+@pytest.mark.parametrize("recompute", ["mlp", "products", "layer"])
+def test_what_is_computed_again_has_the_same_bits(make, own_gradients, recompute) -> None:
+    policy = make(True, "w8a8")  # which quantizes anew what it computes again
+    (logp, kept), (same, again) = own_gradients(policy), gradients(policy, Routes(), recompute)
     assert torch.equal(same, logp) and all(torch.equal(again[name], kept[name]) for name in kept)
 
 
@@ -143,6 +150,18 @@ def test_replay_of_the_own_choice_changes_no_bit_and_of_another_does(make) -> No
         assert torch.equal(other.recorded()[:1], own[:1])  # what it would have chosen itself, where nothing came before
         skipped = ((own + 1) % 4).index_fill(2, torch.tensor([0], device=DEVICE), -1)
         assert torch.equal(logprobs(policy, Routes(replay=skipped)), plain)
+
+
+def test_rows_that_fill_a_batch_up_change_nothing_and_are_not_recorded(make, monkeypatch) -> None:
+    policy = make(True)
+    own = chosen_by(policy)
+    routes = [Routes(), Routes(replay=(own + 1) % 4)]
+    with torch.no_grad():
+        expected = [logprobs(policy, one) for one in routes]
+        monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
+        monkeypatch.setattr("qarl.policy.policy.ROWS", 20)
+        assert all(torch.equal(logprobs(policy, one), logp) for one, logp in zip(routes, expected, strict=True))
+    assert torch.equal(chosen_by(policy), own)
 
 
 def test_the_routers_losses_reach_the_router_as_in_plain_layers(make) -> None:
