@@ -42,6 +42,7 @@ from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
 from qarl_kernels.moe import backward as moe_backward
+from qarl_kernels.moe import combine as moe_combine
 from qarl_kernels.moe import dense as moe_dense
 from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
@@ -458,6 +459,18 @@ def moe_routing_and_order() -> Iterator[str]:
 def _groups(experts: int, slots: int, tokens: int) -> Groups:
     pairs = empty(tokens * slots, dtype=torch.int32)
     return Groups(experts, slots, pairs, pairs, empty(experts + 1, dtype=torch.int32))
+
+
+def moe_combinations() -> Iterator[str]:
+    """From rows of slots to rows of tokens, and back."""
+    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+        groups = _groups(experts, slots, 4096)
+        y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
+        moe_combine.combine(d, weights, groups)
+        moe_combine.combine_backward(y, d, weights, groups, d)
+        for added in (None, y):
+            moe_combine.sum_over_slots(d, groups, added)
+        yield f"combine {experts}x{hidden}"
 
 
 def moe_products() -> Iterator[str]:

@@ -87,11 +87,9 @@ def grouped_input_grad(
     return dense.run(dy, weight, groups, False, True, k, output(out, groups.rows, k, dy.dtype, dy.device), tile)
 
 
-def default_weight_tile(capability: tuple[int, int]) -> Tile:
-    """Of dW: block_m output features, block_n input features, block_k rows at a time."""
-    if capability < (9, 0):
-        return Tile("x_first", 64, 128, 32, warps=4, stages=3)
-    return Tile("x_first", 128, 128, 64, warps=8, stages=3)
+# Of dW: block_m output features, block_n input features, block_k rows at a time.
+WEIGHT_TILE = Tile("x_first", 128, 128, 64, warps=8, stages=3)
+BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
 
 
 def grouped_weight_grad(
@@ -103,7 +101,7 @@ def grouped_weight_grad(
         dy: (R, N) bf16 or fp16, in sorted order. x: of dy's dtype, (T, K) if gathered, else (R, K); rows of both are
             contiguous, any distance apart.
         into: float32 (E * N, K), contiguous.
-        tile: as `default_weight_tile` returns it, for tuning.
+        tile: as WEIGHT_TILE, for tuning.
 
     Raises:
         ValueError: shapes or dtypes do not agree.
@@ -118,7 +116,7 @@ def grouped_weight_grad(
         )
     if not (dense.loads_vectors(dy) and dense.loads_vectors(x)):
         tile = dense.POINTERS
-    tile = tile or default_weight_tile(capability_of(x))
+    tile = tile or (BEFORE_HOPPER if capability_of(x) < (9, 0) else WEIGHT_TILE)
     launch(
         _weight_grad_kernel,
         (cdiv(n, tile.block_m) * cdiv(k, tile.block_n), groups.experts),

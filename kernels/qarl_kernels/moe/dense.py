@@ -96,18 +96,23 @@ def loads_vectors(x: Tensor) -> bool:
     return x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
 
 
+# (most rows an expert has on average, tile), the last one for all more.
+DEFAULTS = (
+    (16, Tile("w_first", 16, 64, 128, warps=4, stages=5)),
+    (64, Tile("w_first", 64, 64, 64, warps=4, stages=5)),
+    (512, Tile("x_first", 64, 128, 64, warps=4, stages=4)),
+    (None, Tile("x_first", 128, 128, 64, warps=8, stages=4)),
+)
+BEFORE_HOPPER = (
+    (16, Tile("x_first", 16, 128, 64, warps=4, stages=3)),
+    (None, Tile("x_first", 64, 128, 64, warps=4, stages=3)),
+)
+
+
 def default_tile(rows: int, experts: int, before_hopper: bool) -> Tile:
     """A sound tile for so many sorted rows of so many experts: who has how many of them is not known."""
-    each = rows / experts
-    if before_hopper:
-        return Tile("x_first", 16 if each <= 16 else 64, 128, 64, warps=4, stages=3)
-    if each <= 16:
-        return Tile("w_first", 16, 64, 128, warps=4, stages=5)
-    if each <= 64:
-        return Tile("w_first", 64, 64, 64, warps=4, stages=5)
-    if each < 512:
-        return Tile("x_first", 64, 128, 64, warps=4, stages=4)
-    return Tile("x_first", 128, 128, 64, warps=8, stages=4)
+    tiles = BEFORE_HOPPER if before_hopper else DEFAULTS
+    return next(tile for most, tile in tiles if most is None or rows <= most * experts)
 
 
 def grouped_dense(

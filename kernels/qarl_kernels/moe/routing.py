@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot, operand
 from qarl_kernels.integers import cdiv, next_power_of_2
-from qarl_kernels.launch import launch
+from qarl_kernels.launch import capability_of, launch
 from qarl_kernels.moe import reference
 from qarl_kernels.moe.routed import Routed
 
@@ -151,11 +151,17 @@ def _route_backward_kernel(
     tl.store(grad_logits + row[:, None] * experts + lane, result, mask=keep)
 
 
-def _tile(rows: int, lanes: int) -> tuple[int, int, int, int]:
-    """Tokens and features of a tile, warps, stages. The experts are all in it, so few tokens keep it in registers."""
-    if lanes >= 256:
-        return (16, 64, 4, 2) if lanes == 256 else (16, 32, 8, 2)
-    return (16, 64, 4, 3) if rows <= FEW_TOKENS else (32, 64, 4, 3)
+def _tile(rows: int, lanes: int, before_hopper: bool) -> tuple[int, int, int, int]:
+    """Tokens and features of a tile, warps, stages.
+
+    The experts are all in it, so few tokens keep it in registers. A decode's tokens fill one tile or a few, which read
+    the whole weight: many stages hide how long that takes.
+    """
+    if lanes > 128:
+        return (16, 64, 4, 2 if before_hopper else 4) if lanes == 256 else (16, 32, 8, 2 if before_hopper else 4)
+    if rows > FEW_TOKENS:
+        return 32, 64, 4, 3
+    return (16, 64, 4, 3) if before_hopper else (16, 64, 4, 9)
 
 
 def route(
@@ -198,7 +204,7 @@ def route(
         torch.empty(tokens, k, dtype=torch.float32, device=x.device),
     )
     lanes = max(16, next_power_of_2(experts))
-    rows, block_k, warps, stages = _tile(tokens, lanes)
+    rows, block_k, warps, stages = _tile(tokens, lanes, capability_of(x) < (9, 0))
     launch(
         _route_kernel,
         (cdiv(tokens, rows),),
