@@ -10,9 +10,13 @@ import torch
 
 from qarl import memory
 from qarl.config import Config
+from qarl.config.mixture import Mixture, read_mixture
+from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
 from qarl.distributed.place import place
 from qarl.errors import UserError
+from qarl.experts import EXPERT_NAMES
+from qarl.policy.routing import stored_dtype
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
 from qarl.weight_sync.layout import ModelLayout
@@ -41,6 +45,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
+        routing=config.records_routing and mixture_of(layout) is not None,
         cuda=(learner_gpu(layout.device) if own is None else own) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),
@@ -110,8 +115,22 @@ def _blocks(tokens: int) -> int:
     return math.ceil(tokens / KV_BLOCK) * KV_BLOCK
 
 
-def drawing_of(sampling: SamplingParams) -> Drawing:
-    """The same parameters under vLLM's names."""
+def mixture_of(layout: ModelLayout) -> Mixture | None:
+    """The experts of a model; None where it has none."""
+    if layout.config.model_type not in EXPERT_NAMES:
+        return None
+    return read_mixture(layout.config.model_type, ConfigJson.model_validate(layout.config.to_dict()))
+
+
+def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
+    """How `Rollout.routing` tells the experts of a token: dtype, (layers with experts, experts a token); None: it has none.
+    """
+    mixture = mixture_of(layout)
+    return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
+
+
+def drawing_of(sampling: SamplingParams, routing: int = 0) -> Drawing:
+    """The same parameters under vLLM's names. routing: see `Drawing`."""
     cut = sampling.truncation
     return Drawing(
         max_tokens=sampling.max_response_length,
@@ -121,4 +140,5 @@ def drawing_of(sampling: SamplingParams) -> Drawing:
         min_p=cut.min_p,
         stop=sampling.stop,
         stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
+        routing=routing,
     )
