@@ -101,7 +101,7 @@ class Config(Section):
         return self.optim.loss_scale or (FLOAT16_LOSS_SCALE if self.learner_dtype == "float16" else 1.0)
 
     def experts_unserved(self, device: str) -> str:
-        """Why vLLM's own kernels do not serve the experts of a mixture on a device ("cpu", "cuda", ...); "": they do."""
+        """Why vLLM's own kernels do not serve a mixture's experts on a device ("cpu", "cuda", "auto"); "": they do."""
         if device == "cpu":
             return "vLLM's build for CPUs goes on with a model's first experts when others are published"
         if device != "auto" and self.quant.scheme == "w4a8":

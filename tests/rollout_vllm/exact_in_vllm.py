@@ -151,14 +151,15 @@ def different(host: Host, policy: Policy, asked: Asked) -> dict[str, Any]:
 def rerouted(
     host: Host, policy: Policy, requests: list[Request], drawing: Drawing, dtype: torch.dtype, of_token: tuple[int, int]
 ) -> int:
-    """Tokens, drawn once more, that are not said to have gone through the experts that the policy sends them through."""
+    """Tokens, drawn once more, whose experts are not said to be those that the policy sends them through."""
     recorded = replace(drawing, routing=dtype.itemsize * prod(of_token))
     wrong = 0
     for request, response in zip(requests, host.generate(requests, recorded, lambda done, tokens: None), strict=True):
         told = numbers_of(torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token))
         ids, routes = torch.tensor(request.token_ids + response.token_ids[:-1], device=DEVICE), recording()
+        attention = packed([(0, [len(ids)])], DEVICE, policy.sampler.view.fused)
         with policy.sampler.running():
-            policy.sampler.hidden_states(ids, packed([(0, [len(ids)])], DEVICE, policy.sampler.view.fused), routes=routes)
+            policy.sampler.hidden_states(ids, attention, routes=routes)
         assert len(told) == len(ids)
         wrong += int((told != routes.recorded().cpu()).any(-1).any(-1).sum())
     return wrong

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qarl.errors import UserError
 from qarl.policy.routing import numbers_of
 from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
 from qarl.rollout.vllm.recording import Recording, Tap, Taps, recorded
@@ -107,7 +108,7 @@ def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() ->
         return layers
 
     assert Taps(model(False, Tap)).rows(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
-    with pytest.raises(ValueError, match=r"rollout\.linear_kernels=qarl"):
+    with pytest.raises(UserError, match=r"rollout\.linear_kernels=qarl"):
         Taps(model(True, Tap))
     with pytest.raises(ValueError, match="without qarl's taps"):
         Taps(model(False, None))

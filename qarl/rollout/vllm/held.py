@@ -32,8 +32,8 @@ SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 
 @dataclass(frozen=True)
 class Unit:
-    """What published modules share in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the modules, in
-    the order of their rows. stem: what the names of its tensors begin with, of a layer that holds more than these."""
+    """Published modules that share tensors in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the
+    modules, in the order of their rows. stem: what the names of these tensors begin with."""
 
     name: str
     sources: tuple[str, ...]
@@ -43,8 +43,8 @@ class Unit:
 def load_units(model: nn.Module) -> dict[str, Unit]:
     """The unit that each published module belongs to, by the module's published name.
 
-    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer are one unit, and
-    every other module is its own.
+    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer have two units of
+    one name, gate and up, and down; every other module is its own unit.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}

@@ -1,7 +1,8 @@
 """Orders to the sampler's process and its answers, as messages: every field is named here, typed, and checked.
 
 Orders: start, publish, score, generate, sleep, wake, abort. Answers: ready, done, failed, progress, aborted. Token ids,
-log-probs and the experts of tokens travel as arrays beside the JSON, in the machine's own order of bytes: both ends are on it.
+log-probs and the experts of tokens travel as arrays beside the JSON, in the machine's own order of bytes: both ends are
+on it.
 """
 
 from __future__ import annotations

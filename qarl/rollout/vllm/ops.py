@@ -1,5 +1,4 @@
-"""The products as operators, `torch.ops.qarl.linear` and `.experts`, which torch.compile and CUDA graphs take as they are.
-"""
+"""The products as operators of vLLM's, `torch.ops.qarl.linear` and `.experts`: torch.compile takes them as they are."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from qarl.errors import UserError
 from qarl.policy.routing import stored, stored_dtype, unknown
 
 PENDING = 32 << 20  # bytes that wait on the device
@@ -61,7 +62,9 @@ class Taps:
         if not found or not all(isinstance(tap, Tap) for tap in found):
             raise ValueError("vLLM made its routers without qarl's taps")
         if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
-            raise ValueError("vLLM's kernel for these experts routes inside; set rollout.linear_kernels=qarl to record it")
+            raise UserError(
+                "model.routing: vLLM's kernel for these experts routes inside; set rollout.linear_kernels=qarl"
+            )
         self._taps: list[Tap] = found
 
     def rows(self, count: int) -> Tensor:
