@@ -39,8 +39,9 @@ def dequantize_int4_kernel(
     WORDS: tl.constexpr,
 ):
     t = tl.arange(0, ROWS * WORDS)  # one axis, so that neighbouring threads have neighbouring words
-    row = (tl.program_id(1) * ROWS + t // WORDS).to(tl.int64)
-    word = tl.program_id(0) * WORDS + t % WORDS
+    across = tl.cdiv(words, WORDS)  # programs along a row; one axis of programs, because the second holds 65,535
+    row = (tl.program_id(0) // across * ROWS + t // WORDS).to(tl.int64)
+    word = tl.program_id(0) % across * WORDS + t % WORDS
     inside = (row < rows) & (word < words)
     group = word * 0 if WORDS_PER_GROUP == 0 else word // WORDS_PER_GROUP
     value = tl.load(packed + row * words + word, mask=inside, other=0)
@@ -75,8 +76,9 @@ def dequantize_bytes_kernel(
     EIGHTS: tl.constexpr,
 ):
     t = tl.arange(0, ROWS * EIGHTS)  # as above, a thread takes eight codes of a row
-    row = (tl.program_id(1) * ROWS + t // EIGHTS).to(tl.int64)
-    first = (tl.program_id(0) * EIGHTS + t % EIGHTS) * 8
+    across = tl.cdiv(columns, EIGHTS * 8)
+    row = (tl.program_id(0) // across * ROWS + t // EIGHTS).to(tl.int64)
+    first = (tl.program_id(0) % across * EIGHTS + t % EIGHTS) * 8
     inside = (row < rows) & (first < columns)
     source = row if BLOCK == 0 else (row // BLOCK) * scale_columns + first // BLOCK
     step = widen(tl.load(scale + source, mask=inside, other=0.0))
@@ -139,7 +141,7 @@ def dequantize_int4(
     rows, width = _tile(in_features)
     launch(
         dequantize_int4_kernel,
-        (cdiv(in_features, width), cdiv(n, rows)),
+        (cdiv(words, width // 8) * cdiv(n, rows),),
         num_warps=8,
         packed=packed,
         scale=scale,
@@ -193,7 +195,7 @@ def _dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, block: i
     rows, width = _tile(k)
     launch(
         dequantize_bytes_kernel,
-        (cdiv(k, width), cdiv(n, rows)),
+        (cdiv(k, width) * cdiv(n, rows),),
         num_warps=8,
         codes=codes,
         scale=scale,

@@ -26,7 +26,7 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
 from qarl_kernels.output import output
-from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes
+from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tuning import Tile
 
@@ -109,6 +109,51 @@ def _planes(words, scales, width, DTYPE: tl.constexpr):
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
+@triton.jit
+def narrow_sum(rows, live, words, scales, global_scale, K, width, BLOCK_M: tl.constexpr, EVEN: tl.constexpr):
+    """y^T (BLOCK_N, BLOCK_M) fp32 by eight products of 16 features a block, divided by the global scale.
+
+    rows: pointers to the rows of x (BLOCK_M, 1), read where `live`; words (BLOCK_N, 16), scales (BLOCK_N,): to those of
+    the weight.
+    """
+    rk = tl.arange(0, 16)[None, :]
+    rows += rk
+    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
+    for block in range(tl.cdiv(K, 128)):
+        w = tl.load(words + block * 256)
+        k = block * 128
+        at = rows + k
+        k += rk
+        xs = x_planes(at, live, k, K, EVEN)
+        planes = _planes(w, scales + block * 2 * width, width, rows.dtype.element_ty)
+        acc = eight_products(acc, planes, xs)
+    return acc * tl.div_rn(1.0, tl.load(global_scale))
+
+
+@triton.jit
+def wide_sum(
+    x,
+    m,
+    words,
+    scales,
+    global_scale,
+    K,
+    width,
+    BLOCK_M: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """As `narrow_sum`, by warpgroup products, for BLOCK_N >= 64. x, m: see `qarl_kernels.planes.x_tile`."""
+    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
+    for block in range(tl.cdiv(K, 128)):
+        w = tl.load(words + block * 256)
+        planes = _planes(w, scales + block * 2 * width, width, DTYPE)
+        acc = wide_product(acc, planes, x, m, block * 128, K, EVEN, TMA, SPLIT)
+    return acc * tl.div_rn(1.0, tl.load(global_scale))
+
+
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
     x,
@@ -134,18 +179,8 @@ def narrow_kernel(
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     live = (rm < M)[:, None]
     words, row = int4_rows(tiled, rn, K, width)
-    rk = tl.arange(0, 16)[None, :]
-    rows = x + rm.to(tl.int64)[:, None] * stride_xm + rk
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        k = block * 128
-        at = rows + k
-        k += rk
-        xs = x_planes(at, live, k, K, EVEN)
-        planes = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
-        acc = eight_products(acc, planes, xs)
-    acc *= tl.div_rn(1.0, tl.load(global_scale))
+    rows = x + rm.to(tl.int64)[:, None] * stride_xm
+    acc = narrow_sum(rows, live, words, scales + row, global_scale, K, width, BLOCK_M, EVEN)
     store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
 
 
@@ -177,13 +212,8 @@ def wide_kernel(
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     words, row = int4_rows(tiled, rn, K, width)
     DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        k = block * 128
-        planes = _planes(w, scales + row + block * 2 * width, width, DTYPE)
-        acc = wide_product(acc, planes, x, m, M, k, K, stride_xm, BLOCK_M, EVEN, TMA, SPLIT)
-    acc *= tl.div_rn(1.0, tl.load(global_scale))
+    rows = x_rows(x, m, M, stride_xm, BLOCK_M, TMA)
+    acc = wide_sum(rows, m, words, scales + row, global_scale, K, width, BLOCK_M, DTYPE, EVEN, TMA, SPLIT)
     store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
 
 

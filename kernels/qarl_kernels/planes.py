@@ -28,7 +28,7 @@ BLOCK = 128  # input features of one tile of words
 
 @triton.jit
 def x_plane(x, live, k, K, EVEN: tl.constexpr):
-    """x^T of 16 features (16, BLOCK_M); zeros for rows beyond M and features beyond K."""
+    """x^T of 16 features (16, BLOCK_M); zeros for rows that are not live and features beyond K."""
     if EVEN:
         tile = tl.load(x, mask=live, other=0.0)
     else:
@@ -67,21 +67,33 @@ def eight_products(acc, planes, xs):
 
 
 @triton.jit
-def x_tile(x, m, M, k, K, stride, BLOCK_M: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
-    """Rows [m, m + BLOCK_M) of x, features [k, k + SIZE). Rows beyond M are anything finite, features beyond K zeros.
+def x_rows(x, m, M, stride, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
+    """What `x_tile` reads rows [m, m + BLOCK_M) of x by: its descriptor (TMA), or pointers to the rows, `stride` apart.
 
-    x: a tensor descriptor (TMA) or a pointer whose rows are `stride` apart.
+    Those beyond M are the first row.
+    """
+    if TMA:
+        rows = x
+    else:
+        row = m + tl.arange(0, BLOCK_M)
+        rows = x + tl.where(row < M, row, 0).to(tl.int64) * stride
+    return rows
+
+
+@triton.jit
+def x_tile(x, m, k, K, SIZE: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
+    """Features [k, k + SIZE) of a tile of rows of x, zeros beyond K. Rows that do not matter are anything finite.
+
+    x: a tensor descriptor, whose rows from m on are meant (TMA), or pointers to the rows (BLOCK_M,).
     """
     if TMA:
         tile = x.load([m, k])
     else:
-        row = m + tl.arange(0, BLOCK_M)
         at = k + tl.arange(0, SIZE)[None, :]
-        source = x + tl.where(row < M, row, 0).to(tl.int64)[:, None] * stride + at
         if EVEN:
-            tile = tl.load(source)
+            tile = tl.load(x[:, None] + at)
         else:
-            tile = tl.load(source, mask=at < K, other=0.0)
+            tile = tl.load(x[:, None] + at, mask=at < K, other=0.0)
     return tile
 
 
@@ -112,29 +124,16 @@ def finished(acc):
 
 
 @triton.jit
-def wide_product(
-    acc,
-    planes,
-    x,
-    m,
-    M,
-    k,
-    K,
-    stride,
-    BLOCK_M: tl.constexpr,
-    EVEN: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """acc (BLOCK_N, BLOCK_M) and a block's product by warpgroups. planes: eight (BLOCK_N, 16); x: see `x_tile`."""
+def wide_product(acc, planes, x, m, k, K, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr):
+    """acc (BLOCK_N, BLOCK_M) and a block's product by warpgroups. planes: eight (BLOCK_N, 16); x, m: see `x_tile`."""
     p0, p1, p2, p3, p4, p5, p6, p7 = planes
     if SPLIT:
-        x0 = x_tile(x, m, M, k, K, stride, BLOCK_M, 64, EVEN, TMA)
-        x1 = x_tile(x, m, M, k + 64, K, stride, BLOCK_M, 64, EVEN, TMA)
+        x0 = x_tile(x, m, k, K, 64, EVEN, TMA)
+        x1 = x_tile(x, m, k + 64, K, 64, EVEN, TMA)
         acc = dot(four_planes(p0, p1, p2, p3), x0.T, acc)
         acc = finished(dot(four_planes(p4, p5, p6, p7), x1.T, acc))
     else:
-        xt = x_tile(x, m, M, k, K, stride, BLOCK_M, 128, EVEN, TMA)
+        xt = x_tile(x, m, k, K, 128, EVEN, TMA)
         acc = finished(dot(eight_planes(p0, p1, p2, p3, p4, p5, p6, p7), xt.T, acc))
     return acc
 

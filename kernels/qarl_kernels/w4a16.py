@@ -27,7 +27,7 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import dequantize_int4
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.output import output
-from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes
+from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
 from qarl_kernels.tile import untile_int4
 from qarl_kernels.tuning import Tile, lookup
 
@@ -140,6 +140,63 @@ def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr, ASM:
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
+@triton.jit
+def narrow_sum(
+    rows,
+    live,
+    words,
+    metas,
+    K,
+    meta_n,
+    BLOCK_M: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """y^T (BLOCK_N, BLOCK_M) fp32 by eight products of 16 features a block.
+
+    rows: pointers to the rows of x (BLOCK_M, 1), read where `live`; words (BLOCK_N, 16), metas (BLOCK_N,): to those of
+    the weight.
+    """
+    rk = tl.arange(0, 16)[None, :]
+    rows += rk
+    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
+    for block in range(tl.cdiv(K, 128)):
+        w = tl.load(words + block * 256)
+        k = block * 128
+        at = rows + k
+        k += rk
+        xs = x_planes(at, live, k, K, EVEN)
+        planes = _planes(w, metas + block * GROUPS * meta_n, meta_n, rows.dtype.element_ty, GROUPS, ASM)
+        acc = eight_products(acc, planes, xs)
+    return acc
+
+
+@triton.jit
+def wide_sum(
+    x,
+    m,
+    words,
+    metas,
+    K,
+    meta_n,
+    BLOCK_M: tl.constexpr,
+    DTYPE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+    TMA: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """As `narrow_sum`, by warpgroup products, for BLOCK_N >= 64. x, m: see `qarl_kernels.planes.x_tile`."""
+    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
+    for block in range(tl.cdiv(K, 128)):
+        w = tl.load(words + block * 256)
+        planes = _planes(w, metas + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS, ASM)
+        acc = wide_product(acc, planes, x, m, block * 128, K, EVEN, TMA, SPLIT)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
     x,
@@ -168,19 +225,8 @@ def narrow_kernel(
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     live = (rm < M)[:, None]
     words, row = int4_rows(tiled, rn, K, meta_n)
-    metas = meta + row
-    rk = tl.arange(0, 16)[None, :]
-    rows = x + rm.to(tl.int64)[:, None] * stride_xm + rk
-    DTYPE: tl.constexpr = x.dtype.element_ty
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        k = block * 128
-        at = rows + k
-        k += rk
-        xs = x_planes(at, live, k, K, EVEN)
-        planes = _planes(w, metas + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS, ASM)
-        acc = eight_products(acc, planes, xs)
+    rows = x + rm.to(tl.int64)[:, None] * stride_xm
+    acc = narrow_sum(rows, live, words, meta + row, K, meta_n, BLOCK_M, GROUPS, EVEN, ASM)
     store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
 
 
@@ -212,14 +258,9 @@ def wide_kernel(
     m = pid_m * BLOCK_M
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     words, row = int4_rows(tiled, rn, K, meta_n)
-    metas = meta + row
     DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        k = block * 128
-        planes = _planes(w, metas + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS, ASM)
-        acc = wide_product(acc, planes, x, m, M, k, K, stride_xm, BLOCK_M, EVEN, TMA, SPLIT)
+    rows = x_rows(x, m, M, stride_xm, BLOCK_M, TMA)
+    acc = wide_sum(rows, m, words, meta + row, K, meta_n, BLOCK_M, DTYPE, GROUPS, EVEN, ASM, TMA, SPLIT)
     store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
 
 

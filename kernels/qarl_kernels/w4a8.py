@@ -86,6 +86,62 @@ def _x_tile(x, live, k, K, SIZE: tl.constexpr, EVEN: tl.constexpr):
     return tile.T
 
 
+@triton.jit
+def group_sums(
+    rows,
+    live,
+    words,
+    metas,
+    K,
+    meta_n,
+    BLOCK_M: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """y^T (BLOCK_N, BLOCK_M) fp32 but for the scales of x: the groups' products times their scales, added in order.
+
+    rows: pointers to the rows of x (BLOCK_M,), read where `live`; words (BLOCK_N, 16), metas (BLOCK_N,): to those of
+    the weight.
+    """
+    blocks = tl.cdiv(K, 128)
+    none = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.int32)
+    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
+    if GROUPS == 0:
+        scale = tl.load(metas) * 0.0625
+        for first in range(0, blocks, 128):
+            part = none
+            for block in range(first, min(first + 128, blocks)):
+                xt = _x_tile(rows, live, block * 128, K, 128, EVEN)
+                p0, p1, p2, p3, p4, p5, p6, p7 = _planes(tl.load(words + block * 256), ASM)
+                part = dot(_eight(p0, p1, p2, p3, p4, p5, p6, p7), xt, part)
+            acc += part.to(tl.float32) * scale[:, None]
+    else:
+        for block in tl.range(blocks, num_stages=STAGES):  # stated here, it pipelines the scales' loads too
+            k = block * 128
+            p0, p1, p2, p3, p4, p5, p6, p7 = _planes(tl.load(words + block * 256), ASM)
+            scales = metas + block * GROUPS * meta_n
+            if GROUPS == 1:
+                part = dot(_eight(p0, p1, p2, p3, p4, p5, p6, p7), _x_tile(rows, live, k, K, 128, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales) * 0.0625)[:, None]
+            elif GROUPS == 2:
+                part = dot(_four(p0, p1, p2, p3), _x_tile(rows, live, k, K, 64, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales) * 0.0625)[:, None]
+                part = dot(_four(p4, p5, p6, p7), _x_tile(rows, live, k + 64, K, 64, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales + meta_n) * 0.0625)[:, None]
+            else:
+                part = dot(_two(p0, p1), _x_tile(rows, live, k, K, 32, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales) * 0.0625)[:, None]
+                part = dot(_two(p2, p3), _x_tile(rows, live, k + 32, K, 32, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales + meta_n) * 0.0625)[:, None]
+                part = dot(_two(p4, p5), _x_tile(rows, live, k + 64, K, 32, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales + 2 * meta_n) * 0.0625)[:, None]
+                part = dot(_two(p6, p7), _x_tile(rows, live, k + 96, K, 32, EVEN), none)
+                acc += part.to(tl.float32) * (tl.load(scales + 3 * meta_n) * 0.0625)[:, None]
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def w4a8_kernel(
     x,
@@ -118,42 +174,10 @@ def w4a8_kernel(
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     live = rm < M
-    blocks = tl.cdiv(K, 128)
     words, row = int4_rows(tiled, rn, K, meta_n)
-    rows = x + rm.to(tl.int64) * stride_xm
-    none = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if GROUPS == 0:
-        scale = tl.load(meta + row) * 0.0625
-        for first in range(0, blocks, 128):
-            part = none
-            for block in range(first, min(first + 128, blocks)):
-                xt = _x_tile(rows, live, block * 128, K, 128, EVEN)
-                p0, p1, p2, p3, p4, p5, p6, p7 = _planes(tl.load(words + block * 256), ASM)
-                part = dot(_eight(p0, p1, p2, p3, p4, p5, p6, p7), xt, part)
-            acc += part.to(tl.float32) * scale[:, None]
-    else:
-        for block in tl.range(blocks, num_stages=STAGES):  # stated here, it pipelines the scales' loads too
-            k = block * 128
-            p0, p1, p2, p3, p4, p5, p6, p7 = _planes(tl.load(words + block * 256), ASM)
-            scales = meta + block * GROUPS * meta_n + row
-            if GROUPS == 1:
-                part = dot(_eight(p0, p1, p2, p3, p4, p5, p6, p7), _x_tile(rows, live, k, K, 128, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales) * 0.0625)[:, None]
-            elif GROUPS == 2:
-                part = dot(_four(p0, p1, p2, p3), _x_tile(rows, live, k, K, 64, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales) * 0.0625)[:, None]
-                part = dot(_four(p4, p5, p6, p7), _x_tile(rows, live, k + 64, K, 64, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales + meta_n) * 0.0625)[:, None]
-            else:
-                part = dot(_two(p0, p1), _x_tile(rows, live, k, K, 32, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales) * 0.0625)[:, None]
-                part = dot(_two(p2, p3), _x_tile(rows, live, k + 32, K, 32, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales + meta_n) * 0.0625)[:, None]
-                part = dot(_two(p4, p5), _x_tile(rows, live, k + 64, K, 32, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales + 2 * meta_n) * 0.0625)[:, None]
-                part = dot(_two(p6, p7), _x_tile(rows, live, k + 96, K, 32, EVEN), none)
-                acc += part.to(tl.float32) * (tl.load(scales + 3 * meta_n) * 0.0625)[:, None]
+    acc = group_sums(
+        x + rm.to(tl.int64) * stride_xm, live, words, meta + row, K, meta_n, BLOCK_M, GROUPS, EVEN, ASM, STAGES
+    )
     y = acc * tl.load(s_x + rm, mask=live, other=0.0)[None, :]
     if BIAS:
         y += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]

@@ -27,11 +27,13 @@ def fused_states(
     """Final hidden states of a packed batch: ids (T,) int64, and of them those in `rows` (R,) int64. Returns (R, H)."""
     if torch.is_grad_enabled():
         assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
-        return _Fused.apply(decoder.embedding.weight, decoder, ids, attention, rows)
+        return _Fused.apply(decoder.embedding.weight, decoder, ids, attention, rows, routes)
     x, layers = _embedded(decoder, ids, attention)
     residual = None
     for layer in layers:
-        x, residual = layer.forward(x, residual, attention)[:2]  # nobody holds the rest while the next layer runs
+        x, residual = layer.forward(x, residual, attention, routes)[
+            :2
+        ]  # nobody holds the rest while the next layer runs
     if rows is not None:
         x, residual = x[rows], None if residual is None else residual[rows]
     return _last_norm(decoder, x, residual, rows)[0]
@@ -62,15 +64,21 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, decoder: Decoder, ids: Tensor, attention: PackedAttention, rows: Tensor
+        ctx: Any,
+        anchor: Tensor,
+        decoder: Decoder,
+        ids: Tensor,
+        attention: PackedAttention,
+        rows: Tensor,
+        routes: Routes,
     ) -> Tensor:
         x, layers = _embedded(decoder, ids, attention)
         residual = None
         ctx.decoder, ctx.attention, ctx.layers, ctx.ids, ctx.rows = decoder, attention, layers, ids, rows
-        ctx.view = decoder.role.view
+        ctx.view, ctx.routes = decoder.role.view, routes
         kept: list[Kept] = []
         for layer in layers:
-            x, residual, intermediates = layer.forward(x, residual, attention)
+            x, residual, intermediates = layer.forward(x, residual, attention, routes)
             kept.append(intermediates.drop(decoder.recompute))
             del intermediates
         stream = x[rows], None if residual is None else residual[rows]
@@ -89,12 +97,12 @@ class _Fused(torch.autograd.Function):
         grad = _spread(grad, ctx.rows, len(ctx.ids))
         while kept:
             layer = ctx.layers.pop()
-            grad = layer.backward(grad, kept.pop(), attention)
+            grad = layer.backward(grad, kept.pop(), attention, ctx.routes)
             decoder.on_gradients(layer.modules.parameters())
         embedding = decoder.embedding
         embedding_grad(grad, ctx.ids, gradient_of([embedding.weight]), embedding.padding_id)
         decoder.on_gradients([embedding.weight])
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 def _spread(grad: Tensor, rows: Tensor, count: int) -> Tensor:

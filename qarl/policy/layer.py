@@ -88,7 +88,8 @@ def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts:
             tuple(of.expert(i, of.down) for i in count),
         )
         masters[experts.router] = modules[of.router()].weight
-    qkv, o, gate_up, down = (_stack(name, leaves, modules) for leaves in (*ATTENTION, *mlp))
+    qkv, o = (_stack(name, leaves, modules) for leaves in ATTENTION)
+    gate_up, down = (_stack(name, leaves, modules, None if experts is None else experts.count) for leaves in mlp)
     q_norm = modules.get("self_attn.q_norm")
     return LayerModules(
         index=index,
@@ -110,7 +111,7 @@ def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts:
     )
 
 
-def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, HFModule]) -> Stack:
+def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, HFModule], experts: int | None = None) -> Stack:
     linears = [modules[leaf] for leaf in leaves]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(leaves)), f"{name}: some of {', '.join(leaves)} have a bias and some have none"
@@ -119,4 +120,5 @@ def _stack(name: str, leaves: tuple[str, ...], modules: Mapping[str, HFModule]) 
         tuple(linear.out_features for linear in linears),
         tuple(linear.weight for linear in linears),
         tuple(biases),
+        experts,
     )

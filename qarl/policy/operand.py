@@ -12,6 +12,7 @@ import torch
 from qarl_formats.prepared import PreparedWeight
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from qarl_formats.scheme import Scheme
+from qarl_kernels.moe.groups import Groups
 from torch import Tensor, nn
 
 
@@ -30,6 +31,12 @@ class PlainWeight:
         """x: (M, K) of the compute dtype; bias: (N,) or None. Returns (M, N) of x's dtype."""
         wide = self.rounded_input(x).to(self.weight.dtype)
         return nn.functional.linear(wide, self.weight, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
+
+    def grouped(self, x: Tensor, groups: Groups, gathered: bool) -> Tensor:
+        """Where this is the weights of all experts, by Triton: see `PreparedWeight.grouped`."""
+        from qarl_kernels.moe.dense import grouped_dense  # imports Triton, which the CPU does not need
+
+        return grouped_dense(self.rounded_input(x), self.weight.to(x.dtype), groups, gathered)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""Linear layers that read one input, multiplied as one: q, k and v; gate and up; o and down by themselves.
+"""Linear layers that read one input, multiplied as one: q, k and v; gate and up; o and down by themselves; or all
+experts' gate and up, and all experts' down, of which each row reads its expert's.
 
 Their weights stand under one another, so one product gives all their outputs side by side, each with the bits of its
 own product. Where a scheme cannot stack them, their products follow one another.
@@ -14,6 +15,7 @@ import torch
 from qarl_formats.prepared import PreparedWeight
 from qarl_formats.scheme import InputCodes
 from qarl_kernels.backward import input_grad, weight_grad
+from qarl_kernels.moe.groups import Groups
 from torch import Tensor, nn
 
 from qarl.policy.operand import Operand
@@ -26,13 +28,14 @@ class Stack:
     """The layers of one projection, in the order of their outputs.
 
     names: of the modules. widths: output features of each. masters: float32 (width, K) each; biases: (width,) each, or
-    empty.
+    empty. experts: how many experts have them, one after the other; None: every row is multiplied with all of them.
     """
 
     names: tuple[str, ...]
     widths: tuple[int, ...]
     masters: tuple[nn.Parameter, ...]
     biases: tuple[nn.Parameter, ...]
+    experts: int | None = None
 
     @property
     def width(self) -> int:
@@ -67,6 +70,22 @@ class Projection:
             assert isinstance(operand, PreparedWeight), "an unquantized operand multiplies values"
             found.append(operand.of_codes(codes, scale, bias, dtype))
         return _beside(found)
+
+    def grouped(self, x: Tensor, groups: Groups, gathered: bool) -> Tensor:
+        """The product of rows with the weights of their experts, of a stack of experts; see `PreparedWeight.grouped`.
+
+        x: (T, K) of the compute dtype, contiguous, if gathered, else (R, K). Returns (R, N of one expert).
+        """
+        (operand,) = self.operands
+        return operand.grouped(x, groups, gathered)
+
+    def of_codes_grouped(
+        self, codes: Tensor, scale: Tensor, groups: Groups, gathered: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """The same of activations quantized as `input_codes` says. Returns (R, N of one expert) of dtype."""
+        (operand,) = self.operands
+        assert isinstance(operand, PreparedWeight), "an unquantized operand multiplies values"
+        return operand.of_codes_grouped(codes, scale, groups, gathered, dtype)
 
     def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], Operand]]:
         """Each operand with the layers whose weights it holds, and their output features."""

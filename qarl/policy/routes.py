@@ -69,9 +69,10 @@ class Routes:
         self.loads[layer] = torch.stack(rows)
 
     def filled_up(self, rows: int, total: int) -> Routes:
-        """Of a batch of `rows` rows that is filled up to `total`; the new ones choose for themselves."""
+        """Of a batch of `rows` rows filled up to `total`; the new ones choose for themselves, and nobody asks."""
         if total == rows or self is NO_ROUTES:
             return self
+        self.rows = rows  # what is recorded of the whole is asked of this one
         replay = self.replay
         if replay is not None:
             replay = torch.cat((replay, replay.new_full((total - rows, *replay.shape[1:]), -1)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qarl.policy.attention import Attention, Caches, Span, packed, paged
 from qarl.policy.decoder import Decoder
-from qarl.policy.routes import NO_ROUTES, Routes
+from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
@@ -45,6 +45,11 @@ class Sampler:
     def offer(self, snapshot: Snapshot, view: Callable[[], View]) -> None:
         """`snapshot` is the policy's current one from now on. view: makes what the sampler's forward reads of it."""
         self._offered = snapshot, view
+
+    @property
+    def experts(self) -> list[ExpertLayer]:
+        """Of the layers that have some, in order."""
+        return [layer.experts for layer in self._decoder.layers if layer.experts is not None]
 
     @property
     def newest(self) -> int:
@@ -121,16 +126,10 @@ class Sampler:
         """Attention of a forward over the KV cache."""
         return paged(spans, self.layout.device, caches, self.view.fused)
 
-    @property
-    def experts(self) -> int:
-        """Of a layer of a mixture of experts; 0 of any other model."""
-        return max((layer.experts.count for layer in self._decoder.layers if layer.experts is not None), default=0)
-
     def hidden_states(
         self, ids: Tensor, attention: Attention, rows: Tensor | None = None, routes: Routes = NO_ROUTES
     ) -> Tensor:
-        """Final hidden states (T, H) of a packed batch, or of its `rows`, inside `running`. ids: (T,) int64. routes:
-        takes note of the experts that the tokens go through."""
+        """Final hidden states (T, H) of a packed batch, or of its `rows`, inside `running`. ids: (T,) int64."""
         return self._decoder(ids, attention, rows, routes)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from qarl_formats.stacked import Form, slices, stack, stackable
 from torch import Tensor
 
 from qarl.config import QuantConfig
+from qarl.errors import UserError
 from qarl.policy.operand import Operand, PlainWeight, fake_quant_operand, full_precision_operand
 from qarl.policy.projection import Projection, Stack
 from qarl.policy.view import View
@@ -66,6 +67,8 @@ class ViewMaker:
     def _fused(self, values: Mapping[str, Tensor], operands: Mapping[tuple[str, ...], tuple[Operand, ...]]) -> View:
         projections = {}
         for one in self.stacks:
+            if one.experts is not None and len(operands[one.names]) > 1:
+                raise _apart(one, self.quant)
             biases = [values[f"{name}.bias"] for name in one.names] if one.biases else None
             projections[one.names] = Projection(one, operands[one.names], None if biases is None else torch.cat(biases))
         return View({}, values, self._head(values), projections)
@@ -114,6 +117,15 @@ class ViewMaker:
 def _form(snapshot: Snapshot, module: str) -> Form:
     form = snapshot.weights.get(module)
     return snapshot.tensors[f"{module}.weight"] if form is None else form
+
+
+def _apart(experts: Stack, quant: QuantConfig) -> UserError:
+    """Why experts whose weights are no one operand do not run on Triton kernels."""
+    return UserError(
+        f"quant.scheme: {quant.scheme} cannot hold the experts of {experts.names[0]} and its neighbours as one weight: "
+        f"some are ignored (quant.ignore), or their {experts.widths[0]} output features share scales or zero points; "
+        "quantize all or none, use another scheme, or set quant.kernels: reference"
+    )
 
 
 def _stacked(forms: list[Form]) -> list[Form]:

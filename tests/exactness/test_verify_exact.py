@@ -108,9 +108,9 @@ def in_sampler(policy: Policy, monkeypatch, fault: Callable) -> Iterator[None]:
         caches[:] = held
         return paged(self, spans, held)
 
-    def faulty(self, *arguments):
+    def faulty(self, *arguments, **named):
         with fault(policy, caches):
-            return hidden_states(self, *arguments)
+            return hidden_states(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "paged", seen)

@@ -41,6 +41,12 @@ from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
+from qarl_kernels.moe import backward as moe_backward
+from qarl_kernels.moe import combine as moe_combine
+from qarl_kernels.moe import dense as moe_dense
+from qarl_kernels.moe import dispatch as moe_dispatch
+from qarl_kernels.moe import routing as moe_routing
+from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -209,10 +215,10 @@ def products(family: str) -> Iterator[str]:
             if tile_.way in ("library", "dequantized"):
                 continue
             _product(family, n, k, tile_)
-            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and _is_wgmma(tile_))
+            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and is_wgmma(tile_))
 
 
-def _is_wgmma(tile_: tuning.Tile) -> bool:
+def is_wgmma(tile_: tuning.Tile) -> bool:
     """Whether a tile is meant for Hopper's warpgroup products: 64 rows of the operand that comes first."""
     first = tile_.block_m if tile_.way == "x_first" else tile_.block_n
     return tile_.way != "narrow" and first >= 64 and tile_.warps % 4 == 0
@@ -429,3 +435,54 @@ def fp8_backward_products() -> Iterator[str]:
             )
             fp8_backward._add_product(a, b, empty(m, n, dtype=FP32), tile_)
             yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper
+
+
+# Experts, slots, features, features of an expert: of Mixtral, of one with many small experts, of Qwen3-30B-A3B.
+MIXTURES = ((8, 2, 4096, 14_336), (512, 16, 1000, 500), (128, 8, 2048, 768))
+ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the defaults each
+
+
+def moe_routing_and_order() -> Iterator[str]:
+    """Routing and its backward, of few and many tokens, and sorting by expert."""
+    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+        for tokens in (64, 8192):
+            x, weight = empty(tokens, hidden), empty(experts, hidden)
+            chosen = empty(tokens, slots, dtype=torch.int64)
+            for replayed in (None, chosen):
+                routed = moe_routing.route(x, weight, slots, True, replayed, kernels=True)
+            moe_dispatch.groups_of(routed.experts, experts, kernels=True)
+            for normalize in (True, False):
+                moe_routing.route_backward(routed.weights, routed, normalize, kernels=True)
+            yield f"routing {experts} experts, {tokens} tokens"
+
+
+def _groups(experts: int, slots: int, tokens: int) -> Groups:
+    pairs = empty(tokens * slots, dtype=torch.int32)
+    return Groups(experts, slots, pairs, pairs, empty(experts + 1, dtype=torch.int32))
+
+
+def moe_combinations() -> Iterator[str]:
+    """From rows of slots to rows of tokens, and back."""
+    for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
+        groups = _groups(experts, slots, 4096)
+        y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
+        moe_combine.combine(d, weights, groups)
+        moe_combine.combine_backward(y, d, weights, groups, d)
+        for added in (None, y):
+            moe_combine.sum_over_slots(d, groups, added)
+        yield f"combine {experts}x{hidden}"
+
+
+def moe_products() -> Iterator[str]:
+    """Grouped products of few rows an expert and of many, and their backward: gate and up (gathered), and down."""
+    for experts, slots, hidden, width in for_this_gpu(MIXTURES):
+        for each in ROWS_EACH if _hopper() and experts == 128 else ROWS_EACH[-1:] if experts == 8 else (4, 1000):
+            groups = _groups(experts, slots, each * experts // slots)
+            for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
+                x, weight = empty(groups.rows // slots if gathered else groups.rows, k), empty(experts * n, k)
+                y = moe_dense.grouped_dense(x, weight, groups, gathered)
+                yield f"grouped {experts}x{n}x{k} {each} rows" + " wgmma" * _hopper()
+                if each == 1000:
+                    moe_backward.grouped_input_grad(y, weight, groups)
+                    moe_backward.grouped_weight_grad(y, x, groups, gathered, empty(experts * n, k, dtype=FP32))
+                    yield f"grouped backward {experts}x{n}x{k}" + " wgmma" * _hopper()

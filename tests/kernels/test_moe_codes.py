@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import experts
+import mixtures
 import pytest
 import torch
 from products import integers, random, relative_error
@@ -19,17 +19,18 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
 ]
 
+EXPERTS, TOKENS = 3, 8
 TILES = [Tile("w_first", 16, 64, 64), Tile("x_first", 64, 128, 64, warps=8), Tile("x_first", 64, 64, 32)]
-SHAPES = [(72, 160), (30, 100)]  # N, K of an expert; the second one comes by pointers
+# N, K of an expert, whether x is gathered; the last one comes by pointers
+SHAPES = [(72, 160, True), (72, 160, False), (30, 100, True)]
 
 
-def _x(given, k: int, gathered: bool, device) -> Tensor:
-    rows = given.rows // given.slots if gathered else given.rows
-    return random(rows, k, seed=1, device=device, dtype=torch.bfloat16)
+def _x(k: int, gathered: bool, device: torch.device) -> Tensor:
+    return random(TOKENS * (1 if gathered else 2), k, seed=1, device=device, dtype=torch.bfloat16)
 
 
 def _part(tensor: Tensor, expert: int) -> Tensor:
-    return tensor.chunk(experts.EXPERTS)[expert]
+    return tensor.chunk(EXPERTS)[expert]
 
 
 def _scale(rows: int, device: torch.device) -> Tensor:
@@ -37,28 +38,26 @@ def _scale(rows: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "gathered"), SHAPES)
 def test_w8a8_is_the_reference_of_each_rows_expert_bit_for_bit(device, n: int, k: int, gathered: bool, tile) -> None:
-    given = experts.groups(37, device)
-    x, codes = _x(given, k, gathered, device), integers(-128, 127, experts.EXPERTS * n, k, seed=2, device=device)
+    given = mixtures.grouped(TOKENS, 2, EXPERTS, device)
+    x, codes = _x(k, gathered, device), integers(-128, 127, EXPERTS * n, k, seed=2, device=device)
     scale = _scale(len(codes), device)
     y = moe_codes.run(*quantize_activation_int8(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
 
     def expected(rows: Tensor, expert: int) -> Tensor:
         return reference.w8a8(rows, _part(codes, expert).float(), _part(scale, expert))
 
-    assert torch.equal(y, experts.by_expert(given, gathered, x, expected))
+    assert torch.equal(y, mixtures.by_expert(given, gathered, x, expected))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.way}_{tile.block_n}")
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "gathered"), SHAPES)
 def test_fp8_is_the_product_of_each_expert_alone_bit_for_bit(device, n: int, k: int, gathered: bool, tile) -> None:
     if device.type == "cuda" and k % 16:
         pytest.skip("FP8 rows of this K have no 16-byte stride; the interpreter covers the pointer path")
-    given = experts.groups(19, device)
-    x, codes = _x(given, k, gathered, device), random(experts.EXPERTS * n, k, seed=2, device=device)
+    given = mixtures.grouped(TOKENS, 2, EXPERTS, device)
+    x, codes = _x(k, gathered, device), random(EXPERTS * n, k, seed=2, device=device)
     codes, scale = codes.to(torch.float8_e4m3fn), _scale(len(codes), device)
     y = moe_codes.run(*quantize_activation_fp8(x), codes, scale, n, given, gathered, torch.bfloat16, tile)
 
@@ -71,19 +70,18 @@ def test_fp8_is_the_product_of_each_expert_alone_bit_for_bit(device, n: int, k: 
         qx, s_x = quantize_activation_fp8(rows)
         return qx.double() @ _part(codes, expert).double().t() * _part(scale, expert).double().t() * s_x.double()
 
-    assert torch.equal(y, experts.by_expert(given, gathered, x, alone))
-    assert relative_error(y, experts.by_expert(given, gathered, x, exact)) < 5e-3  # as `gemm.fp8`
+    assert torch.equal(y, mixtures.by_expert(given, gathered, x, alone))
+    assert relative_error(y, mixtures.by_expert(given, gathered, x, exact)) < 5e-3  # as `gemm.fp8`
 
 
 @pytest.mark.parametrize("tile", [Tile("w_first", 16, 64), Tile("x_first", 64, 128, warps=8)], ids=lambda t: t.way)
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("k", [160, 100])
+@pytest.mark.parametrize(("k", "gathered"), [(160, True), (160, False), (100, True)])
 def test_fp8_block_is_the_product_of_each_expert_alone_bit_for_bit(device, k: int, gathered: bool, tile) -> None:
     if device.type == "cuda" and k % 16:
         pytest.skip("FP8 rows of this K have no 16-byte stride; the interpreter covers the pointer path")
-    n, given = 256, experts.groups(19, device)
-    x, codes = _x(given, k, gathered, device), random(experts.EXPERTS * n, k, seed=2, device=device)
-    codes, scale = codes.to(torch.float8_e4m3fn), random(experts.EXPERTS * 2, 2, seed=4, device=device).bfloat16()
+    n, given = 128, mixtures.grouped(TOKENS, 2, EXPERTS, device)
+    x, codes = _x(k, gathered, device), random(EXPERTS * n, k, seed=2, device=device)
+    codes, scale = codes.to(torch.float8_e4m3fn), random(EXPERTS, 2, seed=4, device=device).bfloat16()
 
     def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
         parts = [quantize_activation_fp8(part) for part in rows.split(128, 1)]
@@ -95,19 +93,19 @@ def test_fp8_block_is_the_product_of_each_expert_alone_bit_for_bit(device, k: in
         parts = _part(codes, expert), _part(scale, expert).float()
         return fp8_block.run(*quantized(rows), *parts, None, torch.bfloat16, tile)
 
-    assert torch.equal(y, experts.by_expert(given, gathered, x, alone))
-    exact = [
-        reference.fp8_block(x[at], _part(codes, e).float(), _part(scale, e))
-        for e, at in enumerate(experts.sources(given, gathered))
-    ]
-    assert relative_error(y, torch.cat(exact)) < 5e-3
+    assert torch.equal(y, mixtures.by_expert(given, gathered, x, alone))
+
+    def exact(rows: Tensor, expert: int) -> Tensor:
+        return reference.fp8_block(rows, _part(codes, expert).float(), _part(scale, expert))
+
+    assert relative_error(y, mixtures.by_expert(given, gathered, x, exact)) < 5e-3
 
 
 @pytest.mark.parametrize("product", [moe_codes.grouped_w8a8, moe_codes.grouped_fp8, moe_block.grouped_fp8_block])
 def test_what_does_not_fit_is_refused(device, product) -> None:
-    given = experts.groups(4, device)
+    given = mixtures.grouped(4, 2, EXPERTS, device)
     scale = torch.ones(4, 1, device=device)
-    x, weight = torch.zeros(4, 96, device=device), torch.zeros(5 * 128, 96, device=device)
+    x, weight = torch.zeros(4, 96, device=device), torch.zeros(EXPERTS * 128, 96, device=device)
     with pytest.raises(ValueError, match=r"needs .* codes, not torch.float32"):
         product(x, scale, weight, scale, 128, given, True, torch.bfloat16)
     kind = torch.int8 if product is moe_codes.grouped_w8a8 else torch.float8_e4m3fn
@@ -116,9 +114,9 @@ def test_what_does_not_fit_is_refused(device, product) -> None:
 
 
 def test_experts_that_would_share_a_scale_are_refused(device) -> None:
-    x, weight = (torch.zeros(rows, 96, device=device).to(torch.float8_e4m3fn) for rows in (4, 5 * 40))
+    x, weight = (torch.zeros(rows, 96, device=device).to(torch.float8_e4m3fn) for rows in (4, EXPERTS * 40))
     with pytest.raises(ValueError, match="experts of 40 output features would share scales, which span 128"):
         scales = torch.ones(4, 1), torch.ones(2, 1)
         moe_block.grouped_fp8_block(
-            x, scales[0], weight, scales[1], 40, experts.groups(4, device), True, torch.bfloat16
+            x, scales[0], weight, scales[1], 40, mixtures.grouped(4, 2, EXPERTS, device), True, torch.bfloat16
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qarl.policy.attention import Caches, Span, positions_of, slots_of
 from qarl.policy.fused_attention import DecodeAttention
+from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.sampling import uniforms
 from qarl.types import Prompt
@@ -33,10 +34,12 @@ class Spans:
 
 
 class HashingSampler:
-    """What `NativeEngine` asks of a `Sampler`. steps: rows of each forward, decodes negative."""
+    """What `NativeEngine` asks of a `Sampler`. steps: rows of each forward, decodes negative. experts: of its layers,
+    which no hash depends on; a row chooses them by its context, see `choices`."""
 
     current = True
     tracer = None
+    experts: tuple[ExpertLayer, ...] = ()
 
     def __init__(self) -> None:
         self.layout = SimpleNamespace(
@@ -55,7 +58,7 @@ class HashingSampler:
     def paged(self, spans: list[Span], caches: Caches) -> Spans:
         return Spans(spans, caches)
 
-    def hidden_states(self, ids: Tensor, attention: Spans | DecodeAttention) -> Tensor:
+    def hidden_states(self, ids: Tensor, attention: Spans | DecodeAttention, routes: Routes = NO_ROUTES) -> Tensor:
         keys = attention.caches[0][0]
         if isinstance(attention, Spans):
             positions, slots = positions_of(attention.spans), slots_of(attention.spans)
@@ -74,6 +77,8 @@ class HashingSampler:
             [int(keys[listed[p // PAGE], 0, p % PAGE, 0]) - 1000 * p for p in range(length)]
             for listed, length in zip(pages, lengths, strict=True)
         ]
+        for layer in self.experts:
+            routes.tell(layer.number, torch.tensor([choices(tokens, layer) for tokens in rows]))
         return torch.tensor([hash_of(tokens) for tokens in rows], dtype=torch.float64)[:, None]
 
     def distribution(self, hidden: Tensor, truncation: Truncation) -> Distribution:
@@ -87,6 +92,12 @@ def hash_of(tokens: list[int]) -> int:
     for token in tokens:
         total = (total * 31 + token + 7) % 10_007
     return total
+
+
+def choices(tokens: list[int], layer: ExpertLayer) -> list[int]:
+    """The experts of the last of some tokens, ascending."""
+    first = (hash_of(tokens) + layer.number) % (layer.count - layer.per_token)
+    return list(range(first, first + layer.per_token))
 
 
 def logits_of(hidden: Tensor) -> Tensor:

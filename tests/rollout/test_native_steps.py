@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hashing_sampler import VOCABULARY, HashingSampler, expected
+from hashing_sampler import VOCABULARY, HashingSampler, choices, expected
 from qarl_kernels.draw import draw_reference
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import RolloutConfig
+from qarl.experts import EXPERT_NAMES
+from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.native.graphs import chunks_of_pages, ladder
@@ -44,6 +46,12 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]
     return [Prompt(i, [rng.randrange(VOCABULARY) for _ in range(n)], "", {}) for i, n in enumerate(lengths)]
 
 
+def with_experts(engine: NativeEngine, count: int) -> NativeEngine:
+    """The engine, whose sampler's model now has two layers of so many experts, three for each token."""
+    engine.sampler.experts = tuple(ExpertLayer(i, "", count, 3, True, EXPERT_NAMES["mixtral"]) for i in range(2))
+    return engine
+
+
 def check(engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams) -> None:
     found = engine.generate(prompts, sampling, 0)
     assert [(r.prompt_id, r.sample) for r in found] == [(p.id, i) for p in prompts for i in range(sampling.n)]
@@ -51,6 +59,14 @@ def check(engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams)
         tokens, logprobs = expected(prompt, rollout.sample, sampling)
         assert (rollout.token_ids, rollout.logprobs) == (tokens, logprobs)
         assert rollout.finish_reason == ("stop" if tokens[-1] in sampling.stop_token_ids else "length")
+        if not sampling.record_routing:
+            assert rollout.routing is None
+            continue
+        ran = (prompt.token_ids + tokens)[:-1]
+        layers = engine.sampler.experts
+        wanted = [[choices(ran[: end + 1], layer) for layer in layers] for end in range(len(ran))]
+        assert rollout.routing.dtype == (torch.uint8 if layers[0].count < 256 else torch.int16)
+        assert rollout.routing.tolist() == wanted
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -68,6 +84,9 @@ def test_random_batches_draw_what_each_response_draws_alone(make, seed: int) -> 
     stops = frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 1, 4])))
     for run in range(2):  # the second one finds graphs
         check(engine, prompts, SamplingParams(n, seed + run, length, Truncation(), (), stops))
+    with_experts(engine, rng.choice([8, 255, 300]))  # and what their tokens went through is there, whoever ran them
+    for run in range(2):
+        check(engine, prompts, SamplingParams(n, seed + run, length, Truncation(), (), stops, record_routing=True))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +105,9 @@ def test_preempted_responses_come_back_and_the_ended_ones_do_not(make) -> None:
     for stops in (frozenset(), frozenset({9})):
         check(engine, prompts, SamplingParams(2, 4, 100, Truncation(), (), stops))
         assert engine.preemptions > 0
+    with_experts(engine, 8)
+    check(engine, prompts, SamplingParams(2, 4, 100, Truncation(), (), record_routing=True))
+    assert engine.preemptions > 0
 
 
 def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch) -> None:

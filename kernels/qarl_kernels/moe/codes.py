@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot_of_rows, gathered, no_sum, of_rows, operand, tile_of
+from qarl_kernels.blocks import dot_of_rows, gathered, no_sum, of_rows, operand
 from qarl_kernels.casts import narrow
 from qarl_kernels.gemm import POINTERS, scaled
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_programs, tile_for
-from qarl_kernels.moe.tiles import source_rows, tile_rows
+from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs, tile_for
 from qarl_kernels.tuning import Tile
 
 
@@ -52,21 +51,19 @@ def codes_kernel(
     TMA_W: tl.constexpr,
 ):
     """x (T or R, K), w (E * N, K), s_x (T or R,) fp32, s_w (E * N,), out (R, N); order, starts of `Groups`."""
-    pid_m, pid_n = tile_of(tl.program_id(0), tiles, tl.cdiv(N, BLOCK_N))
-    expert, first, end = tile_rows(starts, pid_m, experts, LANES, BLOCK_M)
+    expert, first, end, n, source = rows_of_program(
+        order, starts, experts, slots, tiles, N, BLOCK_M, BLOCK_N, LANES, GATHERED
+    )
     if first < end:
-        n = expert * N + pid_n * BLOCK_N
-        rm = first + tl.arange(0, BLOCK_M)
-        source = source_rows(order, rm, end, slots, GATHERED).to(tl.int64)
         acc = no_sum(BLOCK_M, BLOCK_N, SWAP, ACC)
         for step in range(tl.cdiv(K, BLOCK_K)):
             if TMA_X:
                 a = x.load([first, step * BLOCK_K])
             else:
                 a = gathered(x + source * stride_xm, step * BLOCK_K, K, BLOCK_K)
-            b = operand(w, n, experts * N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA_W)
+            b = operand(w, expert * N + n, experts * N, step * BLOCK_K, K, stride_wn, BLOCK_N, BLOCK_K, TMA_W)
             acc = dot_of_rows(a, b, acc, SWAP)
-        rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        rm, rn = first + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
         live = rm < end
         y = scaled(of_rows(acc, SWAP), s_x + source, live, s_w + expert * N + rn, rn < N)
         at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]

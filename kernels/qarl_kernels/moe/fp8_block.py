@@ -11,15 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import gathered, no_sum, of_rows, operand, tile_of
+from qarl_kernels.blocks import gathered, no_sum, of_rows, operand
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.fp8_block import scaled_block
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import descriptor, launch, supports_tma
 from qarl_kernels.moe.codes import check_e4m3
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_programs, tile_for
-from qarl_kernels.moe.tiles import source_rows, tile_rows
+from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs, tile_for
 from qarl_kernels.tuning import Tile
 
 
@@ -55,14 +54,12 @@ def grouped_block_kernel(
 
     BLOCK_N divides 128, and 128 divides N where there are several experts.
     """
-    pid_m, pid_n = tile_of(tl.program_id(0), tiles, tl.cdiv(N, BLOCK_N))
-    expert, first, end = tile_rows(starts, pid_m, experts, LANES, BLOCK_M)
+    expert, first, end, n, source = rows_of_program(
+        order, starts, experts, slots, tiles, N, BLOCK_M, BLOCK_N, LANES, GATHERED
+    )
     if first < end:
-        n = expert * N + pid_n * BLOCK_N
-        rm = first + tl.arange(0, BLOCK_M)
-        source = source_rows(order, rm, end, slots, GATHERED).to(tl.int64)
         x_scales = s_x + source * stride_sx
-        w_scales = s_w + n // 128 * stride_sw
+        w_scales = s_w + (expert * N + n) // 128 * stride_sw
         acc = no_sum(BLOCK_M, BLOCK_N, SWAP, tl.float32)
         none = tl.zeros_like(acc)
         for block in tl.range(tl.cdiv(K, 128), num_stages=STAGES):  # stated here, it pipelines the scales' loads too
@@ -70,10 +67,10 @@ def grouped_block_kernel(
                 a = x.load([first, block * 128])
             else:
                 a = gathered(x + source * stride_xm, block * 128, K, 128)
-            b = operand(w, n, experts * N, block * 128, K, stride_wn, BLOCK_N, 128, TMA_W)
+            b = operand(w, expert * N + n, experts * N, block * 128, K, stride_wn, BLOCK_N, 128, TMA_W)
             acc += scaled_block(a, b, tl.load(x_scales + block), widen(tl.load(w_scales + block)), none, SWAP)
         y = of_rows(acc, SWAP)
-        rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        rm, rn = first + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
         at = out + rm.to(tl.int64)[:, None] * stride_om + rn[None, :]
         tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < end)[:, None] & (rn < N)[None, :])
 

@@ -6,10 +6,52 @@ experts one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from qarl_kernels import backward, invariant, reference
+from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.routed import Routed
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Softmax of each row of float32 (T, E): its sum adds neighbours, then neighbours of those, as the kernel does."""
+    exponentials = (logits - logits.amax(1, keepdim=True)).exp()
+    total = torch.nn.functional.pad(exponentials, (0, next_power_of_2(logits.shape[1]) - logits.shape[1]))
+    while total.shape[1] > 1:
+        total = total[:, 0::2] + total[:, 1::2]
+    return exponentials / total
+
+
+def route(x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None) -> Routed:
+    """`qarl_kernels.moe.routing.route`, for float32 too."""
+    wide, wide_weight = x.float(), weight.float().contiguous()
+    logits = invariant.matmul(wide, wide_weight) if x.device.type == "cpu" else wide @ wide_weight.t()
+    if chosen is None:
+        comparable = logits.masked_fill(logits.isnan(), -torch.inf)  # a NaN would be the largest
+        chosen = comparable.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    experts = chosen.long().clamp(0, weight.shape[0] - 1).sort(dim=1).values
+    weights = probabilities(logits).gather(1, experts)
+    if normalize:
+        total = weights[:, 0]
+        for slot in range(1, k):
+            total = total + weights[:, slot]
+        weights = weights / total[:, None]
+    return Routed(logits, experts.int(), weights)
+
+
+def route_backward(grad_weights: Tensor, routed: Routed, normalize: bool) -> Tensor:
+    """`qarl_kernels.moe.routing.route_backward`."""
+    experts = routed.experts.long()
+    inner = (grad_weights * routed.weights).sum(1, keepdim=True)
+    zeros = torch.zeros_like(routed.logits)
+    if normalize:  # the other experts' probabilities cancel
+        return zeros.scatter_add(1, experts, routed.weights * (grad_weights - inner))
+    return probabilities(routed.logits) * (zeros.scatter_add(1, experts, grad_weights) - inner)
 
 
 def groups_of(experts: Tensor, count: int) -> Groups:
@@ -20,3 +62,74 @@ def groups_of(experts: Tensor, count: int) -> Groups:
     bounds = torch.arange(count + 1, dtype=ordered.dtype, device=experts.device)
     starts = torch.searchsorted(ordered, bounds, out_int32=True)
     return Groups(count, experts.shape[1], order.to(torch.int32), place, starts)
+
+
+def _used(groups: Groups) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, and which. Waits for the device."""
+    starts = groups.starts.tolist()
+    for expert, (first, end) in enumerate(pairwise(starts)):
+        if first < end:
+            yield expert, slice(first, end)
+
+
+def _sorted_rows(x: Tensor, groups: Groups, gathered: bool, rows: slice) -> Tensor:
+    return x[groups.order[rows].long() // groups.slots] if gathered else x[rows]
+
+
+def grouped_dense(x: Tensor, weight: Tensor, groups: Groups, gathered: bool) -> Tensor:
+    """`qarl_kernels.moe.dense.grouped_dense`, for float32 too: each expert by `qarl_kernels.reference.dense`.
+
+    weight: (E * N, K), of x's dtype, or on a CPU in float32, which it is multiplied in.
+    """
+    n = weight.shape[0] // groups.experts
+    out = torch.empty(groups.rows, n, dtype=x.dtype, device=x.device)
+    for expert, rows in _used(groups):
+        own = weight[expert * n : (expert + 1) * n]
+        own = own.float() if x.device.type == "cpu" else own
+        out[rows] = reference.dense(_sorted_rows(x, groups, gathered, rows), own)
+    return out
+
+
+def grouped_input_grad(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """`qarl_kernels.moe.backward.grouped_input_grad`, for float32 too."""
+    n = weight.shape[0] // groups.experts
+    out = torch.empty(groups.rows, weight.shape[1], dtype=dy.dtype, device=dy.device)
+    for expert, rows in _used(groups):
+        out[rows] = backward.input_grad(dy[rows], weight[expert * n : (expert + 1) * n])
+    return out
+
+
+def grouped_weight_grad(dy: Tensor, x: Tensor, groups: Groups, gathered: bool, into: Tensor) -> None:
+    """`qarl_kernels.moe.backward.grouped_weight_grad`, for float32 too."""
+    n = dy.shape[1]
+    for expert, rows in _used(groups):
+        own = into[expert * n : (expert + 1) * n]
+        backward.weight_grad(dy[rows], _sorted_rows(x, groups, gathered, rows), own)
+
+
+def combine(d: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """`qarl_kernels.moe.combine.combine`, for float32 too."""
+    place = groups.place.view(-1, groups.slots).long()
+    total = d[place[:, 0]].float() * weights[:, :1]
+    for slot in range(1, groups.slots):
+        total = total + d[place[:, slot]].float() * weights[:, slot : slot + 1]
+    return total.to(d.dtype)
+
+
+def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """`qarl_kernels.moe.combine.combine_backward`, for float32 too."""
+    order, place = groups.order.long(), groups.place.long()
+    arriving = dy[order // groups.slots].float()
+    grad_weights = (arriving * d.float()).sum(1)[place].view(-1, groups.slots)
+    return (arriving * weights.flatten()[order][:, None]).to(d.dtype), grad_weights
+
+
+def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None) -> Tensor:
+    """`qarl_kernels.moe.combine.sum_over_slots`, for float32 too."""
+    place = groups.place.view(-1, groups.slots).long()
+    total = grad[place[:, 0]].float()
+    for slot in range(1, groups.slots):
+        total = total + grad[place[:, slot]].float()
+    if added is not None:
+        total = total + added.float()
+    return total.to(grad.dtype)

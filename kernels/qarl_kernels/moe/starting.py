@@ -5,14 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import tuning
+from qarl_kernels.blocks import tile_of
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.tiles import lanes_of, most_tiles
+from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
 from qarl_kernels.tuning import Tile
+
+
+@triton.jit
+def rows_of_program(
+    order,
+    starts,
+    experts,
+    slots,
+    tiles,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """(expert, first, end, n, source) of this program.
+
+    Its sorted rows are [first, min(first + BLOCK_M, end)), none where first == end; its output features are
+    [n, n + BLOCK_N) of the expert's. source (BLOCK_M,) int64: the rows of x that they read, row 0 for those beyond.
+    """
+    pid_m, pid_n = tile_of(tl.program_id(0), tiles, tl.cdiv(N, BLOCK_N))
+    expert, first, end = tile_rows(starts, pid_m, experts, LANES, BLOCK_M)
+    source = source_rows(order, first + tl.arange(0, BLOCK_M), end, slots, GATHERED)
+    return expert, first, end, pid_n * BLOCK_N, source.to(tl.int64)
 
 
 def tile_for(family: str, groups: Groups, x: Tensor) -> Tile:
@@ -22,7 +49,7 @@ def tile_for(family: str, groups: Groups, x: Tensor) -> Tile:
 
 
 def rows_of_programs(groups: Groups, gathered: bool, block_m: int) -> dict[str, Any]:
-    """The arguments by which a kernel finds its rows, see `qarl_kernels.moe.tiles`."""
+    """The arguments of `rows_of_program` but N and the tile."""
     return {
         "order": groups.order,
         "starts": groups.starts,

@@ -15,11 +15,12 @@ from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
+from qarl.policy.routing import stored, stored_dtype
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.graphs import Graphs, chunks_of_pages, ladder
 from qarl.rollout.native.inputs import Inputs
 from qarl.rollout.native.pages import KVCache
-from qarl.rollout.native.routing import Routings
+from qarl.rollout.native.routing import Ran, routes_of, spans_of
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 from qarl.rollout.native.steps import LOGIT_ROWS, Computed, drawing, packed, tell
@@ -28,13 +29,14 @@ from qarl.transfer import upload
 
 @dataclass
 class DeviceDrawn:
-    """rows: of each sequence's token in `tokens` and `logprobs`, which `there` says are on the host."""
+    """rows: of each sequence's token in `tokens` and `logprobs`, which `there` says are on the host, as `ran` is."""
 
     sequences: list[Sequence]
     rows: list[int]
     tokens: Tensor
     logprobs: Tensor
     there: torch.cuda.Event | None
+    ran: list[Ran]
 
     def read(self) -> tuple[list[int], list[float]]:
         if self.there is not None:
@@ -44,7 +46,8 @@ class DeviceDrawn:
 
 
 class AheadRunner:
-    """See `Runner`. max_num_seqs: sequences at a time. longest: tokens of one. graphs: whether they are made."""
+    """See `Runner`. max_num_seqs: sequences at a time. longest: tokens of one. graphs: whether they are made. record:
+    whether it takes note of the experts that rows choose."""
 
     ahead = True
 
@@ -56,9 +59,9 @@ class AheadRunner:
         max_num_seqs: int,
         longest: int,
         graphs: bool = True,
+        record: bool = False,
     ) -> None:
         self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
-        self.routings: Routings | None = None
         self._view = sampler.view
         device = self.device = sampler.layout.device
         most, pages = ladder(max_num_seqs), chunks_of_pages(longest)
@@ -72,9 +75,17 @@ class AheadRunner:
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
         self._graphs = Graphs(device) if graphs else None
+        self.record = record
+        self._experts = torch.empty(0, device=device)  # of the last decodes' rows, where they are recorded
+        if record:
+            first, layers = sampler.experts[0], len(sampler.experts)
+            shape, self._count = (most, layers, first.per_token), first.count
+            self._experts = torch.zeros(shape, dtype=stored_dtype(first.count), device=device)
+        self._ran: list[Ran] = []  # in this step, on its way to the host
 
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
+    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
         same = self.sampler.view is self._view and cache is self.cache and truncation == self.truncation
+        same = same and record == self.record
         return same and max_num_seqs == self.max_num_seqs and chunks_of_pages(longest) <= self._table.shape[1]
 
     def take_page(self, page: int) -> None:
@@ -111,6 +122,8 @@ class AheadRunner:
             self._run(there)
         else:
             self._graphs.run((size, pages), lambda: self._run(there))
+        if self.record:
+            self._tell(chunks, self._experts[: len(chunks)])
         if self._ranked:
             assert self._hidden is not None
             self._draw_parts(self._hidden[: len(chunks)], there.points[: len(chunks)], 0)
@@ -155,7 +168,10 @@ class AheadRunner:
         attention = DecodeAttention(
             inputs.positions, inputs.slots, inputs.table, inputs.lengths, pages * PAGE, self.cache.layers
         )
-        hidden = self.sampler.hidden_states(self._memory[inputs.token], attention)
+        routes = routes_of(self.record)
+        hidden = self.sampler.hidden_states(self._memory[inputs.token], attention, routes=routes)
+        if self.record:
+            self._experts[:size] = stored(routes.recorded(), self._count)
         if not self._ranked:
             self._draw(hidden, inputs.points, slice(0, size))
             return
@@ -175,7 +191,10 @@ class AheadRunner:
         """Run chunks of prompts. Returns the sequences that drew, into rows from `first` on."""
         spans, ids = packed(chunks)
         tell(self.sampler.tracer, chunks)
-        hidden = self.sampler.hidden_states(self._there(ids), self.sampler.paged(spans, self.cache.layers))
+        routes, attention = routes_of(self.record), self.sampler.paged(spans, self.cache.layers)
+        hidden = self.sampler.hidden_states(self._there(ids), attention, routes=routes)
+        if self.record:
+            self._tell(chunks, stored(routes.recorded(), self._count))
         sequences, rows = drawing(chunks, computed)
         if not sequences:
             return sequences
@@ -209,12 +228,21 @@ class AheadRunner:
     def _on_their_way(self, sequences: list[Sequence], rows: list[int]) -> DeviceDrawn:
         """Copies of what was drawn, which the host may read later."""
         count = max(rows, default=-1) + 1
-        tokens, logprobs = self._tokens[:count], self._logprobs[:count]
+        tokens, logprobs = self._to_host(self._tokens[:count]), self._to_host(self._logprobs[:count])
+        ran, self._ran = self._ran, []
+        there = None
+        if self.device.type == "cuda":
+            there = torch.cuda.Event()
+            there.record(torch.cuda.current_stream(self.device))
+        return DeviceDrawn(sequences, rows, tokens, logprobs, there, ran)
+
+    def _tell(self, chunks: list[Chunk], experts: Tensor) -> None:
+        """Take note of what the rows of chunks chose, (T, L, k)."""
+        self._ran.append(Ran(spans_of(chunks), self._to_host(experts)))
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """A copy on the host, once the device has come so far."""
         if self.device.type != "cuda":
-            return DeviceDrawn(sequences, rows, tokens.clone(), logprobs.clone(), None)
-        copies = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in (tokens, logprobs)]
-        for copy, part in zip(copies, (tokens, logprobs), strict=True):
-            copy.copy_(part, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record(torch.cuda.current_stream(self.device))
-        return DeviceDrawn(sequences, rows, *copies, there)
+            return values.clone()
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return copy.copy_(values, non_blocking=True)

@@ -30,7 +30,7 @@ from qarl.rollout.engine import (
 from qarl.rollout.native.ahead import AheadRunner
 from qarl.rollout.native.pages import KVCache, PagePool
 from qarl.rollout.native.plain import PlainRunner
-from qarl.rollout.native.routing import Routings
+from qarl.rollout.native.routing import RoutingRecord
 from qarl.rollout.native.sampling import uniforms
 from qarl.rollout.native.scheduler import Scheduler
 from qarl.rollout.native.sequence import Sequence as Response
@@ -96,7 +96,8 @@ class NativeEngine:
         longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
         sizes = self._sizes(longest)
         cache = self._kv_cache(longest, min(sizes.max_num_seqs, len(prompts) * sampling.n))
-        runner = self._runner_of(cache, sampling.truncation, sizes, longest)
+        record = RoutingRecord() if sampling.record_routing and self.sampler.experts else None
+        runner = self._runner_of(cache, sampling.truncation, sizes, longest, record is not None)
         pool = PagePool(cache.count, runner.take_page)
         scheduler = Scheduler(
             pool, runner.max_num_seqs, sizes.max_batched_tokens, sampling.max_response_length, cache.copy
@@ -109,27 +110,24 @@ class NativeEngine:
             ]
             scheduler.add(samples)
             responses += samples
-        record = sampling.record_routing and self.sampler.experts > 0
-        routings = runner.routings = Routings(self.sampler.experts) if record else None
         with self.sampler.running():
-            self._run(scheduler, runner, Stopping(self.tokenizer, sampling), progress)
+            self._run(scheduler, runner, Stopping(self.tokenizer, sampling), progress, record)
         self.preemptions = scheduler.preemptions
-        return [
-            Rollout(
-                r.prompt.id,
-                r.sample,
-                r.response,
-                r.logprobs,
-                r.finish_reason,
-                version,
-                sampling.seed,
-                r.text,
-                None if routings is None else routings.of(r),
-            )
-            for r in responses
-        ]
+        return [self._rollout(r, version, sampling.seed, record) for r in responses]
 
-    def _run(self, scheduler: Scheduler, runner: Runner, stopping: Stopping, progress: Progress) -> None:
+    def _rollout(self, r: Response, version: int, seed: int, record: RoutingRecord | None) -> Rollout:
+        routing = None if record is None else record.of(r)
+        assert r.finish_reason is not None, "every response has ended"
+        return Rollout(r.prompt.id, r.sample, r.response, r.logprobs, r.finish_reason, version, seed, r.text, routing)
+
+    def _run(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        stopping: Stopping,
+        progress: Progress,
+        record: RoutingRecord | None,
+    ) -> None:
         """Steps until every response has ended. A step of a runner that runs ahead is read when the next has started.
 
         What is drawn after a response's end is thrown away. Before pages are taken from a sequence everything is read:
@@ -150,6 +148,9 @@ class NativeEngine:
                     unread, step = step, None
             if unread is not None:
                 taken = self._take(unread, stopping)
+                if record is not None:
+                    for found in unread.ran:
+                        record.take(found)
                 for response in taken:
                     if response.finish_reason is not None:
                         finished += 1
@@ -173,18 +174,20 @@ class NativeEngine:
                 taken.append(response)
         return taken
 
-    def _runner_of(self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int) -> Runner:
+    def _runner_of(
+        self, cache: KVCache, truncation: Truncation, sizes: RolloutConfig, longest: int, record: bool
+    ) -> Runner:
         """The runner of the generation before, with its graphs, where it serves; else a new one."""
         ahead = self.sampler.view.fused
         # One that runs ahead decodes every sequence in every step.
         most = min(sizes.max_num_seqs, sizes.max_batched_tokens) if ahead else sizes.max_num_seqs
         runner = self._runner
-        if runner is None or not runner.serves(cache, truncation, most, longest):
+        if runner is None or not runner.serves(cache, truncation, most, longest, record):
             self._close_runner()
             if ahead:
-                runner = AheadRunner(self.sampler, cache, truncation, most, longest, self.graphs)
+                runner = AheadRunner(self.sampler, cache, truncation, most, longest, self.graphs, record)
             else:
-                runner = PlainRunner(self.sampler, cache, truncation, most)
+                runner = PlainRunner(self.sampler, cache, truncation, most, record)
         self._runner = runner
         return runner
 

@@ -8,10 +8,9 @@ import torch
 from qarl_kernels.logprob import Truncation, log_probs_of
 from torch import Tensor
 
-from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.pages import KVCache
-from qarl.rollout.native.routing import Routings
+from qarl.rollout.native.routing import Ran, ran, routes_of
 from qarl.rollout.native.sampling import draw
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
@@ -23,6 +22,7 @@ class PlainDrawn:
     sequences: list[Sequence]
     tokens: list[int]
     logprobs: list[float]
+    ran: list[Ran]
 
     def read(self) -> tuple[list[int], list[float]]:
         return self.tokens, self.logprobs
@@ -33,12 +33,15 @@ class PlainRunner:
 
     ahead = False
 
-    def __init__(self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int) -> None:
+    def __init__(
+        self, sampler: Sampler, cache: KVCache, truncation: Truncation, max_num_seqs: int, record: bool = False
+    ) -> None:
         self.sampler, self.cache, self.truncation, self.max_num_seqs = sampler, cache, truncation, max_num_seqs
-        self.routings: Routings | None = None
+        self.record = record
 
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
-        return cache is self.cache and truncation == self.truncation and max_num_seqs == self.max_num_seqs
+    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
+        same = cache is self.cache and truncation == self.truncation and record == self.record
+        return same and max_num_seqs == self.max_num_seqs
 
     def take_page(self, page: int) -> None:
         """Attention multiplies what lies behind a sequence's end by zero, which must not be NaN."""
@@ -48,20 +51,17 @@ class PlainRunner:
         spans, ids = packed(chunks)
         tell(self.sampler.tracer, chunks)
         attention = self.sampler.paged(spans, self.cache.layers)
-        routes = NO_ROUTES if self.routings is None else recording()
-        tokens = torch.tensor(ids, device=self.sampler.layout.device)
-        hidden = self.sampler.hidden_states(tokens, attention, routes=routes)
-        if self.routings is not None:
-            experts = routes.recorded().cpu()
-            for chunk, span in zip(chunks, spans, strict=True):
-                self.routings.take(chunk.sequence, chunk.start, experts[span.row : span.row + span.count])
+        routes = routes_of(self.record)
+        there = torch.tensor(ids, device=self.sampler.layout.device)
+        hidden = self.sampler.hidden_states(there, attention, routes=routes)
+        chose = [ran(chunks, routes, self.sampler.experts[0].count)] if self.record else []
         sequences, rows = drawing(chunks, computed)
-        drawn = PlainDrawn(sequences, [], [])
+        drawn = PlainDrawn(sequences, [], [], chose)
         for start in range(0, len(sequences), LOGIT_ROWS):
             part = slice(start, start + LOGIT_ROWS)
             points = [float(s.points[s.drawn]) for s in sequences[part]]
-            chosen, logprobs = self._draw(hidden, rows[part], points)
-            drawn.tokens += chosen
+            tokens, logprobs = self._draw(hidden, rows[part], points)
+            drawn.tokens += tokens
             drawn.logprobs += logprobs
         return drawn
 

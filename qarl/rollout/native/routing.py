@@ -1,64 +1,72 @@
-"""Which experts the tokens of a generation went through, gathered from its steps."""
+"""The experts that the tokens of a generation went through, put together from the steps that ran them.
+
+A prompt's tokens are run by one of its samples, and the others take its keys and values: its experts are all theirs.
+What runs a second time, after a preemption, chooses as it did before.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from qarl.policy.routes import NO_ROUTES, Routes, recording
 from qarl.policy.routing import stored
+from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 
 
-class Log:
-    """Rows of positions from 0 on, which may come again: a forward gives a token the same ones whenever it runs."""
+@dataclass(frozen=True)
+class Ran:
+    """Rows of one forward. spans: the tokens [start, stop) of sequences, one after the other. experts: of the rows,
+    and perhaps of more behind them, (T, L, k), as `Rollout.routing` has them; on the host once the step is read."""
+
+    spans: list[tuple[Sequence, int, int]]
+    experts: Tensor
+
+
+def routes_of(record: bool) -> Routes:
+    """For a forward, which takes note of its choices if `record`."""
+    return recording() if record else NO_ROUTES
+
+
+def ran(chunks: Iterable[Chunk], routes: Routes, experts: int) -> Ran:
+    """What a forward over chunks chose, brought to the host. experts: of a layer."""
+    return Ran(spans_of(chunks), stored(routes.recorded(), experts).cpu())
+
+
+def spans_of(chunks: Iterable[Chunk]) -> list[tuple[Sequence, int, int]]:
+    return [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks]
+
+
+class RoutingRecord:
+    """Of the sequences of one `generate`."""
 
     def __init__(self) -> None:
-        self._rows: Tensor | None = None
-        self._known = 0
+        self._prompts: dict[int, np.ndarray] = {}  # by the identity of the prompt, which its samples share
+        self._responses: dict[Sequence, list[np.ndarray]] = {}  # of each token, (L, k)
 
-    def write(self, start: int, rows: Tensor) -> None:
-        """rows: (n, L, k), of the positions from `start` on."""
-        stop = start + len(rows)
-        assert start <= self._known, "a position was left out"
-        if self._rows is None or stop > len(self._rows):
-            wider = rows.new_empty(max(64, 2 * stop), *rows.shape[1:])
-            if self._rows is not None:
-                wider[: self._known] = self._rows[: self._known]
-            self._rows = wider
-        self._rows[start:stop] = rows
-        self._known = max(self._known, stop)
-
-    def read(self, count: int) -> Tensor:
-        """The first `count` rows."""
-        assert self._rows is not None and count <= self._known, f"{self._known} of {count} positions were told"
-        return self._rows[:count]
-
-
-class Routings:
-    """Of all sequences of a `generate`. experts: of a layer.
-
-    A token's experts depend on the tokens up to it alone. So the samples of a prompt share those of its tokens,
-    whichever of them computes a part of it, and whatever is computed again after a preemption is the same.
-    """
-
-    def __init__(self, experts: int) -> None:
-        self.experts = experts
-        self._prompts: dict[int, Log] = {}  # by identity, which sequences keep alive
-        self._responses: dict[Sequence, Log] = {}
-
-    def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
-        """A sequence's tokens from position `start` on went through these experts: (n, L, k) integers, ascending, on
-        the CPU."""
-        rows, length = stored(rows, self.experts), len(sequence.prompt.token_ids)
-        of_prompt = max(0, length - start)
-        if of_prompt:
-            self._prompts.setdefault(id(sequence.prompt), Log()).write(start, rows[:of_prompt])
-        if len(rows) > of_prompt:
-            self._responses.setdefault(sequence, Log()).write(max(0, start - length), rows[of_prompt:])
+    def take(self, found: Ran) -> None:
+        """Keep what a step chose. The tokens of a response before those of a span have been taken."""
+        experts = found.experts.numpy().copy()  # it may lie in pinned memory, which is to be used again
+        row = 0
+        for sequence, start, stop in found.spans:
+            prompt = sequence.prompt.token_ids
+            own = row + max(0, min(stop, len(prompt)) - start)  # the first row that is no prompt's
+            if own > row:
+                shape = len(prompt), *experts.shape[1:]
+                held = self._prompts.setdefault(id(sequence.prompt), np.zeros(shape, experts.dtype))
+                held[start : start + own - row] = experts[row:own]
+            end = row + stop - start
+            if end > own:
+                first = start + own - row - len(prompt)
+                self._responses.setdefault(sequence, [])[first : first + end - own] = experts[own:end]
+            row = end
 
     def of(self, sequence: Sequence) -> Tensor:
-        """`Rollout.routing` of a sequence that has ended: (prompt + response - 1, L, k)."""
-        found = self._prompts[id(sequence.prompt)].read(len(sequence.prompt.token_ids))
-        if (more := len(sequence.response) - 1) == 0:
-            return found.clone()
-        return torch.cat((found, self._responses[sequence].read(more)))
+        """Of all tokens of the prompt and the response but the last, which predicts nothing: (T, L, k)."""
+        own = self._responses.get(sequence, [])[: len(sequence.response) - 1]
+        return torch.from_numpy(np.concatenate([self._prompts[id(sequence.prompt)], *(row[None] for row in own)]))

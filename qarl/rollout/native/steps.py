@@ -11,7 +11,7 @@ from qarl_kernels.logprob import Truncation
 from qarl.policy.attention import Span
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.native.pages import KVCache
-from qarl.rollout.native.routing import Routings
+from qarl.rollout.native.routing import Ran
 from qarl.rollout.native.scheduler import Chunk
 from qarl.rollout.native.sequence import Sequence
 
@@ -20,9 +20,11 @@ LOGIT_ROWS = 128  # rows of logits held at once, where a graph does not hold tho
 
 
 class Drawn(Protocol):
-    """Tokens that a step drew, one for each of `sequences`."""
+    """Tokens that a step drew, one for each of `sequences`. ran: the experts of its rows, where they are recorded; on
+    the host after `read`."""
 
     sequences: list[Sequence]
+    ran: list[Ran]
 
     def read(self) -> tuple[list[int], list[float]]:
         """The tokens and their log-probs; waits for the device."""
@@ -33,15 +35,14 @@ class Runner(Protocol):
     """Runs steps over one KV cache, of one version and one way to draw.
 
     ahead: whether the next step should be started before a step's tokens are read. max_num_seqs: sequences that it
-    decodes at a time. routings: is told which experts the tokens of a step go through; None: nobody asks.
+    decodes at a time.
     """
 
     ahead: bool
     max_num_seqs: int
-    routings: Routings | None
 
-    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int) -> bool:
-        """Whether it is what a new one would be. longest: tokens of a sequence."""
+    def serves(self, cache: KVCache, truncation: Truncation, max_num_seqs: int, longest: int, record: bool) -> bool:
+        """Whether it is what a new one would be. longest: tokens of a sequence. record: which experts rows choose."""
         ...
 
     def take_page(self, page: int) -> None:

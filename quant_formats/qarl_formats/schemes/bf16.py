@@ -10,6 +10,7 @@ from qarl_formats.scheme import Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
     from qarl_formats.prepared import PreparedWeight
@@ -64,6 +65,22 @@ class BF16(Scheme):
         from qarl_kernels import reference
 
         return reference.dense(x, operands["weight"], bias)
+
+    @classmethod
+    def multiply_grouped(
+        cls,
+        x: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        kernels: bool,
+    ) -> Tensor:
+        if not kernels:
+            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
+        from qarl_kernels.moe.dense import grouped_dense
+
+        return grouped_dense(x.contiguous(), operands["weight"], groups, gathered)
 
     def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
         return prepared.operands["weight"]

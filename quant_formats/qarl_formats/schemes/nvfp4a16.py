@@ -14,6 +14,7 @@ from qarl_formats.scheme import Scheme, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
     from qarl_formats.prepared import PreparedWeight
@@ -142,6 +143,32 @@ class NVFP4A16(Scheme):
         packed, scale = operands.get("weight_packed"), operands["weight_scale"]
         tiled, meta = operands["weight_tiled"], operands["weight_meta"]
         return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, meta, bias)
+
+    @classmethod
+    def multiply_grouped(
+        cls,
+        x: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        kernels: bool,
+    ) -> Tensor:
+        if not kernels:
+            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
+        from qarl_kernels.moe import nvfp4a16
+
+        return nvfp4a16.grouped_nvfp4a16(
+            x.contiguous(),
+            operands.get("weight_packed"),
+            operands["weight_scale"],
+            operands["weight_global_scale"],
+            operands["weight_tiled"],
+            operands["weight_meta"],
+            out_features,
+            groups,
+            gathered,
+        )
 
     @classmethod
     def parts(cls, operands: Mapping[str, Tensor], widths: list[int]) -> list[dict[str, Tensor]]:

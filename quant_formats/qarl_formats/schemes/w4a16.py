@@ -10,6 +10,7 @@ from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
     from qarl_formats.prepared import PreparedWeight
@@ -63,6 +64,33 @@ class W4A16(PackedInt4):
             operands.get("weight_tiled"),
             operands.get("weight_meta"),
             bias,
+        )
+
+    @classmethod
+    def multiply_grouped(
+        cls,
+        x: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        kernels: bool,
+    ) -> Tensor:
+        if not kernels:
+            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
+        cls.check_grouped(operands, out_features, groups.experts)
+        from qarl_kernels.moe import w4a16
+
+        return w4a16.grouped_w4a16(
+            x.contiguous(),
+            operands.get("weight_packed"),
+            operands["weight_scale"],
+            operands.get("weight_zero_point"),
+            operands.get("weight_tiled"),
+            operands.get("weight_meta"),
+            out_features,
+            groups,
+            gathered,
         )
 
     @classmethod

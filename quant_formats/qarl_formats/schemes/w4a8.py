@@ -10,6 +10,7 @@ from qarl_formats.schemes.int4 import PackedInt4
 
 if TYPE_CHECKING:
     import torch
+    from qarl_kernels.moe.groups import Groups
     from torch import Tensor
 
     from qarl_formats.prepared import PreparedWeight
@@ -67,6 +68,40 @@ class W4A8(PackedInt4):
         channel = operands["weight_scale"].shape[1] == 1
         tiled, meta = operands["weight_tiled"], operands["weight_meta"]
         return w4a8.w4a8(codes, scale, tiled, meta, codes.shape[1], out_features, bias, dtype, channel)
+
+    @classmethod
+    def multiply_grouped(
+        cls,
+        x: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        kernels: bool,
+    ) -> Tensor:
+        if not kernels:
+            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
+        from qarl_kernels import quantize
+
+        codes, scale = quantize.activation_int8(x.contiguous())
+        return cls.multiply_codes_grouped(codes, scale, operands, out_features, groups, gathered, x.dtype)
+
+    @classmethod
+    def multiply_codes_grouped(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        operands: Mapping[str, Tensor],
+        out_features: int,
+        groups: Groups,
+        gathered: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from qarl_kernels.moe import w4a8
+
+        weight = operands["weight_tiled"], operands["weight_meta"]
+        channel = operands["weight_scale"].shape[1] == 1
+        return w4a8.grouped_w4a8(codes, scale, *weight, out_features, groups, gathered, dtype, channel)
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool

@@ -1,0 +1,44 @@
+"""Losses of a router: experts used alike, and logits that stay small; their values and their gradient, in plain torch.
+
+load balancing: E * sum_e f_e P_e (Switch Transformer, equation 4), f_e the share of (token, slot) pairs that expert e
+has, without gradient, P_e its mean probability; 1 where all are used alike. z-loss: the mean of logsumexp(logits)^2
+(ST-MoE, equation 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qarl_kernels.moe.reference import probabilities
+from qarl_kernels.moe.routed import Routed
+
+
+@dataclass(frozen=True)
+class Balance:
+    """grad_logits: (T, E) float32, of aux * balance + z * z_loss. balance, z_loss: float32 scalars, not weighted."""
+
+    grad_logits: Tensor
+    balance: Tensor
+    z_loss: Tensor
+
+
+def balance_grad(routed: Routed, count: int, aux: float, z: float) -> Balance:
+    """Both losses over the first `count` tokens, 1 or more, and what they add to the logits' gradient, there alone.
+
+    aux, z: what the losses are multiplied by. Does not wait for the device; the same inputs give the same bits.
+    """
+    logits, experts = routed.logits[:count], routed.experts[:count].long()
+    tokens, total = logits.shape
+    pairs = torch.zeros(total, dtype=torch.int64, device=logits.device)
+    pairs.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())  # integers: in any order
+    share = pairs.float() / experts.numel()
+    p = probabilities(logits)
+    normalizer = logits.logsumexp(1, keepdim=True)
+    slope = (aux * total / tokens) * share  # of the loss by each probability
+    of_logits = p * (slope - (p * slope).sum(1, keepdim=True)) + (2 * z / tokens) * normalizer * p
+    grad = torch.zeros_like(routed.logits)
+    grad[:count] = of_logits
+    return Balance(grad, total * (share * p.mean(0)).sum(), normalizer.square().mean())

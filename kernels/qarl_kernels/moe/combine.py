@@ -1,0 +1,192 @@
+"""From a row for each (token, slot) back to a row a token: the weighted sum over slots, its gradients, and a plain sum.
+
+Slots add up in their order, from the first product on, each product and each sum rounded to float32, and the result is
+rounded once. A token's bits depend on its own rows alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.casts import narrow, widen
+from qarl_kernels.integers import cdiv, next_power_of_2
+from qarl_kernels.launch import launch
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.rows import check_rows
+
+COLUMNS, WARPS = 1024, 4  # of a program: features of one token
+BACKWARD_LANES, BACKWARD_WARPS = 4096, 4  # of a program at a time: slots of one token, times features
+
+
+@triton.jit
+def _combine_kernel(
+    d,  # (R, columns) bf16 or fp16
+    weights,  # (T, SLOTS) f32, or None
+    added,  # (T, columns), or None
+    place,  # (R,) i32
+    out,  # (T, columns)
+    columns,
+    stride_d,
+    stride_added,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    keep = column < columns
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(place + token * SLOTS + slot).to(tl.int64)
+        value = widen(tl.load(d + row * stride_d + column, mask=keep, other=0.0))
+        if weights is not None:
+            value *= tl.load(weights + token * SLOTS + slot)
+        if slot == 0:
+            total = value
+        else:
+            total += value
+    if added is not None:
+        total += widen(tl.load(added + token * stride_added + column, mask=keep, other=0.0))
+    tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _combine_backward_kernel(
+    dy,  # (T, columns) bf16 or fp16
+    d,  # (R, columns)
+    weights,  # (T, slots) f32
+    place,  # (R,) i32
+    grad_d,  # (R, columns), may be d: a value is written by the program that read it, afterwards
+    grad_weights,  # (T, slots) f32
+    slots,
+    columns,
+    stride_dy,
+    stride_d,
+    stride_grad,
+    SLOTS: tl.constexpr,  # a power of two that has room for them
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    there = slot < slots
+    pair = token * slots + slot
+    row = tl.load(place + pair, mask=there, other=0).to(tl.int64)[:, None]
+    weight = tl.load(weights + pair, mask=there, other=0.0)[:, None]
+    total = tl.zeros([SLOTS, COLUMNS], tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < columns
+        keep = there[:, None] & inside[None, :]
+        arriving = widen(tl.load(dy + token * stride_dy + column, mask=inside, other=0.0))[None, :]
+        total += arriving * widen(tl.load(d + row * stride_d + column[None, :], mask=keep, other=0.0))
+        grad = narrow(arriving * weight, grad_d.dtype.element_ty)
+        tl.store(grad_d + row * stride_grad + column[None, :], grad, mask=keep)
+    tl.store(grad_weights + pair, tl.sum(total, axis=1), mask=there)
+
+
+def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups) -> Tensor:
+    tokens, columns = groups.rows // groups.slots, d.shape[1]
+    out = torch.empty(tokens, columns, dtype=d.dtype, device=d.device)
+    width = min(COLUMNS, max(16, next_power_of_2(columns)))
+    launch(
+        _combine_kernel,
+        (tokens, cdiv(columns, width)),
+        num_warps=WARPS,
+        d=d,
+        weights=weights,
+        added=added,
+        place=groups.place,
+        out=out,
+        columns=columns,
+        stride_d=d.stride(0),
+        stride_added=0 if added is None else added.stride(0),
+        SLOTS=groups.slots,
+        COLUMNS=width,
+    )
+    return out
+
+
+def combine(d: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    """y = sum over a token's slots of float32(d) * weight, (T, H) of d's dtype.
+
+    Args:
+        d: (R, H) bf16 or fp16, in sorted order, rows contiguous, any distance apart.
+        weights: (T, k) float32, contiguous, of each token's slots.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    _check("d", d, groups.rows)
+    _check_weights(weights, groups)
+    return _sum(d, weights, None, groups)
+
+
+def combine_backward(
+    dy: Tensor, d: Tensor, weights: Tensor, groups: Groups, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of d and of the weights: (R, H) of d's dtype, weight * dy; (T, k) float32, <dy, d>.
+
+    Args:
+        dy: (T, H) 16-bit, rows contiguous, any distance apart. d, weights: as for `combine`.
+        into: (R, H) of d's dtype, where d's gradient goes, which may be d itself; None: a new tensor.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    tokens, columns = groups.rows // groups.slots, d.shape[1]
+    _check("dy", dy, tokens, columns)
+    _check("d", d, groups.rows)
+    _check_weights(weights, groups)
+    if into is None:
+        into = torch.empty(groups.rows, columns, dtype=d.dtype, device=d.device)
+    _check("into", into, groups.rows, columns)
+    grad_weights = torch.empty(tokens, groups.slots, dtype=torch.float32, device=d.device)
+    lanes = next_power_of_2(groups.slots)
+    launch(
+        _combine_backward_kernel,
+        (tokens,),
+        num_warps=BACKWARD_WARPS,
+        dy=dy,
+        d=d,
+        weights=weights,
+        place=groups.place,
+        grad_d=into,
+        grad_weights=grad_weights,
+        slots=groups.slots,
+        columns=columns,
+        stride_dy=dy.stride(0),
+        stride_d=d.stride(0),
+        stride_grad=into.stride(0),
+        SLOTS=lanes,
+        COLUMNS=min(BACKWARD_LANES // lanes, max(16, next_power_of_2(columns))),
+    )
+    return into, grad_weights
+
+
+def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None = None) -> Tensor:
+    """A gathered input's gradient (T, K) of grad's dtype: the sum of its token's rows, and of `added` behind them.
+
+    Args:
+        grad: (R, K) bf16 or fp16, in sorted order, rows contiguous, any distance apart.
+        added: (T, K) 16-bit, rows contiguous: what arrives at the same input from elsewhere, as from the router.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    _check("grad", grad, groups.rows)
+    if added is not None:
+        _check("added", added, groups.rows // groups.slots, grad.shape[1])
+    return _sum(grad, None, added, groups)
+
+
+def _check(name: str, x: Tensor, rows: int, columns: int | None = None) -> None:
+    check_rows(name, x, columns)
+    if x.shape[0] != rows:
+        raise ValueError(f"{name} must have {rows} rows for these groups, not {x.shape[0]}")
+
+
+def _check_weights(weights: Tensor, groups: Groups) -> None:
+    expected = (groups.rows // groups.slots, groups.slots)
+    if weights.shape != expected or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights must be contiguous float32 {expected}, not {weights.dtype} {tuple(weights.shape)}")

@@ -1,0 +1,258 @@
+"""Which experts a token goes to, and what their results weigh; one kernel each way.
+
+logits = x @ W^T in float32, not rounded; softmax; the k largest logits, of equal ones the lower expert's (a NaN counts
+as the least); the chosen probabilities, on request divided by their sum. A token's bits depend on that token alone:
+logits are one chain of products along H, as in `qarl_kernels.gemm`, the softmax's sum is a tree over the experts, and
+the chosen ones add up in their order, whatever the tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qarl_kernels.blocks import dot, operand
+from qarl_kernels.integers import cdiv, next_power_of_2
+from qarl_kernels.launch import capability_of, launch
+from qarl_kernels.moe import reference
+from qarl_kernels.moe.routed import Routed
+
+MAX_EXPERTS, MAX_SLOTS = 512, 16
+FEW_TOKENS = 2048  # up to which a tile has 16: enough programs matter more than how often the weight is read
+BACKWARD_LANES, BACKWARD_WARPS = 2048, 4  # of a program: tokens times experts
+
+
+@triton.jit
+def _softmax(logits, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Of each row (ROWS, LANES) of f32, -inf where there is no expert; neighbours add up first, whatever the layout."""
+    exponentials = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    total = exponentials
+    width: tl.constexpr = LANES.bit_length() - 1
+    for level in tl.static_range(width):
+        even, odd = tl.split(tl.reshape(total, [ROWS, LANES >> (level + 1), 2]))
+        total = even + odd
+    return tl.div_rn(exponentials, tl.broadcast_to(tl.reshape(total, [ROWS, 1]), [ROWS, LANES]))
+
+
+@triton.jit
+def _largest(logits, there, COUNT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr):
+    """The experts of the COUNT largest logits of each row, (ROWS, SLOTS) i32: one for each slot below COUNT."""
+    lane = tl.arange(0, LANES)[None, :]
+    slot = tl.arange(0, SLOTS)[None, :]
+    comparable = tl.where(logits == logits, logits, float("-inf")) + 0.0  # -0 and 0 are equal
+    bits = comparable.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, in the order of the floats
+    TAKEN: tl.constexpr = -(1 << 31)  # below -inf's
+    keys = tl.where(there, ordered, TAKEN)
+    found = tl.zeros([ROWS, SLOTS], tl.int32)
+    for j in range(COUNT):
+        largest = keys == tl.max(keys, axis=1)[:, None]
+        expert = tl.min(tl.where(largest, lane, LANES), axis=1)[:, None]  # of equal ones the lower
+        found = tl.where(slot == j, expert, found)
+        keys = tl.where(lane == expert, TAKEN, keys)
+    return found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _route_kernel(
+    x,  # (rows, columns) bf16 or fp16
+    weight,  # (experts, columns)
+    chosen,  # (rows, COUNT) i32 or i64, or None
+    logits,  # (rows, experts) f32
+    ids,  # (rows, COUNT) i32
+    weights,  # (rows, COUNT) f32
+    rows,
+    columns,
+    experts,
+    stride_x,
+    stride_weight,
+    COUNT: tl.constexpr,  # slots of a token
+    SLOTS: tl.constexpr,  # a power of two that has room for them
+    LANES: tl.constexpr,  # and for the experts
+    NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    acc = tl.zeros([ROWS, LANES], tl.float32)
+    for step in range(tl.cdiv(columns, BLOCK_K)):
+        a = operand(x, first, rows, step * BLOCK_K, columns, stride_x, ROWS, BLOCK_K, False)
+        b = operand(weight, 0, experts, step * BLOCK_K, columns, stride_weight, LANES, BLOCK_K, False)
+        acc = dot(a, b.T, acc)
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    exists = row < rows
+    lane = tl.arange(0, LANES)[None, :]
+    there = lane < experts
+    tl.store(logits + row * experts + lane, acc, mask=exists & there)
+    slot = tl.arange(0, SLOTS)[None, :]
+    if chosen is None:
+        found = _largest(acc, there, COUNT, ROWS, LANES, SLOTS)
+    else:
+        found = tl.load(chosen + row * COUNT + slot, mask=exists & (slot < COUNT), other=0)
+        found = tl.minimum(tl.maximum(found, 0), experts - 1).to(tl.int32)
+    # Not before the experts are found, which would keep it in registers meanwhile.
+    p = _softmax(tl.where(there, acc, float("-inf")), ROWS, LANES)
+    # The slots ascending, without two that are equal even where an expert comes twice.
+    LAST: tl.constexpr = 1 << 30
+    waiting = tl.where(slot < COUNT, found * SLOTS + slot, LAST)
+    its_ids = tl.zeros([ROWS, SLOTS], tl.int32)
+    its_weights = tl.zeros([ROWS, SLOTS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for j in range(COUNT):
+        least = tl.min(waiting, axis=1)
+        waiting = tl.where(waiting == least[:, None], LAST, waiting)
+        expert = least // SLOTS
+        share = tl.sum(tl.where(lane == expert[:, None], p, 0.0), axis=1)
+        total += share
+        its_ids = tl.where(slot == j, expert[:, None], its_ids)
+        its_weights = tl.where(slot == j, share[:, None], its_weights)
+    if NORMALIZE:
+        its_weights = tl.div_rn(its_weights, tl.broadcast_to(total[:, None], [ROWS, SLOTS]))
+    at = row * COUNT + slot
+    tl.store(ids + at, its_ids, mask=exists & (slot < COUNT))
+    tl.store(weights + at, its_weights, mask=exists & (slot < COUNT))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _route_backward_kernel(
+    grad_weights,  # (rows, COUNT) f32
+    logits,  # (rows, experts) f32
+    ids,  # (rows, COUNT) i32
+    weights,  # (rows, COUNT) f32
+    grad_logits,  # (rows, experts) f32
+    rows,
+    experts,
+    COUNT: tl.constexpr,
+    LANES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = at < rows
+    row = at.to(tl.int64)
+    inner = tl.zeros([ROWS], tl.float32)
+    for j in range(COUNT):
+        arriving = tl.load(grad_weights + row * COUNT + j, mask=exists, other=0.0)
+        inner += arriving * tl.load(weights + row * COUNT + j, mask=exists, other=0.0)
+    lane = tl.arange(0, LANES)[None, :]
+    result = tl.zeros([ROWS, LANES], tl.float32)
+    for j in range(COUNT):
+        arriving = tl.load(grad_weights + row * COUNT + j, mask=exists, other=0.0)
+        if NORMALIZE:  # the other experts' probabilities cancel
+            arriving = tl.load(weights + row * COUNT + j, mask=exists, other=0.0) * (arriving - inner)
+        expert = tl.load(ids + row * COUNT + j, mask=exists, other=0)
+        result += tl.where(lane == expert[:, None], arriving[:, None], 0.0)
+    keep = exists[:, None] & (lane < experts)
+    if not NORMALIZE:
+        its_logits = tl.load(logits + row[:, None] * experts + lane, mask=keep, other=float("-inf"))
+        result = _softmax(tl.where(exists[:, None], its_logits, 0.0), ROWS, LANES) * (result - inner[:, None])
+    tl.store(grad_logits + row[:, None] * experts + lane, result, mask=keep)
+
+
+def _tile(rows: int, lanes: int, before_hopper: bool) -> tuple[int, int, int, int]:
+    """Tokens and features of a tile, warps, stages.
+
+    The experts are all in it, so few tokens keep it in registers. A decode's tokens fill one tile or a few, which read
+    the whole weight: many stages hide how long that takes.
+    """
+    if lanes > 128:
+        return (16, 64, 4, 2 if before_hopper else 4) if lanes == 256 else (16, 32, 8, 2 if before_hopper else 4)
+    if rows > FEW_TOKENS:
+        return 32, 64, 4, 3
+    return (16, 64, 4, 3) if before_hopper else (16, 64, 4, 9)
+
+
+def route(
+    x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None = None, kernels: bool = False
+) -> Routed:
+    """The experts of each token, ascending, and their weights. Expert ids are in range whatever the inputs hold.
+
+    Args:
+        x: (T, H), rows contiguous, any distance apart; bf16 or fp16 for the kernel.
+        weight: (E, H) of x's dtype, or in plain torch float32.
+        k: experts a token, at most 16 and E; E is at most 512.
+        normalize: whether a token's weights are divided by their sum.
+        chosen: (T, k) int32 or int64, contiguous: experts to take instead, in any order; weights are still those of
+            the logits. One out of range is taken as the nearest that is not.
+        kernels: by Triton; else in plain torch.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    tokens, columns = x.shape
+    experts = weight.shape[0]
+    if weight.shape[1] != columns:
+        raise ValueError(f"x has {columns} features and the router's weight {weight.shape[1]}; they must agree")
+    if not 1 <= k <= min(experts, MAX_SLOTS) or experts > MAX_EXPERTS:
+        raise ValueError(f"a router chooses 1 to {MAX_SLOTS} of at most {MAX_EXPERTS} experts, not {k} of {experts}")
+    if chosen is not None and (
+        chosen.shape != (tokens, k) or chosen.dtype not in (torch.int32, torch.int64) or not chosen.is_contiguous()
+    ):
+        raise ValueError(
+            f"chosen must be a contiguous int32 or int64 matrix ({tokens}, {k}), not {chosen.dtype} "
+            f"{tuple(chosen.shape)}"
+        )
+    if not kernels:
+        return reference.route(x, weight, k, normalize, chosen)
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        raise ValueError(f"route needs bf16 or fp16 operands of one dtype, not {x.dtype} and {weight.dtype}; cast them")
+    routed = Routed(
+        torch.empty(tokens, experts, dtype=torch.float32, device=x.device),
+        torch.empty(tokens, k, dtype=torch.int32, device=x.device),
+        torch.empty(tokens, k, dtype=torch.float32, device=x.device),
+    )
+    lanes = max(16, next_power_of_2(experts))
+    rows, block_k, warps, stages = _tile(tokens, lanes, capability_of(x) < (9, 0))
+    launch(
+        _route_kernel,
+        (cdiv(tokens, rows),),
+        num_warps=warps,
+        num_stages=stages,
+        x=x,
+        weight=weight,
+        chosen=chosen,
+        logits=routed.logits,
+        ids=routed.experts,
+        weights=routed.weights,
+        rows=tokens,
+        columns=columns,
+        experts=experts,
+        stride_x=x.stride(0),
+        stride_weight=weight.stride(0),
+        COUNT=k,
+        SLOTS=max(2, next_power_of_2(k)),
+        LANES=lanes,
+        NORMALIZE=normalize,
+        ROWS=rows,
+        BLOCK_K=block_k,
+    )
+    return routed
+
+
+def route_backward(grad_weights: Tensor, routed: Routed, normalize: bool, kernels: bool = False) -> Tensor:
+    """The logits' gradient (T, E) float32. grad_weights: (T, k) float32, contiguous; normalize: as for `route`."""
+    if not kernels:
+        return reference.route_backward(grad_weights, routed, normalize)
+    tokens, experts = routed.logits.shape
+    grad_logits = torch.empty_like(routed.logits)
+    lanes = next_power_of_2(experts)
+    rows = max(1, BACKWARD_LANES // lanes)
+    launch(
+        _route_backward_kernel,
+        (cdiv(tokens, rows),),
+        num_warps=BACKWARD_WARPS,
+        grad_weights=grad_weights,
+        logits=routed.logits,
+        ids=routed.experts,
+        weights=routed.weights,
+        grad_logits=grad_logits,
+        rows=tokens,
+        experts=experts,
+        COUNT=routed.experts.shape[1],
+        LANES=lanes,
+        NORMALIZE=normalize,
+        ROWS=rows,
+    )
+    return grad_logits

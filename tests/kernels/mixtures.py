@@ -1,0 +1,40 @@
+"""Batches of a mixture of experts for tests: who goes where, and a grouped product in a few lines of float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from qarl_kernels.moe import reference
+from qarl_kernels.moe.groups import Groups
+from torch import Tensor
+
+
+def chosen(tokens: int, slots: int, count: int, seed: int = 0) -> Tensor:
+    """(tokens, slots) int32, distinct experts of each token, ascending; few of them popular, some without a token."""
+    weights = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)) ** 3 + 1e-3
+    noise = torch.rand(tokens, count, generator=torch.Generator().manual_seed(seed))
+    return (noise.log() / weights).topk(slots).indices.sort().values.int().contiguous()
+
+
+def grouped(tokens: int, slots: int, count: int, device: torch.device) -> Groups:
+    return reference.groups_of(chosen(tokens, slots, count).to(device), count)
+
+
+def all_to(expert: int, tokens: int, count: int, device: torch.device) -> Groups:
+    """One slot, and every token goes to `expert`."""
+    return reference.groups_of(torch.full((tokens, 1), expert, device=device), count)
+
+
+def parts(groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
+    """(expert, its sorted rows, their tokens) of every expert, those without rows too."""
+    starts = groups.starts.tolist()
+    for expert in range(groups.experts):
+        rows = slice(starts[expert], starts[expert + 1])
+        yield expert, rows, groups.order[rows].long() // groups.slots
+
+
+def by_expert(groups: Groups, gathered: bool, x: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """What `product(rows of x, expert)` makes of each expert's rows by themselves, in sorted order."""
+    own = [(x[tokens] if gathered else x[rows], expert) for expert, rows, tokens in parts(groups)]
+    return torch.cat([product(mine, expert) for mine, expert in own if len(mine)])

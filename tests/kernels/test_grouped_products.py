@@ -1,0 +1,103 @@
+"""Products of every scheme with experts' weights: rows have the bits of the product with their expert's own weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mixtures
+import pytest
+import torch
+from products import random
+from qarl_formats.prepared import prepare
+from qarl_formats.quantize import quantize_weight
+from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.scheme import Scheme
+from qarl_formats.stacked import Form, stack
+from qarl_kernels.launch import INTERPRETED
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+EXPERTS = 3
+NAMES = [*scheme_names(), "w4a16 asymmetric", "w4a8 channel"]
+RUNNABLE = INTERPRETED or torch.cuda.is_available()
+NEEDS = pytest.mark.skipif(not RUNNABLE, reason="needs TRITON_INTERPRET=1 or a GPU")
+BY = [pytest.param(True, marks=NEEDS), False]
+
+
+def _scheme(name: str) -> Scheme:
+    plain, _, kind = name.partition(" ")
+    group = (-1 if kind == "channel" else 32) if make_scheme(plain).group_sizes else None
+    return make_scheme(plain, group, symmetric=kind != "asymmetric")
+
+
+def _experts(name: str, n: int, k: int, device: torch.device) -> list[Form]:
+    """Weights (n, k), quantized with what those of a stack share."""
+    scheme, masters = _scheme(name), random(EXPERTS, n, k, seed=3, device=device)
+    if not scheme.quantized:
+        return list(masters.bfloat16())
+    return [quantize_weight(master, scheme, "w", False, scheme.shared(masters)) for master in masters]
+
+
+def _width(name: str) -> int:
+    return 128 if name == "fp8_block" else 24
+
+
+@pytest.mark.parametrize(
+    ("kernels", "gathered"), [pytest.param(True, True, marks=NEEDS), (False, True), (False, False)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_has_the_bits_of_its_experts_own_product(device, name: str, kernels: bool, gathered: bool) -> None:
+    groups = mixtures.grouped(6, 2, EXPERTS, device)
+    weights = _experts(name, _width(name), 160, device)
+    x = random(6 if gathered else 12, 160, seed=9, device=device, dtype=torch.bfloat16)
+    y = prepare(stack(weights), torch.bfloat16, kernels).grouped(x, groups, gathered)
+    assert y.dtype == torch.bfloat16 and y.shape == (12, _width(name))
+    for expert, rows, tokens in mixtures.parts(groups):
+        own = x[tokens] if gathered else x[rows]
+        assert torch.equal(y[rows], prepare(weights[expert], torch.bfloat16, kernels)(own, None))
+
+
+@NEEDS
+@pytest.mark.parametrize("name", [name for name in NAMES if _scheme(name).input_codes])
+def test_activations_that_are_quantized_already_give_the_same_bits(device, name: str) -> None:
+    from qarl_kernels import quantize
+
+    activations: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+        "int8": quantize.activation_int8,
+        "fp8": quantize.activation_fp8,
+        "fp8_group": quantize.activation_fp8_group,
+    }
+    groups, x = mixtures.grouped(5, 2, EXPERTS, device), random(5, 160, seed=9, device=device, dtype=torch.bfloat16)
+    weight = prepare(stack(_experts(name, _width(name), 160, device)), torch.bfloat16, True)
+    codes, scale = activations[str(weight.scheme.input_codes)](x)
+    y = weight.of_codes_grouped(codes, scale, groups, True, torch.bfloat16)
+    assert torch.equal(y, weight.grouped(x, groups, True))
+
+
+@pytest.mark.parametrize("kernels", BY)
+def test_no_tokens_give_no_rows(device, kernels: bool) -> None:
+    weight = prepare(stack(_experts("w8a8", 24, 96, device)), torch.bfloat16, kernels)
+    x = torch.zeros(0, 96, dtype=torch.bfloat16, device=device)
+    assert weight.grouped(x, mixtures.grouped(0, 2, EXPERTS, device), True).shape == (0, 24)
+
+
+@pytest.mark.parametrize("kernels", BY)
+def test_what_does_not_fit_is_refused(device, kernels: bool) -> None:
+    groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
+    weight = prepare(stack(_experts("w8a8", 24, 96, device)), torch.bfloat16, kernels)
+    with pytest.raises(ValueError, match=r"x is \[6, 96\], but the experts take \(3, 96\)"):
+        weight.grouped(torch.cat([x, x]), groups, True)
+    with pytest.raises(ValueError, match="72 rows are not the weights of 7 experts"):
+        weight.grouped(x, mixtures.grouped(3, 2, 7, device), True)
+    for name, n, message in [
+        ("fp8_block", 40, "40 output features would share stored values of fp8_block, which span 128"),
+        ("w4a16 asymmetric", 20, "20 output features would share stored values of w4a16, which span 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prepare(_one(name, n, device), torch.bfloat16, kernels).grouped(x, groups, True)
+
+
+def _one(name: str, n: int, device: torch.device) -> Form:
+    """As many rows as `EXPERTS` weights of n have, quantized as one."""
+    return quantize_weight(random(EXPERTS * n, 96, seed=3, device=device), _scheme(name), "w")

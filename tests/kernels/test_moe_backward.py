@@ -1,0 +1,120 @@
+"""The grouped products of a backward: kernels and plain torch against float64, and the same bits twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mixtures import all_to, grouped, parts
+from products import random, relative_error
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.moe import backward, reference
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.tuning import Tile
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+BF16 = torch.bfloat16
+SHAPES = [(40, 2, 3, 64, 64), (23, 3, 4, 72, 48), (9, 2, 4, 30, 100), (1, 4, 6, 40, 72)]  # T, k, E, N, K
+SMALL = Tile("x_first", 16, 32, 16)
+
+
+def operands(groups: Groups, gathered: bool, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dy (R, N), x and a weight (E * N, K)."""
+    device = groups.order.device
+    rows = groups.rows // groups.slots if gathered else groups.rows
+    dy = random(groups.rows, n + 16, seed=1, device=device, dtype=dtype)[:, :n]
+    x = random(rows, k + 16, seed=2, device=device, dtype=dtype)[:, :k]
+    return dy, x, random(groups.experts * n, k, seed=3, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "n", "k", "dtype"),
+    [(*shape, BF16) for shape in SHAPES] + [(*SHAPES[1], torch.float16)],
+)
+def test_the_inputs_gradient_is_dy_times_its_experts_weight(device, tokens, slots, experts, n, k, dtype) -> None:
+    groups = grouped(tokens, slots, experts, device)
+    dy, _, weight = operands(groups, False, n, k, dtype)
+    expected = torch.zeros(groups.rows, k, device=device, dtype=torch.float64)
+    for expert, rows, _ in parts(groups):
+        expected[rows] = dy[rows].double() @ weight[expert * n : (expert + 1) * n].double()
+    one_rounding = 2**-8 if dtype == BF16 else 2**-11
+    assert relative_error(reference.grouped_input_grad(dy, weight, groups), expected) < one_rounding
+    for tile in (None, SMALL) if n == 72 else (None,):
+        assert relative_error(backward.grouped_input_grad(dy, weight, groups, tile=tile), expected) < one_rounding
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("tokens", "slots", "experts", "n", "k"), SHAPES)
+def test_the_weights_gradient_is_added_for_each_expert(device, tokens, slots, experts, n, k, gathered) -> None:
+    groups = grouped(tokens, slots, experts, device)
+    dy, x, _ = operands(groups, gathered, n, k, BF16)
+    before = random(experts * n, k, seed=4, device=device)
+    expected = before.double()
+    for expert, rows, its in parts(groups):
+        expected[expert * n : (expert + 1) * n] += dy[rows].double().t() @ (x[its] if gathered else x[rows]).double()
+    plain = before.clone()
+    reference.grouped_weight_grad(dy, x, groups, gathered, plain)
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-4)  # sums of up to 80 of size 1
+    for tile in (None, SMALL) if n == 72 else (None,):
+        results = [before.clone() for _ in range(2)]
+        for into in results:
+            backward.grouped_weight_grad(dy, x, groups, gathered, into, tile)
+        torch.testing.assert_close(results[0].double(), expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(*results)
+
+
+def test_an_expert_without_rows_keeps_its_gradient_and_spoils_none(device) -> None:
+    """NaN of an unused expert, as of the one next to it, stays where it is."""
+    groups = all_to(1, 70, 3, device)
+    dy, x, weight = operands(groups, True, 72, 100, BF16)  # 72: the last block of dy's features ends inside a weight
+    weight[:72], weight[144:] = torch.nan, torch.nan
+    assert backward.grouped_input_grad(dy, weight, groups).isfinite().all()
+    into = torch.full((3 * 72, 100), torch.nan, device=device)
+    into[72:144] = 0.0
+    backward.grouped_weight_grad(dy, x, groups, True, into)
+    assert into[:72].isnan().all() and into[144:].isnan().all()
+    torch.testing.assert_close(into[72:144].double(), dy.double().t() @ x.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_row_that_is_not_finite_spoils_only_its_own_expert(device, gathered) -> None:
+    groups = grouped(30, 2, 5, device)
+    dy, x, _ = operands(groups, gathered, 32, 64, BF16)
+    counts = groups.starts.diff()
+    used = [expert for expert in range(5) if counts[expert]]
+    last = groups.starts[used[1] + 1] - 1  # the last row of an expert, which the next one's tile must not read
+    dy[last] = torch.nan
+    into = torch.zeros(5 * 32, 64, device=device)
+    backward.grouped_weight_grad(dy, x, groups, gathered, into, SMALL)
+    spoiled = into.view(5, -1).isnan().any(1).tolist()
+    assert spoiled == [expert == used[1] for expert in range(5)]
+
+
+def test_no_tokens(device) -> None:
+    groups = grouped(0, 2, 4, device)
+    dy, x, weight = operands(groups, True, 40, 64, BF16)
+    assert backward.grouped_input_grad(dy, weight, groups).shape == (0, 64)
+    into = torch.ones(4 * 40, 64, device=device)
+    backward.grouped_weight_grad(dy, x, groups, True, into)
+    assert torch.equal(into, torch.ones_like(into))
+
+
+def test_errors_name_what_is_wrong(device) -> None:
+    groups = grouped(4, 2, 3, device)
+    dy, x, weight = operands(groups, True, 16, 32, BF16)
+    into = torch.zeros(3 * 16, 32, device=device)
+    for call, message in (
+        (lambda: backward.grouped_input_grad(dy[:4], weight, groups), "8 rows belong to these groups, not 4"),
+        (lambda: backward.grouped_input_grad(dy, weight[:45], groups), "an expert's weight 15"),
+        (lambda: backward.grouped_input_grad(dy.float(), weight, groups), "needs bf16 or fp16 operands"),
+        (lambda: backward.grouped_weight_grad(dy, x, groups, False, into), "8 rows belong to these groups, not 4"),
+        (lambda: backward.grouped_weight_grad(dy[:4], x, groups, True, into), "8 rows belong to these groups, not 4"),
+        (lambda: backward.grouped_weight_grad(dy, x, groups, True, into[1:]), r"contiguous float32 \(48, 32\)"),
+        (lambda: backward.grouped_weight_grad(dy, x, groups, True, into.double()), "not torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

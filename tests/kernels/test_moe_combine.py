@@ -1,0 +1,113 @@
+"""From rows of slots to rows of tokens and back: bit for bit the plain-torch sums, and those against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mixtures import all_to, grouped
+from products import random
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.moe import combine, reference
+from qarl_kernels.moe.groups import Groups
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+BF16 = torch.bfloat16
+SHAPES = [(13, 3, 6, 100), (7, 8, 20, 1100), (5, 1, 3, 33), (1, 2, 4, 64), (0, 2, 4, 64)]  # T, k, E, H
+
+
+def inputs(groups: Groups, columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, d, weights, the matrices' rows further apart than they are long."""
+    device, tokens = groups.order.device, groups.rows // groups.slots
+    dy = random(tokens, columns + 16, seed=1, device=device, dtype=dtype)[:, :columns]
+    d = random(groups.rows, columns + 16, seed=2, device=device, dtype=dtype)[:, :columns]
+    weights = torch.rand(tokens, groups.slots, generator=torch.Generator().manual_seed(3)).to(device)
+    return dy, d, weights
+
+
+def by_token(rows: Tensor, groups: Groups) -> Tensor:
+    """(R, H) in sorted order -> (T, k, H) in float64."""
+    result = torch.zeros(groups.rows, rows.shape[1], dtype=torch.float64, device=rows.device)
+    result[groups.order.long()] = rows.double()
+    return result.view(-1, groups.slots, rows.shape[1])
+
+
+@pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
+def test_a_token_is_the_weighted_sum_of_its_rows(device, tokens, slots, experts, columns) -> None:
+    groups = grouped(tokens, slots, experts, device)
+    for dtype in (BF16, torch.float16):
+        _, d, weights = inputs(groups, columns, dtype)
+        result = combine.combine(d, weights, groups)
+        assert result.dtype == dtype and torch.equal(result, reference.combine(d, weights, groups))
+        expected = (by_token(d, groups) * weights.double()[:, :, None]).sum(1)
+        torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)  # one rounding to bf16
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
+def test_gradients_of_rows_and_weights(device, tokens, slots, experts, columns, in_place) -> None:
+    groups = grouped(tokens, slots, experts, device)
+    dy, d, weights = inputs(groups, columns)
+    expected, expected_weights = reference.combine_backward(dy, d, weights, groups)
+    arriving = dy.double()[:, None, :]
+    torch.testing.assert_close(
+        by_token(expected, groups), arriving * weights.double()[:, :, None], rtol=2**-8, atol=1e-30
+    )
+    exact = (arriving * by_token(d, groups)).sum(2)
+    torch.testing.assert_close(expected_weights.double(), exact, rtol=1e-5, atol=1e-4)  # sums of 1,100 of size 1
+    into = d.clone() if in_place else None
+    grad, grad_weights = combine.combine_backward(dy, d if into is None else into, weights, groups, into)
+    assert torch.equal(grad, expected) and grad.dtype == d.dtype and (into is None or grad is into)
+    torch.testing.assert_close(grad_weights.double(), exact, rtol=1e-5, atol=1e-4)
+    again = combine.combine_backward(dy, d, weights, groups)
+    assert torch.equal(again[1], grad_weights)
+
+
+@pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
+def test_a_gathered_inputs_gradient_is_the_sum_of_its_rows(device, tokens, slots, experts, columns) -> None:
+    groups = grouped(tokens, slots, experts, device)
+    added, grad, _ = inputs(groups, columns)
+    for other in (None, added):
+        result = combine.sum_over_slots(grad, groups, other)
+        assert torch.equal(result, reference.sum_over_slots(grad, groups, other))
+        expected = by_token(grad, groups).sum(1) + (0 if other is None else other.double())
+        torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_a_token_has_the_same_bits_in_every_batch(device) -> None:
+    groups = grouped(20, 3, 5, device)
+    _, d, weights = inputs(groups, 70)
+    whole = combine.combine(d, weights, groups)
+    for token in (0, 11, 19):
+        rows = groups.place[token * 3 : token * 3 + 3].long()
+        alone = reference.groups_of(torch.arange(3, device=device).view(1, 3), 3)
+        assert torch.equal(combine.combine(d[rows], weights[token][None], alone)[0], whole[token])
+
+
+def test_a_row_that_is_not_finite_spoils_only_its_token(device) -> None:
+    groups = grouped(6, 2, 5, device)
+    dy, d, weights = inputs(groups, 40)
+    d[groups.place[5].long()] = torch.nan  # token 2, slot 1
+    result = combine.combine(d, weights, groups)
+    assert result[2].isnan().all() and result[[0, 1, 3, 4, 5]].isfinite().all()
+    _, grad_weights = combine.combine_backward(dy, d, weights, groups)
+    assert grad_weights.isnan().nonzero().tolist() == [[2, 1]]
+
+
+def test_errors_name_what_is_wrong(device) -> None:
+    groups = all_to(1, 4, 3, device)
+    dy, d, weights = inputs(groups, 8)
+    for call, message in (
+        (lambda: combine.combine(d[:3], weights, groups), "d must have 4 rows for these groups, not 3"),
+        (lambda: combine.combine(d.float(), weights, groups), "d must be a 16-bit matrix"),
+        (lambda: combine.combine(d, weights.double(), groups), r"weights must be contiguous float32 \(4, 1\)"),
+        (lambda: combine.combine_backward(dy[:, :7], d, weights, groups), "dy must be a 16-bit matrix of 8 columns"),
+        (lambda: combine.combine_backward(dy, d, weights, groups, d[:3]), "into must have 4 rows"),
+        (lambda: combine.sum_over_slots(d, groups, dy[:2]), "added must have 4 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,163 @@
+"""Routing: the kernel and plain torch against float64, ties, replay, inputs that are not finite, and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from products import random
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.moe import routing
+from qarl_kernels.moe.balance import balance_grad
+from qarl_kernels.moe.routed import Routed
+from qarl_kernels.moe.routing import route, route_backward
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+BF16 = torch.bfloat16
+SHAPES = [(37, 100, 10, 3), (5, 64, 128, 8), (1, 72, 8, 2), (70, 40, 2, 1), (3, 40, 300, 16)]  # T, H, E, k
+
+
+def float64(x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None = None) -> Routed:
+    logits = x.double() @ weight.double().t()
+    p = logits.softmax(1)
+    experts = (p.topk(k).indices if chosen is None else chosen.long()).sort(1).values
+    weights = p.gather(1, experts)
+    return Routed(logits, experts.int(), weights / weights.sum(1, keepdim=True) if normalize else weights)
+
+
+def close(result: Routed, expected: Routed) -> None:
+    # chains of up to 100 products of size 1, and exponentials of sums up to 40
+    torch.testing.assert_close(result.logits.double(), expected.logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(result.experts, expected.experts)
+    torch.testing.assert_close(result.weights.double(), expected.weights, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(("tokens", "columns", "experts", "k"), SHAPES)
+def test_the_most_probable_experts_and_their_probabilities(device, tokens, columns, experts, k, kernels) -> None:
+    dtype = torch.float16 if tokens == 1 else BF16
+    x = random(tokens, columns + 8, seed=1, device=device, dtype=dtype)[:, :columns]
+    weight = random(experts, columns, seed=2, device=device, dtype=dtype)
+    given = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :k].contiguous()
+    for normalize, chosen in ((True, None), (False, None), (True, given.to(device)), (False, given.int().to(device))):
+        close(route(x, weight, k, normalize, chosen, kernels=kernels), float64(x, weight, k, normalize, chosen))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_token_has_the_same_bits_in_every_batch(device, kernels, monkeypatch) -> None:
+    monkeypatch.setattr(routing, "FEW_TOKENS", 40)  # the larger tile for the whole
+    x, weight = (random(n, 200, seed=n, device=device, dtype=BF16) for n in (100, 24))
+    whole = route(x, weight, 4, True, kernels=kernels)
+    for rows in (slice(0, 1), slice(7, 40), slice(99, 100)):
+        part = route(x[rows], weight, 4, True, kernels=kernels)
+        for name in ("logits", "experts", "weights"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_of_equal_logits_the_lower_expert_is_chosen(device, kernels) -> None:
+    x = torch.ones(2, 16, device=device, dtype=BF16)
+    weight = torch.zeros(9, 16, device=device, dtype=BF16)
+    assert route(x, weight, 3, True, kernels=kernels).experts.tolist() == [[0, 1, 2]] * 2
+    weight[[4, 6, 8]] = 1.0
+    x[1] = 0.0
+    weight[3] = -0.0
+    routed = route(x, weight, 2, True, kernels=kernels)
+    assert routed.experts.tolist() == [[4, 6], [0, 1]]
+    assert torch.equal(routed.weights, torch.full((2, 2), 0.5, device=device))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_experts_are_in_range_and_differ_whatever_x_holds(device, kernels) -> None:
+    x = random(6, 32, seed=1, device=device, dtype=BF16)
+    x[0, 3], x[1, 4], x[2], x[3] = torch.nan, torch.inf, -torch.inf, torch.nan
+    weight = random(5, 32, seed=2, device=device, dtype=BF16)
+    weight[2] = 0.0  # infinity times zero: a NaN among the logits
+    routed = route(x, weight, 3, True, kernels=kernels)
+    assert routed.experts.min() >= 0 and routed.experts.max() < 5
+    assert (routed.experts.diff(dim=1) > 0).all()
+    assert routed.weights[:4].isnan().all() and routed.weights[4:].isfinite().all()
+    alone = route(x[4:], weight, 3, True, kernels=kernels)
+    assert torch.equal(routed.weights[4:], alone.weights) and torch.equal(routed.experts[4:], alone.experts)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_replayed_experts_out_of_range_or_twice_harm_nothing(device, kernels) -> None:
+    x, weight = (random(n, 32, seed=n, device=device, dtype=BF16) for n in (2, 6))
+    chosen = torch.tensor([[9, -1, 2], [4, 1, 4]], device=device)
+    routed = route(x, weight, 3, False, chosen, kernels=kernels)
+    assert routed.experts.tolist() == [[0, 2, 5], [1, 4, 4]]
+    p = (x.double() @ weight.double().t()).softmax(1)
+    torch.testing.assert_close(routed.weights.double(), p.gather(1, routed.experts.long()), rtol=1e-4, atol=1e-8)
+
+
+def test_float32_is_for_plain_torch(device) -> None:
+    x, weight = (random(n, 40, seed=n, device=device) for n in (7, 12))
+    close(route(x, weight, 4, True), float64(x, weight, 4, True))
+    with pytest.raises(ValueError, match="route needs bf16 or fp16 operands of one dtype"):
+        route(x, weight, 4, True, kernels=True)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_no_tokens(device, kernels) -> None:
+    weight = random(12, 40, seed=1, device=device, dtype=BF16)
+    routed = route(weight[:0], weight, 4, True, kernels=kernels)
+    assert [tuple(t.shape) for t in (routed.logits, routed.experts, routed.weights)] == [(0, 12), (0, 4), (0, 4)]
+    assert route_backward(routed.weights, routed, True, kernels=kernels).shape == (0, 12)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_gradient_is_that_of_the_weights(device, normalize, kernels) -> None:
+    x, weight = (random(n, 40, seed=n, device=device, dtype=BF16) for n in (19, 20))
+    routed = route(x, weight, 4, normalize)
+    arriving = random(19, 4, seed=3, device=device)
+    logits = routed.logits.double().requires_grad_()
+    p = logits.softmax(1).gather(1, routed.experts.long())
+    ((p / p.sum(1, keepdim=True) if normalize else p) * arriving.double()).sum().backward()
+    result = route_backward(arriving, routed, normalize, kernels=kernels)
+    torch.testing.assert_close(result.double(), logits.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_balance_and_z_loss_are_those_of_the_first_tokens(device) -> None:
+    x, weight = (random(n, 40, seed=n, device=device, dtype=BF16) for n in (19, 6))
+    routed = route(x, weight, 2, True)
+    result = balance_grad(routed, 15, aux=0.3, z=0.02)
+    logits = routed.logits[:15].double().requires_grad_()
+    share = torch.tensor([(routed.experts[:15] == e).sum() / 30 for e in range(6)], device=device).double()
+    balance = 6 * (share * logits.softmax(1).mean(0)).sum()
+    z_loss = logits.logsumexp(1).square().mean()
+    (0.3 * balance + 0.02 * z_loss).backward()
+    torch.testing.assert_close(result.grad_logits[:15].double(), logits.grad, rtol=1e-4, atol=1e-7)
+    assert not result.grad_logits[15:].any()
+    torch.testing.assert_close(result.balance.double(), balance.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.z_loss.double(), z_loss.detach(), rtol=1e-5, atol=0)
+
+
+def test_a_router_that_uses_all_experts_alike_has_balance_one(device) -> None:
+    experts = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=device)
+    routed = Routed(torch.zeros(2, 4, device=device), experts, torch.full((2, 2), 0.5, device=device))
+    result = balance_grad(routed, 2, aux=1.0, z=0.0)
+    assert result.balance.item() == 1.0 and not result.grad_logits.any()
+
+
+@pytest.mark.parametrize(
+    ("k", "experts", "chosen", "message"),
+    [
+        (5, 4, None, "chooses 1 to 16 of at most 512 experts, not 5 of 4"),
+        (17, 20, None, "not 17 of 20"),
+        (2, 513, None, "not 2 of 513"),
+        (2, 4, torch.zeros(3, 3, dtype=torch.int32), r"chosen must be .* matrix \(3, 2\), not torch.int32 \(3, 3\)"),
+        (2, 4, torch.zeros(3, 2), "not torch.float32"),
+    ],
+)
+def test_errors_name_what_is_wrong(k: int, experts: int, chosen: Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route(torch.zeros(3, 8), torch.zeros(experts, 8), k, True, chosen)
+    with pytest.raises(ValueError, match="8 features and the router's weight 9"):
+        route(torch.zeros(3, 8), torch.zeros(4, 9), 2, True)

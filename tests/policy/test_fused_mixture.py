@@ -1,0 +1,227 @@
+"""Mixtures of experts on Triton kernels against those in plain torch: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from policy_models import make_policy, tokens
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.logprob import Truncation
+
+from qarl.errors import UserError
+from qarl.policy.attention import Span
+from qarl.policy.decoder import Recompute
+from qarl.policy.policy import Policy
+from qarl.policy.routes import Balance, Routes, recording
+from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+)
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PLAIN = Truncation()
+BOTH = (True, False)  # fused layers, and those in plain torch
+PROMPTS = [tokens(3, 1)] * 2 + [tokens(5, 2)]
+RESPONSES = [tokens(6, 3), tokens(1, 4), tokens(4, 5)]
+ROWS = 3 + 5 + 0 + 5 + 3
+FEW = [("bf16", None), ("w8a8", None), ("w4a16", 32)]
+ALL = [*FEW, ("fp8", None), ("fp8_block", None), ("w4a8", 32), ("nvfp4a16", None)]
+SCHEMES = ALL if ON_GPU else FEW  # the interpreter takes seconds for each
+# bf16 rounds every activation; other sums turn some of them over, and codes of activations with them
+TOLERANCE = {"bf16": 0.05, "w4a16": 0.05, "nvfp4a16": 0.05, "w8a8": 0.1}
+
+
+@pytest.fixture(scope="module")
+def make(tiny_model) -> Callable[..., Policy]:
+    """make(fused, scheme, group, family, **quant): a policy of Triton kernels or of plain torch; one for all tests."""
+    made: dict[str, Policy] = {}
+
+    def of(fused: bool, scheme: str = "bf16", group: int | None = None, family: str = "mixtral", **quant) -> Policy:
+        key = repr((fused, scheme, group, family, sorted(quant.items())))
+        if key not in made:
+            layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
+            small = {} if ON_GPU else {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+            directory = tiny_model(family, num_hidden_layers=layers, **small)
+            kernels = {} if fused else {"kernels": "reference"}
+            with pytest.MonkeyPatch.context() as patch:
+                if fused:
+                    patch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+                if not ON_GPU:  # the interpreter takes seconds to quantize a weight row by row
+                    patch.setattr("qarl.policy.policy.quantize_parameters", _quantized_by_torch)
+                made[key] = make_policy(directory, scheme, torch.bfloat16, group, DEVICE, **kernels, **quant)
+        assert made[key].learner_view.fused == fused
+        return made[key]
+
+    return of
+
+
+def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared) -> Snapshot:
+    return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
+
+
+def logprobs(policy: Policy, routes: Routes, prompts=PROMPTS, responses=RESPONSES) -> torch.Tensor:
+    return policy.logprobs(prompts, responses, PLAIN, 128, routes=routes)[0]
+
+
+def chosen_by(policy: Policy) -> torch.Tensor:
+    """(T, L, k), the experts of the batch's tokens."""
+    routes = recording()
+    with torch.no_grad():
+        logprobs(policy, routes)
+    return routes.recorded()
+
+
+def gradients(
+    policy: Policy, routes: Routes, recompute: Recompute = "elementwise"
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and the gradients of a loss of them by name; of a master that gets none zeros."""
+    policy.model.zero_grad()
+    policy.set_recompute(recompute)
+    logp = logprobs(policy, routes)
+    (logp * torch.linspace(-1, 1, len(logp), device=DEVICE)).sum().backward()
+    named = policy.named_parameters()
+    return logp.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
+
+
+@pytest.fixture(scope="module")
+def own_gradients() -> Callable[[Policy], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """`gradients` of a policy that keeps all it can and chooses for itself, once for all tests."""
+    return functools.cache(lambda policy: gradients(policy, Routes()))
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], cosine: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if not gradient.any():
+            assert not found[name].any(), f"{name}: no token reaches it"
+            continue
+        near = torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0)
+        assert near > cosine, (name, float(near))
+        assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group", "family", "quant"),
+    [(*scheme, "mixtral", {}) for scheme in SCHEMES]
+    + [("bf16", None, "qwen3_moe", {}), ("bf16", None, "olmoe", {})]
+    + [("w8a8", None, "qwen3_moe", {"learner": "fake_quant", "ste_input": "dequantized"})],
+)
+def test_log_probs_and_gradients_agree_with_plain_layers(make, scheme, group, family, quant) -> None:
+    fused, plain = (make(fused, scheme, group, family, **quant) for fused in BOTH)
+    own = chosen_by(plain)
+    routes = Routes(replay=own)  # so that no near tie is decided otherwise
+    (logp, found), (reference, expected) = gradients(fused, routes), gradients(plain, routes)
+    torch.testing.assert_close(logp, reference, rtol=0, atol=TOLERANCE.get(scheme, 0.3))
+    assert_near(found, expected, 0.99 if scheme in TOLERANCE else 0.95)
+    differing = (chosen_by(fused) != own).any(-1).float().mean()
+    assert differing < 0.2, "the routers choose alike"
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "products", "layer"])
+def test_what_is_computed_again_has_the_same_bits(make, own_gradients, recompute) -> None:
+    policy = make(True, "w8a8")  # which quantizes anew what it computes again
+    (logp, kept), (same, again) = own_gradients(policy), gradients(policy, Routes(), recompute)
+    assert torch.equal(same, logp) and all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+def test_one_expert_may_have_every_token_and_another_none(make) -> None:
+    fused, plain = (make(fused) for fused in BOTH)
+    routes = Routes(replay=torch.tensor([3, 1], device=DEVICE).expand(ROWS, 1, 2))
+    (logp, found), (reference, expected) = gradients(fused, routes), gradients(plain, routes)
+    torch.testing.assert_close(logp, reference, rtol=0, atol=TOLERANCE["bf16"])
+    assert_near(found, expected, 0.99)
+    assert not found["model.layers.0.block_sparse_moe.experts.0.w1.weight"].any()
+    assert found["model.layers.0.block_sparse_moe.experts.3.w2.weight"].any()
+
+
+def test_replay_of_the_own_choice_changes_no_bit_and_of_another_does(make) -> None:
+    policy = make(True)
+    own = chosen_by(policy)
+    assert own.shape == (ROWS, 1, 2)
+    with torch.no_grad():
+        plain = logprobs(policy, Routes())
+        assert torch.equal(logprobs(policy, Routes(replay=own.flip(-1))), plain)
+        other = Routes(replay=(own + 1) % 4, own={})
+        assert not torch.equal(logprobs(policy, other), plain)
+        assert torch.equal(other.recorded()[:1], own[:1])  # what it would have chosen itself, where nothing came before
+        skipped = ((own + 1) % 4).index_fill(2, torch.tensor([0], device=DEVICE), -1)
+        assert torch.equal(logprobs(policy, Routes(replay=skipped)), plain)
+
+
+def test_rows_that_fill_a_batch_up_change_nothing_and_are_not_recorded(make, monkeypatch) -> None:
+    policy = make(True)
+    own = chosen_by(policy)
+    routes = [Routes(), Routes(replay=(own + 1) % 4)]
+    with torch.no_grad():
+        expected = [logprobs(policy, one) for one in routes]
+        monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
+        monkeypatch.setattr("qarl.policy.policy.ROWS", 20)
+        assert all(torch.equal(logprobs(policy, one), logp) for one, logp in zip(routes, expected, strict=True))
+    assert torch.equal(chosen_by(policy), own)
+
+
+def test_the_routers_losses_reach_the_router_as_in_plain_layers(make) -> None:
+    fused, plain = (make(fused) for fused in BOTH)
+    own, name = chosen_by(plain), "model.layers.0.block_sparse_moe.gate.weight"
+    added = []
+    for policy in (fused, plain):
+        without, with_losses = (
+            gradients(policy, Routes(replay=own, balance=balance))[1][name] for balance in (None, Balance(3.0, 0.5, 9))
+        )
+        added.append(with_losses - without)
+    assert_near({name: added[0]}, {name: added[1]}, 0.99)
+
+
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES if ON_GPU else [("w8a8", None)])
+def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
+    """Alone, with neighbours and with a shared prompt; whole, in chunks and token by token over a KV cache."""
+    policy = make(True, scheme, group)
+    policy.sampler.install(policy.current)
+    with torch.no_grad():
+        whole = logprobs(policy, Routes())
+        alone = torch.cat([logprobs(policy, Routes(), [p], [r]) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    assert torch.equal(alone, whole)
+    ids = PROMPTS[0] + RESPONSES[2]
+    states = policy.sampler.states([ids])
+    config = policy.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (2, config.num_key_value_heads, 64, head_dim)
+    caches = [
+        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in "kv")
+        for _ in range(config.num_hidden_layers)
+    ]
+    found, start = [], 0
+    for count in (5, 1, 1):
+        attention = policy.sampler.paged([Span(0, count, start, [1])], caches)
+        with policy.sampler.running():
+            found.append(
+                policy.sampler.hidden_states(torch.tensor(ids[start : start + count], device=DEVICE), attention)
+            )
+        start += count
+    assert torch.equal(torch.cat(found), states)
+
+
+@pytest.mark.parametrize(("scheme", "group"), SCHEMES if ON_GPU else [("w8a8", None), ("nvfp4a16", None)])
+def test_what_is_published_lies_where_the_products_read_it(make, scheme, group) -> None:
+    policy, plain = make(True, scheme, group), make(False, scheme, group)
+    policy.sampler.install(policy.current)
+    held = dict(policy.sampler.held())
+    assert held.keys() == policy.current.tensors.keys() == plain.current.tensors.keys()
+    for name, tensor in policy.current.tensors.items():
+        assert same_bits(held[name], tensor) and same_bits(plain.current.tensors[name], tensor), name
+    gate_up = next(stack for stack in policy._stacks if stack.experts is not None)
+    assert len(policy.sampler.view.projections[gate_up.names].operands) == 1
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(*(t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def test_experts_that_are_no_one_weight_are_refused(make) -> None:
+    ignored = ["lm_head", "model.layers.0.block_sparse_moe.experts.2.w1"]
+    with pytest.raises(UserError, match=r"quant.scheme: w8a8 cannot hold the experts .*quant.kernels: reference"):
+        make(True, "w8a8", ignore=ignored)
