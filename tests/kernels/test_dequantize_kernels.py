@@ -8,7 +8,8 @@ from exact import assert_same, poisoned_outputs
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
-from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.launch import INTERPRETED, recording
+from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
 
 pytestmark = [
     pytest.mark.skipif(
@@ -112,3 +113,17 @@ def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
         dequantize_channel(packed, scale, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^scale must be contiguous .* \[1, 1\], not"):
         dequantize_fp8_block(torch.zeros(2, 4, device=device).to(torch.float8_e4m3fn), scale, torch.bfloat16)
+
+
+def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
+    """65,535 along the second axis, where weights of 128 experts have more rows."""
+    n, k = 128 * 3072, 4096
+    packed, codes = torch.empty(n, k // 8, dtype=torch.int32, device="meta"), torch.empty(n, k, device="meta")
+    scale = torch.empty(n, 32, device="meta")
+    with recording() as launches:
+        dequantize_int4(packed, scale, None, k, torch.bfloat16)
+        dequantize_channel(codes.to(torch.int8), scale[:, :1].clone(), torch.bfloat16)
+        dequantize_fp8_block(codes.to(torch.float8_e4m3fn), scale[: n // 128].clone(), torch.bfloat16)
+        untile_int4(tile_int4(packed, k), n, k)
+        meta_w4a8(scale, n, k, 128)
+    assert len(launches) == 6 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)

@@ -98,6 +98,14 @@ def test_what_does_not_fit_is_refused(device, kernels: bool) -> None:
             prepare(_one(name, n, device), torch.bfloat16, kernels).grouped(x, groups, True)
 
 
+def test_a_scheme_without_kernels_for_experts_says_so(device, monkeypatch) -> None:
+    groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
+    weight = prepare(stack(_experts("bf16", 24, 96, device)), torch.bfloat16, True)
+    monkeypatch.setattr(type(weight.scheme), "multiply_grouped", vars(Scheme)["multiply_grouped"])
+    with pytest.raises(ValueError, match=r"scheme bf16 has no kernel for experts; set quant\.kernels: reference"):
+        weight.grouped(x, groups, True)
+
+
 def _one(name: str, n: int, device: torch.device) -> Form:
     """As many rows as `EXPERTS` weights of n have, quantized as one."""
     return quantize_weight(random(EXPERTS * n, 96, seed=3, device=device), _scheme(name), "w")
