@@ -76,7 +76,7 @@ def _create(layer: nn.Module, method, name: str) -> None:
             parameter.data.fill_(float("nan"))
 
 
-def _load(layer: nn.Module, method, weights: Weights) -> None:
+def _load(layer: nn.Module, method, weights: Weights, kernels: bool | None = None) -> None:
     """Through the weight loaders, the last expert first."""
     for leaf, each in weights.items():
         for expert in reversed(range(COUNT)):
@@ -88,7 +88,7 @@ def _load(layer: nn.Module, method, weights: Weights) -> None:
                     parameter, tensor, name, shard_id=leaf, expert_id=expert, return_success=True
                 )
                 assert done is True
-    method.process_weights_after_loading(layer)
+    method.process_weights_after_loading(layer, kernels)
 
 
 def _expected(weights: Weights, x: Tensor, shares: Tensor, ids: Tensor) -> Tensor:
@@ -134,6 +134,20 @@ def test_experts_have_the_bits_of_their_own_products_and_give_back_what_was_load
         made.append({n: (p.shape, p.dtype) for n, p in layer.named_parameters()})
         _create(layer, method, name)
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(("name", "group"), [("bf16", None), ("w4a16", 32), ("w8a8", None)])
+def test_kernels_multiply_the_same_experts_and_give_back_the_same_tensors(name, group) -> None:
+    scheme, generator = _scheme(name, group, True), torch.Generator().manual_seed(8)
+    layer, method = _made(scheme, name)
+    weights = _weights(scheme, name, 2)
+    _load(layer, method, weights, kernels=True)
+    x = torch.randn(3, _sizes(name)[0], generator=generator).to(DTYPE)
+    ids, shares = torch.tensor([[3, 1], [4, 3], [0, 3]]), torch.rand(3, 2, generator=generator)
+    found, expected = method.apply(layer, x, shares, ids), _expected(weights, x, shares, ids)
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+    for suffix, tensor in _stored(weights).items():
+        assert torch.equal(method.published(layer)[suffix].to(tensor.dtype), tensor), suffix
 
 
 def test_an_operand_that_stands_for_no_stored_tensors_is_told() -> None:

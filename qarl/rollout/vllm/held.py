@@ -43,8 +43,8 @@ class Unit:
 def load_units(model: nn.Module) -> dict[str, Unit]:
     """The unit that each published module belongs to, by the module's published name.
 
-    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer have two units of
-    one name, gate and up, and down; every other module is its own unit.
+    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer have two units
+    of one name, gate and up, and down; every other module is its own unit.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}

@@ -128,7 +128,7 @@ def mixture_of(layout: ModelLayout) -> Mixture | None:
 
 
 def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
-    """How `Rollout.routing` tells a token's experts: dtype, (layers with experts, experts a token); None: no mixture."""
+    """How `Rollout.routing` tells experts of a token: dtype, (layers with experts, experts a token); None: it has none."""
     mixture = mixture_of(layout)
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
