@@ -128,7 +128,7 @@ def mixture_of(layout: ModelLayout) -> Mixture | None:
 
 
 def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
-    """How `Rollout.routing` tells experts of a token: dtype, (layers with experts, experts a token); None: it has none."""
+    """How `Rollout.routing` tells experts: dtype, (layers that have some, experts a token); None: there are none."""
     mixture = mixture_of(layout)
     return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
 
