@@ -235,7 +235,7 @@ def _quantize_activation(x: Tensor, dtype: torch.dtype, group: int | None) -> tu
     scale = torch.empty(m, groups, dtype=torch.float32, device=x.device)
     launch(
         activation_kernel,
-        (cdiv(groups, tile_groups), cdiv(m, rows)),
+        (cdiv(groups, tile_groups) * cdiv(m, rows),),
         num_warps=warps,
         x=x,
         codes=codes,

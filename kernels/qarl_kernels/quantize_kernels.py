@@ -225,8 +225,9 @@ def activation_kernel(
     VECTOR: tl.constexpr,  # values in 16 bytes
 ):
     t = tl.arange(0, ROWS * GROUPS * VECTORS)
-    row = (tl.program_id(1) * ROWS + t // (GROUPS * VECTORS)).to(tl.int64)
-    group = tl.program_id(0) * GROUPS + t // VECTORS % GROUPS
+    across = tl.cdiv(groups, GROUPS)  # programs along a row; one axis of programs, because the second holds 65,535
+    row = (tl.program_id(0) // across * ROWS + t // (GROUPS * VECTORS)).to(tl.int64)
+    group = tl.program_id(0) % across * GROUPS + t // VECTORS % GROUPS
     first = (group * VECTORS + t % VECTORS) * VECTOR
     lane = tl.arange(0, VECTOR)[None, :]
     inside = (row < rows) & (first < columns)

@@ -443,16 +443,17 @@ ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the defaults each
 
 
 def moe_routing_and_order() -> Iterator[str]:
-    """Routing and its backward, of few and many tokens, and sorting by expert."""
+    """Routing and its backward, of few tokens and of many, chosen and replayed; sorting by expert."""
     for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
-        for tokens in (64, 8192):
+        whole = experts == 128  # the others differ in how wide a tile is
+        for tokens in (64, 8192) if whole else (64,):
             x, weight = empty(tokens, hidden), empty(experts, hidden)
-            chosen = empty(tokens, slots, dtype=torch.int64)
-            for replayed in (None, chosen):
-                routed = moe_routing.route(x, weight, slots, True, replayed, kernels=True)
+            routed = moe_routing.route(x, weight, slots, True, kernels=True)
+            if whole:
+                moe_routing.route(x, weight, slots, False, empty(tokens, slots, dtype=torch.int64), kernels=True)
+                moe_routing.route_backward(routed.weights, routed, True, kernels=True)
             moe_dispatch.groups_of(routed.experts, experts, kernels=True)
-            for normalize in (True, False):
-                moe_routing.route_backward(routed.weights, routed, normalize, kernels=True)
+            moe_routing.route_backward(routed.weights, routed, False, kernels=True)
             yield f"routing {experts} experts, {tokens} tokens"
 
 
@@ -476,7 +477,7 @@ def moe_combinations() -> Iterator[str]:
 def moe_products() -> Iterator[str]:
     """Grouped products of few rows an expert and of many, and their backward: gate and up (gathered), and down."""
     for experts, slots, hidden, width in for_this_gpu(MIXTURES):
-        for each in ROWS_EACH if _hopper() and experts == 128 else ROWS_EACH[-1:] if experts == 8 else (4, 1000):
+        for each in ROWS_EACH if _hopper() and experts == 128 else (1000,) if experts == 8 else (4, 1000):
             groups = _groups(experts, slots, each * experts // slots)
             for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
                 x, weight = empty(groups.rows // slots if gathered else groups.rows, k), empty(experts * n, k)

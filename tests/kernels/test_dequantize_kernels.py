@@ -9,6 +9,7 @@ from qarl_formats.quantize import QuantizedWeight, dequantize_weight
 from qarl_formats.registry import make_scheme
 from qarl_kernels.dequantize import dequantize_channel, dequantize_fp8_block, dequantize_int4
 from qarl_kernels.launch import INTERPRETED, recording
+from qarl_kernels.quantize import activation_fp8, activation_fp8_group, activation_int8
 from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
 
 pytestmark = [
@@ -126,4 +127,6 @@ def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
         dequantize_fp8_block(codes.to(torch.float8_e4m3fn), scale[: n // 128].clone(), torch.bfloat16)
         untile_int4(tile_int4(packed, k), n, k)
         meta_w4a8(scale, n, k, 128)
-    assert len(launches) == 6 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)
+        for quantize in (activation_int8, activation_fp8, activation_fp8_group):
+            quantize(codes)  # as many sorted rows
+    assert len(launches) == 9 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)

@@ -20,6 +20,7 @@ from qarl_kernels.moe import reference
 from qarl_kernels.moe.routed import Routed
 
 MAX_EXPERTS, MAX_SLOTS = 512, 16
+_LEVELS = tl.constexpr(MAX_EXPERTS.bit_length() - 1)  # of a tree over as many
 FEW_TOKENS = 2048  # up to which a tile has 16: enough programs matter more than how often the weight is read
 BACKWARD_LANES, BACKWARD_WARPS = 2048, 4  # of a program: tokens times experts
 
@@ -29,10 +30,10 @@ def _softmax(logits, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Of each row (ROWS, LANES) of f32, -inf where there is no expert; neighbours add up first, whatever the layout."""
     exponentials = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     total = exponentials
-    width: tl.constexpr = LANES.bit_length() - 1
-    for level in tl.static_range(width):
-        even, odd = tl.split(tl.reshape(total, [ROWS, LANES >> (level + 1), 2]))
-        total = even + odd
+    for level in tl.static_range(_LEVELS):
+        if (LANES >> level) > 1:
+            even, odd = tl.split(tl.reshape(total, [ROWS, LANES >> (level + 1), 2]))
+            total = even + odd
     return tl.div_rn(exponentials, tl.broadcast_to(tl.reshape(total, [ROWS, 1]), [ROWS, LANES]))
 
 

@@ -1,0 +1,96 @@
+"""What only a GPU can show of a mixture's kernels: bits that depend on no batch and on no tile; graphs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from qarl_kernels import gemm
+from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+from mixtures import chosen, parts
+from products import random, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+# E, k, N, K: features of Qwen3-30B-A3B with a quarter of its experts, all of its experts, Mixtral's features cut
+SHAPES = [(32, 8, 1536, 2048), (32, 8, 2048, 768), (128, 8, 256, 512), (8, 2, 4096, 1792)]
+TOKENS = [1, 17, 200, 6000]
+
+
+@pytest.mark.parametrize(("experts", "slots", "n", "k"), SHAPES)
+def test_a_row_has_the_bits_of_its_experts_own_product(experts: int, slots: int, n: int, k: int) -> None:
+    weight = random(experts * n, k, seed=1, device=CUDA, dtype=BF16)
+    for tokens in TOKENS:
+        groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)
+        x = random(tokens, k, seed=2, device=CUDA, dtype=BF16)
+        result = dense.grouped_dense(x, weight, groups, True)
+        in_order = x[groups.order.long() // slots]
+        assert torch.equal(dense.grouped_dense(in_order, weight, groups, False), result)
+        for tile in [tile for _, tile in dense.DEFAULTS] if tokens == 200 else []:
+            assert torch.equal(dense.grouped_dense(x, weight, groups, True, tile=tile), result), tile
+        for expert, rows, its in parts(groups):
+            own = weight[expert * n : (expert + 1) * n]
+            assert torch.equal(result[rows], gemm.dense(x[its], own)), (tokens, expert)
+
+
+@pytest.mark.parametrize(("experts", "slots", "hidden"), [(128, 8, 2048), (8, 2, 4096), (64, 8, 2048)])
+def test_a_token_is_routed_with_the_same_bits_in_every_batch(experts: int, slots: int, hidden: int) -> None:
+    x = random(3 * routing.FEW_TOKENS, hidden, seed=1, device=CUDA, dtype=BF16)  # on the tile for many
+    weight = random(experts, hidden, seed=2, device=CUDA, dtype=BF16) * 0.02
+    whole = routing.route(x, weight, slots, True, kernels=True)
+    torch.testing.assert_close(whole.logits, x.float() @ weight.float().t(), rtol=1e-4, atol=1e-4)
+    for rows in (slice(0, 1), slice(5, 6), slice(100, 133), slice(1000, 1000 + routing.FEW_TOKENS)):
+        part = routing.route(x[rows], weight, slots, True, kernels=True)
+        replayed = routing.route(x[rows], weight, slots, True, part.experts.flip(1).contiguous(), kernels=True)
+        for name in ("logits", "experts", "weights"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
+            assert torch.equal(getattr(replayed, name), getattr(part, name)), name
+
+
+def test_the_backward_of_many_rows() -> None:
+    experts, slots, n, k, tokens = 16, 4, 1536, 2048, 3000
+    groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)
+    dy = random(groups.rows, n, seed=1, device=CUDA, dtype=BF16)
+    x = random(tokens, k, seed=2, device=CUDA, dtype=BF16)
+    weight = random(experts * n, k, seed=3, device=CUDA, dtype=BF16)
+    grad = backward.grouped_input_grad(dy, weight, groups)
+    assert relative_error(grad, reference.grouped_input_grad(dy, weight, groups)) < 2**-8
+    into = torch.zeros(2, experts * n, k, device=CUDA)
+    for each in into:
+        backward.grouped_weight_grad(dy, x, groups, True, each)
+    assert torch.equal(*into)
+    expected = torch.zeros_like(into[0])
+    reference.grouped_weight_grad(dy, x, groups, True, expected)
+    assert relative_error(into[0], expected) < 1e-5
+
+
+def test_routing_sorting_product_and_sum_are_captured_and_replay() -> None:
+    experts, slots, hidden, tokens = 16, 4, 256, 33
+    router = random(experts, hidden, seed=1, device=CUDA, dtype=BF16)
+    weight = random(experts * hidden, hidden, seed=2, device=CUDA, dtype=BF16)
+    x = random(tokens, hidden, seed=3, device=CUDA, dtype=BF16)
+
+    def block() -> tuple[Tensor, Tensor]:
+        routed = routing.route(x, router, slots, True, kernels=True)
+        groups = dispatch.groups_of(routed.experts, experts, kernels=True)
+        return routed.experts, combine.combine(dense.grouped_dense(x, weight, groups, True), routed.weights, groups)
+
+    before = block()[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, y = block()
+    x.copy_(random(tokens, hidden, seed=4, device=CUDA, dtype=BF16))
+    graph.replay()
+    expected_ids, expected = block()
+    assert not torch.equal(ids, before)
+    assert torch.equal(ids, expected_ids) and torch.equal(y, expected)
