@@ -12,7 +12,7 @@ class Shape(Protocol):
     """What `qarl.config.architecture.Architecture` knows of a model."""
 
     @property
-    def matrix_parameters(self) -> int: ...
+    def multiplied_parameters(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -28,8 +28,8 @@ class Shape(Protocol):
 def forward_flops(shape: Shape, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> float:
     """Of the log-probs of responses, as `Policy.logprobs` packs them: neighbours with the same prompt share it.
 
-    2 for each weight of a linear layer and token, 2 for each weight of the output layer and response token, and
-    4 x heads x head size for each pair of a query and a key that it sees.
+    2 for each weight of a linear layer that a token goes through, 2 for each weight of the output layer and response
+    token, and 4 x heads x head size for each pair of a query and a key that it sees.
     """
     tokens = predicted = pairs = 0
     before: Sequence[int] | None = None
@@ -42,6 +42,6 @@ def forward_flops(shape: Shape, prompts: Sequence[Sequence[int]], responses: Seq
         tokens += run
         predicted += len(response)
         pairs += run * known + run * (run + 1) // 2
-    linears = 2.0 * shape.matrix_parameters * tokens
+    linears = 2.0 * shape.multiplied_parameters * tokens
     head = 2.0 * shape.vocab_size * shape.hidden_size * predicted
     return linears + head + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs

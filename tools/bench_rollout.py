@@ -32,7 +32,9 @@ from tiny_models import save_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
-from qarl.policy.load import load_model, load_tokenizer
+from qarl.flops import forward_flops
+from qarl.policy.experts import take_apart
+from qarl.policy.load import load_architecture, load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
@@ -150,15 +152,19 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
         keep_freed_memory()
     if source in SHAPES:
         shape = shape_of(source, None, work.vocabulary)
+        architecture = shape.architecture()
         group_size, model = work.group_size or shape.group_size, random_model(shape, torch.device(work.device), 0)
         tokenizer = byte_tokenizer()
         prompts = torch.randint(3, 259, (batch, work.prompt_tokens)).tolist()
     else:
         group_size, model = work.group_size or 64, load_model(ModelConfig(path=source))
+        architecture = load_architecture(ModelConfig(path=source))
+        assert architecture is not None, "what can be loaded is known"
         tokenizer = load_tokenizer(ModelConfig(path=source))
         token_ids = tokenizer(TEXT * (work.prompt_tokens // 8 + 3)).input_ids
         prompts = [token_ids[i % 16 : i % 16 + work.prompt_tokens] for i in range(batch)]
-    flops = batch * flops_of_sequence(model, work)
+    # Products for a prompt and its response; the last token drawn is not run.
+    flops = batch * forward_flops(architecture, [range(work.prompt_tokens)], [range(work.new_tokens)])
     if engine == "native":
         run, again = native(model, tokenizer, variant, group_size, prompts, work)
     else:
@@ -206,6 +212,7 @@ def native(
 ) -> tuple[Generate, Callable[[], None]]:
     """A function that generates once, and one that publishes the version again."""
     quant = QuantConfig(scheme=scheme, group_size=group_size if scheme.startswith("w4") else None)
+    take_apart(model)
     policy = Policy(model, make_scheme(scheme, quant.group_size), quant, torch.bfloat16, torch.device(work.device))
     engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)), work.graphs)
     engine.publish(policy.current)
@@ -239,19 +246,6 @@ def hugging_face(model, dtype: str, prompts: list[list[int]], work: Workload) ->
         return out[:, inputs.shape[1] :].cpu().numel()
 
     return run
-
-
-def flops_of_sequence(model, work: Workload) -> float:
-    """Products for one prompt and its response; the last token drawn is not run."""
-    config = model.config
-    run = work.prompt_tokens + work.new_tokens - 1
-    linears = sum(
-        m.weight.numel() for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"
-    )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    seen = run * (run + 1) / 2  # keys over all queries
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * seen
-    return 2.0 * linears * run + 2.0 * config.vocab_size * config.hidden_size * work.new_tokens + attention
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ gradients, optimizer state and codes are those of all.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
+from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
+from qarl.experts import EXPERT_NAMES
 from qarl.memory import Item, estimate, quantized_weight_bytes
 from qarl.memory_ranks import received_in_rows, received_in_zero, received_of_weights
 
@@ -27,41 +28,24 @@ FLOPS, IN_NODE, BETWEEN_NODES, NODE = 400e12, 350e9, 50e9, 8
 PASSES = 2 + 4 + 2  # multiplications and additions a parameter and token: forward, backward, forward again
 
 
-@dataclass(frozen=True)
-class Experts(Architecture):
-    """A decoder whose MLP is experts behind a router. intermediate_size: of those that a token goes through, together,
-    which is what its activations are."""
-
-    experts: int = 0
-    expert_size: int = 0
-
-    def _layer_linears(self) -> list[tuple[str, int, int]]:
-        attention = super()._layer_linears()[:4]
-        sizes = [(f"mlp.experts.{i}", self.expert_size, self.hidden_size) for i in range(self.experts)]
-        ups = [(f"{name}.{part}", n, k) for name, n, k in sizes for part in ("gate_proj", "up_proj")]
-        downs = [(f"{name}.down_proj", k, n) for name, n, k in sizes]
-        return [*attention, ("mlp.gate", self.experts, self.hidden_size), *ups, *downs]
-
-    @property
-    def active(self) -> int:
-        """Parameters that a token is multiplied with."""
-        hidden = self.hidden_size
-        attention = sum(n * k for _, n, k in super()._layer_linears()[:4])
-        layer = attention + self.experts * hidden + 3 * self.intermediate_size * hidden
-        return self.num_layers * layer + self.vocab_size * hidden
+def mixture(layers: int, experts: int, per_token: int, inner: int) -> Mixture:
+    return Mixture(experts, per_token, inner, frozenset(range(layers)), True, EXPERT_NAMES["qwen3_moe"])
 
 
 MODELS: dict[str, Architecture] = {
     "8B": Architecture("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, False),
-    "30B-A3B": Experts("qwen3", 2048, 8 * 768, 48, 32, 4, 128, 151936, 40960, False, experts=128, expert_size=768),
-    "235B-A22B": Experts("qwen3", 4096, 8 * 1536, 94, 64, 4, 128, 151936, 40960, False, experts=128, expert_size=1536),
+    "30B-A3B": Architecture(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 128, 151936, 40960, False, mixture=mixture(48, 128, 8, 768)
+    ),
+    "235B-A22B": Architecture(
+        "qwen3_moe", 4096, 12288, 94, 64, 4, 128, 151936, 40960, False, mixture=mixture(94, 128, 8, 1536)
+    ),
 }
 
 
 def active(model: Architecture) -> int:
-    if isinstance(model, Experts):
-        return model.active
-    return model.matrix_parameters + model.vocab_size * model.hidden_size
+    """Parameters that a token is multiplied with."""
+    return model.multiplied_parameters + model.vocab_size * model.hidden_size
 
 
 def config(tokens: int, **distributed: Any) -> Config:

@@ -147,6 +147,15 @@ class Architecture:
         return sum(n * k for _, n, k in self.linears())
 
     @property
+    def multiplied_parameters(self) -> int:
+        """Of the Linear layers, those that a token is multiplied with: of experts as many as it goes through."""
+        mixture = self.mixture
+        if mixture is None:
+            return self.matrix_parameters
+        left_out = (mixture.experts - mixture.per_token) * 3 * mixture.inner * self.hidden_size
+        return self.matrix_parameters + self.router_parameters - len(mixture.layers) * left_out
+
+    @property
     def parameters(self) -> int:
         """All of them, tied weights once."""
         return self.embedding_parameters + self.vector_parameters + self.matrix_parameters

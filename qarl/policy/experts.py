@@ -47,7 +47,7 @@ def normalizes(config: PreTrainedConfig) -> bool:
 
 
 def take_apart(model: PreTrainedModel) -> None:
-    """Give each expert of a model its own linears, in place; of a model without experts nothing changes.
+    """Give each expert of a model its own linears, in place; where there are none, or they have them, nothing changes.
 
     Masters are views of the tensors that were loaded. Raises UserError for experts of another layout.
     """
@@ -56,8 +56,8 @@ def take_apart(model: PreTrainedModel) -> None:
         return
     decoder: Any = model.base_model
     for index, layer in enumerate(decoder.layers):
-        block = getattr(layer, BLOCK)
-        if hasattr(block, "experts"):
+        block = getattr(layer, BLOCK, None)
+        if hasattr(block, "experts") and not isinstance(block, Mixture):
             delattr(layer, BLOCK)
             setattr(layer, names.block, _apart(block, names, f"model.layers.{index}.{names.block}"))
 

