@@ -146,8 +146,9 @@ def test_kernels_multiply_the_same_experts_and_give_back_the_same_tensors(name, 
     ids, shares = torch.tensor([[3, 1], [4, 3], [0, 3]]), torch.rand(3, 2, generator=generator)
     found, expected = method.apply(layer, x, shares, ids), _expected(weights, x, shares, ids)
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+    published = method.published(layer)
     for suffix, tensor in _stored(weights).items():
-        assert torch.equal(method.published(layer)[suffix].to(tensor.dtype), tensor), suffix
+        assert torch.equal(published[suffix].to(tensor.dtype), tensor), suffix
 
 
 def test_an_operand_that_stands_for_no_stored_tensors_is_told() -> None:
