@@ -149,6 +149,7 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     if config.rollout.engine == "vllm":
         yield from _fused_faults(config, linears)
         yield from _cut_faults(config, architecture)
+        yield from _expert_faults(config, architecture)
     for index, token in enumerate(config.rollout.stop_token_ids):
         if token >= architecture.vocab_size:
             text = f"the model's vocabulary has {architecture.vocab_size:,} tokens, from 0"
@@ -227,6 +228,17 @@ def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
             text = f"{name} has {features} {'input' if by_columns else 'output'} features in blocks of {unit}"
             yield Fault(key, gpus, f"{text}, which cannot be cut evenly; use fewer GPUs")
             return  # the layers repeat
+
+
+def _expert_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
+    """What vLLM cannot do with a mixture of experts."""
+    if architecture.mixture is None:
+        return
+    gpus, rollout = config.rollout.vllm.tensor_parallel, config.rollout
+    if gpus > 1:
+        yield Fault(("rollout", "vllm", "tensor_parallel"), gpus, "experts are not cut over GPUs; must be 1")
+    if rollout.linear_products == "vllm" and (reason := config.experts_unserved(config.model.device)):
+        yield Fault(("rollout", "linear_kernels"), rollout.linear_kernels, f"{reason}; must be qarl")
 
 
 def _evaluation_faults(config: Config, context: int) -> Iterator[Fault]:

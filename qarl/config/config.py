@@ -100,6 +100,14 @@ class Config(Section):
         """What the loss is multiplied by, so that a float16 learner's gradients do not fade to 0."""
         return self.optim.loss_scale or (FLOAT16_LOSS_SCALE if self.learner_dtype == "float16" else 1.0)
 
+    def experts_unserved(self, device: str) -> str:
+        """Why vLLM's own kernels do not serve a mixture's experts on a device ("cpu", "cuda", "auto"); "": they do."""
+        if device == "cpu":
+            return "vLLM's build for CPUs goes on with a model's first experts when others are published"
+        if device != "auto" and self.quant.scheme == "w4a8":
+            return "vLLM has no experts of int4 weights with int8 activations on a GPU"
+        return ""
+
     @property
     def records_routing(self) -> bool:
         """Whether the sampler of a mixture of experts is ever asked which experts its tokens went through."""

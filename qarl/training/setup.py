@@ -144,11 +144,11 @@ def _asked_and_scored(
                 "families are Llama, Mistral, Qwen2 and Qwen3"
             )
         context = min(config.model.max_length or limit, limit)
+        shape = load_architecture(config.model)
         if config.rollout.engine == "vllm" and _draws(config, ranks):
             from qarl.rollout.vllm.launch import require_vllm
 
-            require_vllm(config, device, context)
-        shape = load_architecture(config.model)
+            require_vllm(config, device, context, shape is not None and shape.mixture is not None)
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
         prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary)

@@ -10,7 +10,8 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from qarl_kernels.logprob import Truncation
 from tiny_runs import settings
 
 from qarl.config import Config
+from qarl.policy.attention import packed
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
+from qarl.policy.routes import recording
+from qarl.policy.routing import numbers_of
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.launch import drawing_of, sampler_settings
-from qarl.rollout.vllm.settings import Request
+from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_settings
+from qarl.rollout.vllm.settings import Drawing, Request
 from qarl.sizes import decide_sizes
 from qarl.training.setup import build_policy
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
@@ -137,9 +141,28 @@ def different(host: Host, policy: Policy, asked: Asked) -> dict[str, Any]:
         responses = host.generate(requests, drawing, lambda done, tokens: None)
         reported = torch.tensor([logprob for response in responses for logprob in response.logprobs])
         wrong[name] = off(reported, policy.logprobs(prompts, [r.token_ids for r in responses], cut, 64)[0])
+        if (kind := routing_of(policy.sampler.layout)) is not None and name == asked.shaped[-1]:
+            wrong["routing"] = rerouted(host, policy, requests, drawing, *kind)
         again = host.generate(requests[::-1], drawing, lambda done, tokens: None)[::-1]
         wrong[f"{name}, in another order"] = sum(a != b for a, b in zip(responses, again, strict=True))
     return {"wrong": wrong, "sum": scored.sum().item(), "events": dict(EVENTS)}
+
+
+def rerouted(
+    host: Host, policy: Policy, requests: list[Request], drawing: Drawing, dtype: torch.dtype, of_token: tuple[int, int]
+) -> int:
+    """Tokens, drawn once more, whose experts are not said to be those that the policy sends them through."""
+    recorded = replace(drawing, routing=dtype.itemsize * prod(of_token))
+    wrong = 0
+    for request, response in zip(requests, host.generate(requests, recorded, lambda done, tokens: None), strict=True):
+        told = numbers_of(torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token))
+        ids, routes = torch.tensor(request.token_ids + response.token_ids[:-1], device=DEVICE), recording()
+        attention = packed([(0, [len(ids)])], DEVICE, policy.sampler.view.fused)
+        with policy.sampler.running():
+            policy.sampler.hidden_states(ids, attention, routes=routes)
+        assert len(told) == len(ids)
+        wrong += int((told != routes.recorded().cpu()).any(-1).any(-1).sum())
+    return wrong
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ process never imports vLLM, unless `rollout.vllm.process` is inline.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
@@ -30,7 +32,7 @@ from qarl.rollout.engine import (
 )
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import drawing_of, sampler_gpu, sampler_settings
+from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.team import SamplerTeam
@@ -106,7 +108,8 @@ class VLLMEngine:
         for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
             order += [(prompt, sample) for sample in range(begin, begin + sampling.n)]
         requests = [Request(p.token_ids, request_seed(sampling.seed, p.id, sample)) for p, sample in order]
-        drawing = drawing_of(sampling)
+        kind = routing_of(self.layout) if sampling.record_routing else None
+        drawing = drawing_of(sampling, 0 if kind is None else kind[0].itemsize * math.prod(kind[1]))
 
         def draw() -> Any:
             if self._sampler is None or self._asleep or not self.weights.holds:
@@ -133,6 +136,7 @@ class VLLMEngine:
                     version,
                     sampling.seed,
                     text,
+                    None if kind is None else _told(response.routing, *kind),
                 )
             )
         return rollouts
@@ -243,3 +247,8 @@ class VLLMEngine:
         self.weights.close()
         self._sampler = None
         self._asleep = False
+
+
+def _told(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
+    """`Rollout.routing`, of a response's bytes."""
+    return torch.frombuffer(bytearray(routing), dtype=dtype).view(-1, *of_token)

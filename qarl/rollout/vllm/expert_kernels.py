@@ -163,7 +163,7 @@ def load_part(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Put one stored tensor of one expert's gate (w1), up (w3) or down (w2) where it belongs: a weight loader of vLLM."""
+    """A weight loader of vLLM: puts a stored tensor of one expert's gate (w1), up (w3) or down (w2) in its place."""
     param.data[expert_id, 1 if shard_id == "w3" else 0].copy_(loaded_weight)
     return True if return_success else None
 

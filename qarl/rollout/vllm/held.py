@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,18 @@ from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
 
+if TYPE_CHECKING:
+    from qarl.rollout.vllm.expert_kernels import ExpertsMethod
+    from qarl.rollout.vllm.linear_kernels import HoldsPublished
+
 EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
 SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What published modules share in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the modules, in
-    the order of their rows. stem: what the names of its tensors begin with, of a layer that holds more than these."""
+    """Published modules that share tensors in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the
+    modules, in the order of their rows. stem: what the names of these tensors begin with."""
 
     name: str
     sources: tuple[str, ...]
@@ -38,8 +43,8 @@ class Unit:
 def load_units(model: nn.Module) -> dict[str, Unit]:
     """The unit that each published module belongs to, by the module's published name.
 
-    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer are one unit, and
-    every other module is its own.
+    model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer have two units
+    of one name, gate and up, and down; every other module is its own unit.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}
@@ -226,10 +231,15 @@ def _made_from(unit: str, module: nn.Module) -> dict[str, Tensor]:
 
     Raises PublishError where what the kernel reads stands for no published tensors. unit: the module's name.
     """
-    from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
-    from qarl.rollout.vllm.linear_kernels import kernel_of
+    kernel: ExpertsMethod | HoldsPublished | None
+    if unit.rpartition(".")[2] == EXPERTS:
+        from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
 
-    kernel = experts_method(module) or kernel_of(module)
+        kernel = experts_method(module)
+    else:
+        from qarl.rollout.vllm.linear_kernels import kernel_of
+
+        kernel = kernel_of(module)
     try:
         return {} if kernel is None else kernel.published(module)
     except ValueError as error:

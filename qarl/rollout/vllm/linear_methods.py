@@ -1,4 +1,4 @@
-"""Layers that vLLM gives no kernel to choose for: unquantized ones, experts, and packed int4 weights with int8 activations.
+"""Layers that vLLM gives no kernel to choose for: unquantized ones, packed int4 weights with int8 activations, experts.
 
 `DenseConfig` is the quantization config `qarl-dense` of a model without quantized layers
 (`hf_overrides={"quantization_config": {"quant_method": "qarl-dense"}}`). `MixedConfig` takes the place of vLLM's

@@ -1,7 +1,8 @@
 """Orders to the sampler's process and its answers, as messages: every field is named here, typed, and checked.
 
-Orders: start, publish, score, generate, sleep, wake, abort. Answers: ready, done, failed, progress, aborted. Token ids
-and log-probs travel as arrays beside the JSON, in the machine's own order of bytes: both ends are on it.
+Orders: start, publish, score, generate, sleep, wake, abort. Answers: ready, done, failed, progress, aborted. Token ids,
+log-probs and the experts of tokens travel as arrays beside the JSON, in the machine's own order of bytes: both ends are
+on it.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ def done(operation: str, result: Any) -> Message:
             drawn = _Drawn(
                 [len(r.token_ids) for r in result], [r.finish_reason for r in result], [r.stopped_by for r in result]
             )
-            return Message("done", asdict(drawn), tokens.tobytes() + logprobs.tobytes())
+            routing = b"".join(response.routing for response in result)
+            return Message("done", asdict(drawn), tokens.tobytes() + logprobs.tobytes() + routing)
     return Message("done", result)
 
 
@@ -166,7 +168,9 @@ def data_limit(operation: str, payload: Any) -> int:
     if operation != "generate":
         return 0
     requests, drawing = payload
-    return len(requests) * drawing.max_tokens * BYTES_PER_TOKEN
+    prompts = sum(len(request.token_ids) for request in requests)
+    drawn = len(requests) * drawing.max_tokens
+    return drawn * BYTES_PER_TOKEN + (prompts + drawn) * drawing.routing
 
 
 def read_done(operation: str, payload: Any, message: Message) -> Any:
@@ -178,7 +182,7 @@ def read_done(operation: str, payload: Any, message: Message) -> Any:
         case "score":
             return _scores_of(payload, _read(_SCORES, message))
         case "generate":
-            return _responses(payload[0], message)
+            return _responses(*payload, message)
         case "sleep":
             return _read(_FREED, message)
     return None
@@ -202,16 +206,27 @@ def failed(failure: Failure) -> Message:
     return Message("failed", {"message": visible(failure.message, keep_newlines=True), "publish": failure.publish})
 
 
-def _responses(requests: Sequence[Request], message: Message) -> list[Response]:
+def _responses(requests: Sequence[Request], drawing: Drawing, message: Message) -> list[Response]:
     drawn = _read(_DRAWN, message)
     lengths = drawn.lengths
     if not len(requests) == len(lengths) == len(drawn.finish_reasons) == len(drawn.stopped_by):
         raise WireError(f"{len(lengths)} responses to {len(requests)} requests")
-    tokens, logprobs = _arrays(message, (TOKEN, LOGPROB), sum(lengths))
+    sizes = [
+        max(len(request.token_ids) + length - 1, 0) * drawing.routing
+        for request, length in zip(requests, lengths, strict=True)
+    ]
+    tokens, logprobs = _arrays(message, (TOKEN, LOGPROB), sum(lengths), sum(sizes))
+    told = accumulate(sizes, initial=len(message.data) - sum(sizes))
+    routing = [bytes(message.data[start:end]) for start, end in pairwise(told)]
     return [
         Response(*parts)
         for parts in zip(
-            _split(tokens, lengths), _split(logprobs, lengths), drawn.finish_reasons, drawn.stopped_by, strict=True
+            _split(tokens, lengths),
+            _split(logprobs, lengths),
+            drawn.finish_reasons,
+            drawn.stopped_by,
+            routing,
+            strict=True,
         )
     ]
 
@@ -222,12 +237,12 @@ def _scores_of(sequences: Sequence[Sequence[int]], scores: Scores) -> Scores:
     return scores
 
 
-def _arrays(message: Message, codes: Sequence[str], length: int) -> list[array[Any]]:
-    """The arrays of `length` elements each that the message's data are."""
+def _arrays(message: Message, codes: Sequence[str], length: int, rest: int = 0) -> list[array[Any]]:
+    """The arrays of `length` elements each that the message's data are, but for the last `rest` bytes."""
     arrays = [array(code) for code in codes]
     ends = list(accumulate((length * each.itemsize for each in arrays), initial=0))
-    if len(message.data) != ends[-1]:
-        raise WireError(f"{message.kind}: {len(message.data):,} bytes of arrays instead of {ends[-1]:,}")
+    if len(message.data) != ends[-1] + rest:
+        raise WireError(f"{message.kind}: {len(message.data):,} bytes of arrays instead of {ends[-1] + rest:,}")
     for each, (start, end) in zip(arrays, pairwise(ends), strict=True):
         each.frombytes(memoryview(message.data)[start:end])
     return arrays

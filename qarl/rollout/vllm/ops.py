@@ -1,5 +1,4 @@
-"""The products as operators, `torch.ops.qarl.linear` and `.experts`, which torch.compile and CUDA graphs take as they are.
-"""
+"""The products as operators of vLLM's, `torch.ops.qarl.linear` and `.experts`: torch.compile takes them as they are."""
 
 from __future__ import annotations
 
@@ -61,17 +60,16 @@ def experts(
     narrow = dict(zip(down_names.split(","), down, strict=True))
     if kernels:
         from qarl_kernels.moe import dispatch  # imports Triton, which the CPU does not need
+        from qarl_kernels.moe.combine import combine
         from qarl_kernels.swiglu import swiglu
 
-        groups = dispatch.groups_of(chosen.contiguous(), count, kernels=True)
+        groups = dispatch.groups_of(chosen, count, kernels=True)
         both = kind.multiply_grouped(x.contiguous(), wide, 2 * inner, groups, True, True)
         product = swiglu(both).product
         assert product is not None, "it was asked for"
-        rows = kind.multiply_grouped(product, narrow, x.shape[1], groups, False, True)
-    else:
-        groups = groups_of(chosen, count)
-        rows = _one_by_one(kind, x, wide, narrow, groups, inner)
-    return combined(rows, weights, groups)
+        return combine(kind.multiply_grouped(product, narrow, x.shape[1], groups, False, True), weights, groups)
+    groups = groups_of(chosen, count)
+    return combined(_one_by_one(kind, x, wide, narrow, groups, inner), weights, groups)
 
 
 def _one_by_one(

@@ -32,9 +32,9 @@ class SamplerSettings:
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
     staging: the published tensors of repacked layers are kept. linear_kernels: whose; numerics: exact is the policy's
-    own forward, with qarl's. cuda: index of the GPU, None on the CPU. threads: on the CPU. args: further engine
-    arguments. shard: which of `shards` parts of the model this process holds. meeting: file in a private directory
-    that the processes of one model meet in, None for a whole one.
+    own forward, with qarl's. routing: calls may ask which experts tokens went through. cuda: index of the GPU, None on
+    the CPU. threads: on the CPU. args: further engine arguments. shard: which of `shards` parts of the model this
+    process holds. meeting: file in a private directory that the processes of one model meet in, None for a whole one.
     """
 
     checkpoint: Path
@@ -51,6 +51,7 @@ class SamplerSettings:
     linear_kernels: Literal["vllm", "qarl"]
     cuda: int | None
     numerics: Literal["exact", "fast"] = "fast"
+    routing: bool = False
     threads: int | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     shard: int = 0
@@ -68,7 +69,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How responses are drawn, the same for every request of one call; see `qarl.rollout.engine.SamplingParams`."""
+    """How responses are drawn, the same for every request of one call; see `qarl.rollout.engine.SamplingParams`.
+
+    routing: bytes that tell the experts of one token, where they are to be told; 0: they are not.
+    """
 
     max_tokens: int
     temperature: float
@@ -77,16 +81,19 @@ class Drawing:
     min_p: float
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    routing: int = 0
 
 
 @dataclass(frozen=True)
 class Response:
-    """What was drawn. stopped_by: the stop token id or stop string, None at the length limit."""
+    """What was drawn. stopped_by: the stop token id or stop string, None at the length limit. routing: the bytes of
+    `Rollout.routing`, where it was asked for."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     stopped_by: int | str | None
+    routing: bytes = b""
 
 
 @dataclass(frozen=True)

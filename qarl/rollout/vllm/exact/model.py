@@ -20,10 +20,12 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
+from qarl.policy.routes import recording
 from qarl.policy.trace import Context, Tracer
 from qarl.rollout.vllm.exact.attention import CachedLayer
 from qarl.rollout.vllm.exact.view import addresses, bare_decoder, held_view
 from qarl.rollout.vllm.head import Float32Head, use_float32_head
+from qarl.rollout.vllm.recording import Buffer
 from qarl.weight_sync.verify import PublishError
 
 PREFIX = "Exact"  # of the registered classes' names
@@ -32,7 +34,8 @@ PREFIX = "Exact"  # of the registered classes' names
 class Forward:
     """The policy's forward on the weights of one vLLM model.
 
-    It is made when it is first needed, after vLLM has loaded. truncation: of the tokens that are drawn next.
+    It is made when it is first needed, after vLLM has loaded. truncation: of the tokens that are drawn next. routing:
+    the experts of the rows of the forward that ran last, of a mixture.
     drawn_from: the last distribution that was computed, until somebody takes it.
     """
 
@@ -43,6 +46,7 @@ class Forward:
         self.truncation = Truncation()
         self._drawn_from: Distribution | None = None
         self._tell: Callable[[Tensor], None] | None = None
+        self._rows = vllm_config.scheduler_config.max_num_batched_tokens
 
     @cached_property
     def head(self) -> Float32Head:
@@ -55,6 +59,11 @@ class Forward:
             decoder = bare_decoder(self._shape, rows, self._config.dtype, self._device)
         decoder.role.settle(held_view(self._model, decoder, self._config.dtype, self.head.weight))
         return decoder
+
+    @cached_property
+    def routing(self) -> Buffer | None:
+        found = [layer.experts for layer in self._decoder.layers if layer.experts is not None]
+        return Buffer(self._rows, len(found), found[0].per_token, self._device) if found else None
 
     def follow(self) -> None:
         """Read the weights where they are after a load. Raises PublishError where CUDA graphs read them elsewhere."""
@@ -70,7 +79,12 @@ class Forward:
         attention = self._measured(positions) if batch is None else next(iter(batch.values()))  # one for all layers
         if self._tell is not None:
             self._tell(ids)
-        return self._decoder(ids.long(), attention)
+        if self.routing is None:
+            return self._decoder(ids.long(), attention)
+        routes = recording()
+        hidden = self._decoder(ids.long(), attention, routes=routes)
+        self.routing.leave(routes.recorded())
+        return hidden
 
     @contextmanager
     def traced(self, tracer: Tracer, rows: Callable[[Tensor], Iterable[Context]]) -> Iterator[None]:

@@ -1,0 +1,54 @@
+"""A mixture of experts trained with vLLM as the sampler, in a process of its own, with the experts that it chose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import Qarl, settings, write_config
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.rollout.vllm.launch import require_vllm
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
+def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(qarl: Qarl, tiny_model, tmp_path) -> None:
+    rollout = {"engine": "vllm", "linear_kernels": "qarl", "vllm": {"publish": "delta"}}
+    sections = {"rollout": rollout, "train": {"steps": 2}, "checkpoint": {"every": 100}, "model": {"routing": "replay"}}
+    config = write_config(tmp_path / "c.yaml", settings(tiny_model("qwen3_moe"), **sections))
+    done = qarl.run("train", config, f"train.run_dir={tmp_path / 'run'}", "diagnostics.routing_every=1")
+    assert done.code == 0, done.err
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        assert record["publish/proved_frac"] > 0.99
+        assert record["mismatch/routing_disagreement"] < 0.1  # of unlike experts it would be 0.8
+        assert record["mismatch/delta_abs_mean"] < 0.05
+    assert 0 < records[1]["publish/sent_frac"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "says"),
+    [
+        ({"rollout": {"engine": "vllm"}}, "cpu", "rollout.linear_kernels: vLLM's build for CPUs goes on with"),
+        ({"rollout": {"engine": "vllm"}, "quant": {"scheme": "w4a8"}}, "cuda", "rollout.linear_kernels: vLLM has no"),
+        ({"rollout": {"engine": "vllm", "vllm": {"tensor_parallel": 2, "device": 0}}}, "cuda", "experts are not cut"),
+    ],
+)
+def test_what_vllm_cannot_do_with_experts_is_refused(tiny_model, sections, device, says) -> None:
+    config = Config.model_validate(settings(tiny_model("mixtral"), **sections))
+    with pytest.raises(UserError, match=says):
+        require_vllm(config, torch.device(device), 512, experts=True)
+
+
+def test_the_same_is_said_before_a_run(qarl: Qarl, tiny_model, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny_model("mixtral"), rollout={"engine": "vllm"}))
+    done = qarl.run("check", config, "model.device=cpu")
+    assert done.code == 2
+    assert "rollout.linear_kernels" in done.err and "must be qarl" in done.err

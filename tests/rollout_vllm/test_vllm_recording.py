@@ -1,0 +1,130 @@
+"""Which experts the tokens of requests went through, put together from the rows of vLLM's batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qarl.errors import UserError
+from qarl.policy.routing import numbers_of
+from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
+from qarl.rollout.vllm.recording import Recording, Tap, Taps, recorded
+from qarl.rollout.vllm.settings import Drawing, Request, Response
+from qarl.rollout.vllm.wire import Message, WireError
+
+LAYERS, PER_TOKEN = 3, 2
+
+
+class Forwards:
+    """Stands for a model whose choice depends on a token's prefix; what a forward leaves is overwritten by the next."""
+
+    def __init__(self) -> None:
+        self.left = torch.full((32, LAYERS, PER_TOKEN), 77)
+
+    def rows(self, count: int) -> Tensor:
+        return self.left[:count]
+
+    def run(self, sequences: dict[str, list[int]], spans: list[tuple[str, int, int]]) -> tuple[SimpleNamespace, dict]:
+        """A batch of the tokens [start, stop) of requests, by name."""
+        rows = [self.choice(sequences[name], at) for name, start, stop in spans for at in range(start, stop)]
+        self.left.fill_(77)
+        self.left[: len(rows)] = torch.stack(rows)
+        names = [f"{name}-1f2e3d4c" for name, _, _ in spans]
+        batch = SimpleNamespace(
+            req_ids=names, num_reqs=len(names), num_computed_tokens_cpu=np.array([start for _, start, _ in spans])
+        )
+        scheduled = {name: stop - start for name, (_, start, stop) in zip(names, spans, strict=True)}
+        return batch, scheduled
+
+    def choice(self, tokens: list[int], position: int) -> Tensor:
+        generator = torch.Generator().manual_seed(sum((i + 1) * t for i, t in enumerate(tokens[: position + 1])))
+        return torch.stack([torch.randperm(9, generator=generator)[:PER_TOKEN].sort().values for _ in range(LAYERS)])
+
+
+@pytest.mark.parametrize("experts", [9, 300])
+def test_chunks_cached_prefixes_and_preempted_requests_are_put_together(experts) -> None:
+    forwards = Forwards()
+    sequences = {"0": [5, 6, 7, 8, 9], "1": [5, 6, 7, 8, 3], "2": [4, 4]}
+    recording = Recording(forwards, experts)
+    steps = [
+        [("0", 0, 2)],  # a prompt in chunks
+        [("0", 2, 4), ("2", 0, 1)],
+        [("1", 3, 4), ("0", 4, 5)],  # 1 finds three tokens in the cache; 0's last token is beyond what is asked for
+        [("0", 0, 3)],  # preempted, and computed again
+    ]
+    for spans in steps:
+        recording.note(*forwards.run(sequences, spans))
+    found = recording.of([sequences[str(i)] for i in range(3)])
+    for index, rows in enumerate(found):
+        tokens = sequences[str(index)]
+        assert rows.dtype == (torch.uint8 if experts == 9 else torch.int16)
+        expected = torch.stack([forwards.choice(tokens, at) for at in range(len(tokens) - 1)])
+        assert torch.equal(numbers_of(rows).long(), expected)
+
+
+def test_what_nobody_computed_is_unknown() -> None:
+    forwards = Forwards()
+    sequences = {"0": [5, 6, 7, 8], "1": [4, 6, 7, 8]}
+    recording = Recording(forwards, 9)
+    recording.note(*forwards.run(sequences, [("0", 0, 3), ("1", 2, 3)]))
+    known, cached = (numbers_of(rows) for rows in recording.of(list(sequences.values())))
+    assert (known >= 0).all() and (cached[:2] == -1).all() and (cached[2] >= 0).all()
+
+
+def test_a_step_that_runs_nothing_is_not_noted_and_the_runner_is_as_before() -> None:
+    class Runner:
+        input_batch = SimpleNamespace(req_ids=["0-a"], num_reqs=1, num_computed_tokens_cpu=np.array([0]))
+
+        def execute_model(self, scheduled):
+            return scheduled.total_num_scheduled_tokens
+
+    runner, recording, forwards = Runner(), Recording(forwards := Forwards(), 9), forwards
+    forwards.left[0] = torch.tensor([1, 2])
+    with recorded(runner, recording):
+        assert runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=0, num_scheduled_tokens={})) == 0
+        forward = SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={"0-a": 1})
+        assert runner.execute_model(forward) == 1
+    assert "execute_model" not in vars(runner)
+    (rows,) = recording.of([[7, 8]])
+    assert rows.tolist() == [[[1, 2]] * LAYERS]
+
+
+def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
+    def model(monolithic: bool, tap) -> torch.nn.Module:
+        layers = torch.nn.ModuleList()
+        for at in range(2):
+            runner = torch.nn.Module()
+            runner.routed_experts = torch.nn.Module()
+            runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=monolithic)
+            runner.router = SimpleNamespace(capture_fn=tap)
+            if tap is not None:
+                runner.router.capture_fn = Tap(4, 2)
+                runner.router.capture_fn(torch.tensor([[3 + at, 1], [0, 2 + at]]))
+            layers.append(runner)
+        return layers
+
+    assert Taps(model(False, Tap)).rows(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
+    with pytest.raises(UserError, match=r"rollout\.linear_kernels=qarl"):
+        Taps(model(True, Tap))
+    with pytest.raises(ValueError, match="without qarl's taps"):
+        Taps(model(False, None))
+
+
+def test_experts_travel_beside_tokens_and_of_another_length_they_are_refused() -> None:
+    requests = [Request([1, 2, 3], 5), Request([4], 6)]
+    drawing = Drawing(8, 1.0, 0, 1.0, 0.0, (), (), routing=LAYERS * PER_TOKEN)
+    payload = (requests, drawing)
+    assert read_order(order("generate", payload)) == payload
+    responses = [
+        Response([7, 8], [-0.5, -0.25], "length", None, bytes(range(4 * 6))),
+        Response([9], [-1.0], "stop", 9, bytes(range(100, 100 + 6))),
+    ]
+    message = done("generate", responses)
+    assert read_done("generate", payload, message) == responses
+    assert len(message.data) <= data_limit("generate", payload)
+    with pytest.raises(WireError, match="bytes of arrays instead of"):
+        read_done("generate", payload, Message(message.kind, message.body, message.data[:-1]))
