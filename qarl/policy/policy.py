@@ -118,10 +118,11 @@ class Policy:
     def _replace_linears(self) -> dict[str, QuantLinear]:
         check_shapes(self.model, self.scheme, self.quant.ignore)
         linears = {}
+        modules: dict[str, HFModule] = dict(self.model.named_modules())
         for name in linear_names(self.model):
-            module: HFModule = self.model.get_submodule(name)
-            linear = QuantLinear(module, name, self.role, self.quant.ste_input == "dequantized")
-            self.model.set_submodule(name, linear)
+            linear = QuantLinear(modules[name], name, self.role, self.quant.ste_input == "dequantized")
+            parent, _, leaf = name.rpartition(".")
+            setattr(modules[parent], leaf, linear)
             linears[name] = linear
         return linears
 
