@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme
-from qarl_formats.stacked import Form, rows_of
+from qarl_formats.stacked import Form, rows_of, slices
 from torch import Tensor
 
 from qarl.distributed.exchange import Exchange, Pending
 from qarl.distributed.rows import RowPlan
-from qarl.fused import shared_scales
+from qarl.experts import experts_of
+from qarl.fused import fused_groups, shared_scales
+from qarl.weight_sync.joined import RUN_BYTES
 from qarl.weight_sync.snapshot import Quantizer, Snapshot, build_snapshot, not_finite
 
 SchemeOf = Callable[[str], Scheme | None]
@@ -43,9 +45,31 @@ def gather_codes(
     """
     shared = shared_over_ranks(shards, plan, exchange, scheme_of)
     gather = CodeGather(plan, exchange, scheme_of, dtype, version, kernels, shared)
+    runs = {run[0]: run for run in even_runs(plan, scheme_of)}
+    rest = {name for run in runs.values() for name in run[1:]}
     for name in plan.shapes:
-        gather.add(name, shards[name])
+        if name in runs:
+            gather.add_run(runs[name], [shards[one] for one in runs[name]])
+        elif name not in rest:
+            gather.add(name, shards[name])
     return gather.snapshot(shards.__getitem__)
+
+
+def even_runs(plan: RowPlan, scheme_of: SchemeOf, most: int = RUN_BYTES) -> Iterator[list[str]]:
+    """Experts' weights of a layer, in runs of at least two, that are gathered in one message: those of one shape and
+    scheme, of which every rank holds as many rows. most: bytes of one rank's float32 rows."""
+    quantized = [name for name in plan.shapes if scheme_of(name) is not None]
+    for group in fused_groups(name.removesuffix(".weight") for name in quantized):
+        names = [f"{module}.weight" for module in group]
+        cut, shape, scheme = plan.cut(names[0]), plan.shapes[names[0]], scheme_of(names[0])
+        if experts_of(group[0].rpartition(".")[0]) is None or len({len(rows) for rows in cut}) > 1 or not cut[0]:
+            continue
+        if any(plan.shapes[name] != shape or scheme_of(name) != scheme for name in names):
+            continue
+        count = max(most // (4 * len(cut[0]) * shape[1]), 1)
+        for start in range(0, len(names), count):
+            if len(run := names[start : start + count]) > 1:
+                yield run
 
 
 @torch.no_grad()
@@ -101,8 +125,9 @@ class CodeGather:
         self._quantizer = Quantizer(dtype, version, kernels)
         for name, shape in plan.shapes.items():
             self._quantizer.check(name, shape, scheme_of(name))
-        self._under_way: deque[tuple[str, dict[str, Pending]]] = deque()
+        self._under_way: deque[tuple[list[str], dict[str, Pending]]] = deque()
         self._forms: dict[str, Form] = {}
+        self._runs: dict[str, list[str]] = {}  # by their first
 
     @torch.no_grad()
     def add(self, name: str, rows: Tensor) -> None:
@@ -117,7 +142,25 @@ class CodeGather:
             gathering = {name: self.exchange.begin_gather(value, cut)}
         else:
             gathering = dict(self._stored(name, rows, scheme))
-        self._under_way.append((name, gathering))
+        self._begun([name], gathering)
+
+    @torch.no_grad()
+    def add_run(self, names: list[str], rows: list[Tensor]) -> None:
+        """As `add` of each, in one message. names, rows: a run of `even_runs`."""
+        first, scheme = names[0], self.scheme_of(names[0])
+        assert scheme is not None, f"{first} is not quantized"
+        form = self._quantizer.form(first, torch.cat(rows), scheme, self._shared.get(first))
+        assert isinstance(form, QuantizedWeight)
+        self._runs[first] = names
+        gathering = {}
+        for suffix, own in form.tensors.items():
+            if rows_of(scheme, suffix) is not None:
+                cut = [range(rank * len(own), (rank + 1) * len(own)) for rank in range(self.exchange.count)]
+                gathering[suffix] = self.exchange.begin_gather(own.contiguous(), cut)
+        self._begun(names, gathering)
+
+    def _begun(self, names: list[str], gathering: dict[str, Pending]) -> None:
+        self._under_way.append((names, gathering))
         if len(self._under_way) > IN_FLIGHT:
             self._finish()
 
@@ -143,23 +186,32 @@ class CodeGather:
             yield suffix, self.exchange.begin_gather(own_rows, stored)
 
     def _finish(self) -> None:
-        """Wait for the oldest master's codes."""
-        name, gathering = self._under_way.popleft()
-        scheme = self.scheme_of(name)
+        """Wait for the oldest codes, of a master or of a run of them."""
+        names, gathering = self._under_way.popleft()
+        name, scheme = names[0], self.scheme_of(names[0])
         if scheme is None:
             self._forms[name] = gathering[name].rows()
             return
         n, k = self.plan.shapes[name]
+        n *= len(names)
         tensors: dict[str, Tensor] = {}
         for suffix in scheme.tensor_specs(n, k):
             if suffix in gathering:
-                tensors[suffix] = gathering[suffix].rows()
+                found = gathering[suffix].rows()
+                if len(names) > 1:  # ranks, and in each the masters: to masters, and in each the ranks
+                    parts = found.view(self.exchange.count, len(names), -1, *found.shape[1:])
+                    found = parts.transpose(0, 1).contiguous().view(found.shape)
+                tensors[suffix] = found
             elif suffix == "weight_shape":
                 tensors[suffix] = torch.tensor((n, k))
             else:
                 device = next(iter(tensors.values())).device
                 tensors[suffix] = self._shared[name].to(device, copy=True)
-        self._forms[name] = QuantizedWeight(scheme, tensors, (n, k))
+        whole = QuantizedWeight(scheme, tensors, (n, k))
+        if len(names) == 1:
+            self._forms[name] = whole
+        else:
+            self._forms |= zip(names, slices(whole, [n // len(names)] * len(names)), strict=True)
 
     @torch.no_grad()
     def snapshot(self, rows_of_master: Callable[[str], Tensor]) -> Snapshot:
@@ -171,14 +223,18 @@ class CodeGather:
         while self._under_way:
             self._finish()
         names, flags = self._quantizer.faults()
-        faulty = {name for name, flag in zip(names, self.exchange.largest(flags).tolist(), strict=True) if flag}
+        told = zip(names, self.exchange.largest(flags).tolist(), strict=True)
+        faulty = {one for name, flag in told if flag for one in self._runs.get(name, [name])}
         for name in filter(faulty.__contains__, self.plan.shapes):
             self._refuse(name, rows_of_master(name))
+        assert not faulty, "a value that is not finite and was not found again"
         return build_snapshot(self._quantizer.version, ((name, self._forms[name]) for name in self.plan.shapes))
 
     def _refuse(self, name: str, rows: Tensor) -> None:
+        """Raise UserError where the master has values that are not finite, on every rank."""
         scheme, count = self.scheme_of(name), self.exchange.count
         own = self._quantizer.bad_values(rows, scheme).reshape(1)
         bad = int(self.exchange.gather_rows(own, [range(rank, rank + 1) for rank in range(count)]).sum())
         total = math.prod(self.plan.shapes[name])
-        raise not_finite(self._quantizer.version, name, scheme, self._quantizer.dtype, bad, total)
+        if bad:  # of a run any may have been meant
+            raise not_finite(self._quantizer.version, name, scheme, self._quantizer.dtype, bad, total)

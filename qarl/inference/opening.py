@@ -142,14 +142,14 @@ def _stored_forms(
     scheme, dtype = scheme_of(target.quant), _stored_dtype(target, config)
     model = skeleton(config)
     linears = set(linear_names(model))
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        modules.setdefault(name.rpartition(".")[0], {})[name] = tensor.cpu() if name.endswith("_shape") else tensor
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in linears and not is_ignored(module, target.quant.ignore):
-            own = {n: t for n, t in tensors.items() if n.startswith(f"{module}.")}
             try:
-                form = from_state_dict(
-                    module, {n: t.cpu() if n.endswith("_shape") else t for n, t in own.items()}, scheme
-                )
+                form = from_state_dict(module, modules.get(module, {}), scheme)
             except ValueError as error:
                 raise UserError(f"{target.name}: {error}") from error
             if form.shape != tuple(parameter.shape):

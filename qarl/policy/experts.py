@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from qarl_formats.stacked import adjacent, under_one_another
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -77,9 +78,30 @@ def _apart(block: Any, names: ExpertNames, place: str) -> Mixture:
     return Mixture(Router(nn.Parameter(block.gate.weight.detach())), experts, fused.act_fn)
 
 
+class _Linear(nn.Linear):
+    """Without values of its own, which would cost more than all else that is done for an expert."""
+
+    def reset_parameters(self) -> None:
+        return
+
+
 def _linear(weight: Tensor) -> nn.Linear:
     n, k = weight.shape
     with torch.device("meta"):
-        linear = nn.Linear(k, n, bias=False)
+        linear = _Linear(k, n, bias=False)
     linear.weight = nn.Parameter(weight)
     return linear
+
+
+@torch.no_grad()
+def move_experts(model: nn.Module, device: torch.device) -> None:
+    """Bring the experts' masters to a device so that those of a layer lie under one another there as they do here."""
+    for block in model.modules():
+        if isinstance(block, Mixture):
+            experts = [[part.weight for part in expert.children()] for expert in block.experts]
+            stacks = [part for expert in experts for part in expert[:2]], [expert[2] for expert in experts]
+            for masters in stacks:
+                if adjacent(masters) and masters[0].device != device:
+                    moved = under_one_another(masters).to(device)
+                    for master, rows in zip(masters, moved.split([len(one) for one in masters]), strict=True):
+                        master.data = rows

@@ -115,9 +115,10 @@ def replace_modules(
     positions: rows of the rotary tables. dtypes: in which views compute. Raises UserError for a norm of another kind
     and for a rotary embedding that changes with the length of the sequence.
     """
-    for name, module in list(model.named_modules()):
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(parent)
+        owner = modules[parent]
         kind = type(module).__name__
         if kind.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             _prove_norm(name, module)

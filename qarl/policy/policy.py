@@ -17,6 +17,7 @@ from qarl.errors import UserError
 from qarl.fused import shared_scales
 from qarl.policy.attention import packed
 from qarl.policy.decoder import Decoder, Recompute
+from qarl.policy.experts import move_experts
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
 from qarl.policy.modules import HFModule, check_family, replace_modules
@@ -90,6 +91,7 @@ class Policy:
         self.linears = self._replace_linears()
         replace_modules(model, self.role, -(-self.max_length // PAGE) * PAGE, {dtype, self.learner_dtype}, device)
         if snapshot is None:
+            move_experts(model, device)
             self.model = model.to(device)  # type: ignore[arg-type]  # its decorator hides what it takes
         self.decoder = Decoder(self.model.base_model, self.role, quant.ste_input == "dequantized", quant.backward)
         masters = dict(self.named_parameters())
@@ -116,10 +118,11 @@ class Policy:
     def _replace_linears(self) -> dict[str, QuantLinear]:
         check_shapes(self.model, self.scheme, self.quant.ignore)
         linears = {}
+        modules: dict[str, HFModule] = dict(self.model.named_modules())
         for name in linear_names(self.model):
-            module: HFModule = self.model.get_submodule(name)
-            linear = QuantLinear(module, name, self.role, self.quant.ste_input == "dequantized")
-            self.model.set_submodule(name, linear)
+            linear = QuantLinear(modules[name], name, self.role, self.quant.ste_input == "dequantized")
+            parent, _, leaf = name.rpartition(".")
+            setattr(modules[parent], leaf, linear)
             linears[name] = linear
         return linears
 
@@ -155,7 +158,10 @@ class Policy:
         """
         masters = dict(self.named_parameters()) if values is None else values
         shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
-        self.take(quantize_parameters(masters, self.scheme_of, self.dtype, version, self.kernels, shared), values)
+        # Values that come one at a time would come twice to be seen under one another.
+        stacks = [[f"{name}.weight" for name in stack.names] for stack in self._stacks] if values is None else []
+        how = masters, self.scheme_of, self.dtype, version, self.kernels, shared, stacks
+        self.take(quantize_parameters(*how), values)
         return self.current
 
     def take(self, snapshot: Snapshot, values: Mapping[str, Tensor] | None = None) -> None:

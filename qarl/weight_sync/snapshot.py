@@ -11,10 +11,12 @@ from functools import cached_property
 import torch
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.scheme import Scheme, check_shape
+from qarl_formats.stacked import slices, under_one_another
 from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
+from qarl.weight_sync.joined import runs
 
 
 @dataclass(frozen=True)
@@ -86,26 +88,39 @@ def quantize_parameters(
     version: int,
     kernels: bool = False,
     shared: Mapping[str, Tensor] | None = None,
+    stacks: Iterable[Sequence[str]] = (),
 ) -> Snapshot:
     """The snapshot of all masters, given by name in layer order: `quantize_parameter` of each, bit for bit.
 
     A GPU is waited for once, after the last, where `quantize_parameter` waits for each to know whether it is finite.
-    scheme_of: of a parameter's name. shared: by name, see `qarl.fused.shared_scales`. Raises UserError as
-    `quantize_parameter` does, of tensors that are not finite for the first one.
+    scheme_of: of a parameter's name. shared: by name, see `qarl.fused.shared_scales`. stacks: names of weights that are
+    quantized at once where their masters lie under one another, with what they share; their stored tensors then lie
+    so too. Raises UserError as `quantize_parameter` does, of tensors that are not finite for the first one.
     """
     forms: dict[str, QuantizedWeight | Tensor] = {}
     quantizer, shared = Quantizer(dtype, version, kernels), shared or {}
+    joined = {run[0]: run for stack in stacks for run in runs(stack, masters, scheme_of)}
     for name, master in masters.items():
+        if name in forms:
+            continue
         scheme = scheme_of(name)
+        if name in joined:
+            rows = [masters[one].detach() for one in joined[name]]
+            for one, its in zip(joined[name], rows, strict=True):
+                quantizer.check(one, its.shape, scheme)
+            whole = quantizer.form(name, under_one_another(rows), scheme, shared.get(name))
+            forms |= zip(joined[name], slices(whole, [len(its) for its in rows]), strict=True)
+            continue
         quantizer.check(name, master.shape, scheme)
         forms[name] = quantizer.form(name, master, scheme, shared.get(name))
     names, flags = quantizer.faults()
-    faulty = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+    faulty = {one for name, flag in zip(names, flags.tolist(), strict=True) if flag for one in joined.get(name, [name])}
     for name in filter(faulty.__contains__, masters):
         master, scheme = masters[name], scheme_of(name)
-        bad = int(quantizer.bad_values(master, scheme).item())
-        raise not_finite(version, name, scheme, dtype, bad, master.numel())
-    return build_snapshot(version, forms.items())
+        if bad := int(quantizer.bad_values(master, scheme).item()):
+            raise not_finite(version, name, scheme, dtype, bad, master.numel())
+    assert not faulty, "a value that is not finite and was not found again"
+    return build_snapshot(version, ((name, forms[name]) for name in masters))
 
 
 class Quantizer:

@@ -56,6 +56,10 @@ def shapes_of(scheme: Scheme, few: bool = False) -> dict[str, tuple[int, ...]]:
             f"{mlp}.down_proj.weight": (hidden, 256),
             f"model.layers.{layer}.input_layernorm.weight": (hidden,),
         }
+    rows = 768 if scheme.row_block > 1 else 48  # cut evenly over two ranks and over three; those of down are not
+    for expert in (f"model.layers.2.mlp.experts.{index}" for index in range(3)):
+        shapes |= {f"{expert}.{leaf}_proj.weight": (rows, 128) for leaf in ("gate", "up")}
+        shapes[f"{expert}.down_proj.weight"] = (256, 128)
     return shapes | {"model.norm.weight": (1,), "model.nothing.weight": (0, 4)}
 
 
@@ -130,6 +134,7 @@ def faults(group: Group | None) -> list[str]:
     places = {
         "model.layers.0.self_attn.q_proj.bias": 0,
         "model.layers.1.self_attn.k_proj.weight": -1,
+        "model.layers.2.mlp.experts.1.up_proj.weight": 17,
         "model.norm.weight": 0,
     }
     large = 3.4e38  # infinite in 16 bits

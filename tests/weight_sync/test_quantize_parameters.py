@@ -4,10 +4,13 @@ import pytest
 import torch
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
+from qarl_formats.stacked import adjacent, rows_of
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
 from qarl.errors import UserError
+from qarl.fused import shared_scales
+from qarl.weight_sync.joined import runs
 from qarl.weight_sync.snapshot import build_snapshot, quantize_parameter, quantize_parameters
 
 SHAPES = {
@@ -129,3 +132,50 @@ def test_a_gpu_is_waited_for_once() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
+
+
+def experts(inner: int = 16, count: int = 4) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Masters of a layer's experts as they are loaded, under one another in memory, and the names of its two stacks."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(count * 2 * inner, 32, generator=generator).to(DEVICE).split(inner)
+    down = torch.randn(count * inner, 32, generator=generator).to(DEVICE).split(inner)
+    leaves = ("gate", "up", "down")
+    names = [f"model.layers.0.mlp.experts.{i}.{leaf}_proj.weight" for i in range(count) for leaf in leaves]
+    stacks = [[name for name in names if "down" not in name], [name for name in names if "down" in name]]
+    values = dict(zip(stacks[0], gate_up, strict=True)) | dict(zip(stacks[1], down, strict=True))
+    return {name: values[name] for name in names}, stacks
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernels"),
+    [(name, False) for name in scheme_names() if name != "bf16"] + [pytest.param("w4a16", True, marks=runs_kernels)],
+)
+def test_masters_under_one_another_are_quantized_at_once_to_the_same_bits(scheme: str, kernels: bool) -> None:
+    (values, stacks), of = experts(128 if scheme == "fp8_block" else 16), scheme_of(scheme)
+    modules = [name.removesuffix(".weight") for name in values]
+    made = of(next(iter(values)))
+    shared = shared_scales(modules, made, values.__getitem__)
+    how = of, torch.bfloat16, 3, kernels, shared
+    found, expected = quantize_parameters(values, *how, stacks), quantize_parameters(values, *how)
+    assert list(found.tensors) == list(expected.tensors)
+    assert found.manifest() == expected.manifest()
+    for stack in stacks:
+        for suffix in expected.weights[modules[0]].tensors:
+            if rows_of(made, suffix) is not None:
+                assert adjacent([found.weights[name.removesuffix(".weight")].tensors[suffix] for name in stack])
+
+
+def test_runs_are_of_neighbours_and_no_longer_than_asked() -> None:
+    (values, stacks), of = experts(), scheme_of("w4a16")
+    assert list(runs(stacks[1], values, of)) == [stacks[1]]
+    assert list(runs(stacks[1], values, of, most=3 * 16 * 32 * 4)) == [stacks[1][:3], stacks[1][3:]]
+    apart = values | {stacks[1][2]: values[stacks[1][2]].clone()}
+    assert list(runs(stacks[1], apart, of)) == []
+    assert list(runs(stacks[1], values, lambda name: None if "experts.1." in name else of(name))) == []
+
+
+def test_of_masters_quantized_at_once_the_one_that_is_not_finite_is_named() -> None:
+    (values, stacks), of = experts(), scheme_of("w8a8")
+    values[stacks[0][3]][5, 7] = torch.nan
+    with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
+        quantize_parameters(values, of, torch.bfloat16, 3, stacks=stacks)

@@ -1,0 +1,70 @@
+"""A mixture of experts on two ranks, in rows and in a DeepSpeed stage: the bits of one process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from row_runs import CPU, Case, held, loss_of, rounds, sha, trained, twin
+
+from qarl.training.zero_updates import build_zero
+
+COUNT = 2
+ROWS = {
+    "mixtral in rows": ("mixtral", Case("", steps=2)),
+    "qwen3_moe in rows, a scale that all experts share": ("qwen3_moe", Case("", {"quant": {"scheme": "nvfp4a16"}})),
+}
+STAGE = {"distributed": {"engine": "deepspeed", "zero_stage": 3}}
+
+
+def both(group: Any, rows: list[dict[str, Any]], stage: dict[str, Any]) -> dict[str, Any]:
+    """In one start: what each case in rows found, and the norms, digests and pieces of a stage."""
+    found = [trained(group, Case(**case))[0] for case in rows]
+    case = Case(**stage)
+    policy, updates = build_zero(case.config, CPU, None, group)
+    updates.set_lr(1.0)
+    norms, digests = [], [policy.current.manifest().digest()]
+    for _ in range(case.steps):
+        updates.clear()
+        for own in rounds(group.count):
+            part = own[group.rank]
+            updates.backward(None if part is None else loss_of(policy, part))
+        norms.append(updates.norm())
+        updates.step(norms[-1])
+        digests.append(policy.current.manifest().digest())
+    return {"rows": found, "stage": {"norms": norms, "digests": digests, **held(updates)}}
+
+
+@pytest.fixture(scope="module")
+def cases(tiny_model) -> list[Case]:
+    pytest.importorskip("deepspeed")
+    in_rows = [Case(str(tiny_model(family)), case.sections, case.steps) for family, case in ROWS.values()]
+    return [*in_rows, Case(str(tiny_model("mixtral")), STAGE)]
+
+
+@pytest.fixture(scope="module")
+def found(cases) -> list[list[dict[str, Any]]]:
+    """Of each rank, what it found in each case."""
+    *rows, stage = map(asdict, cases)
+    of_ranks = run_ranks(COUNT, f"{__file__}:both", {"rows": rows, "stage": stage}, limit_s=240)
+    return [[*of["rows"], of["stage"]] for of in of_ranks]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=[*ROWS, "mixtral in stage 3"])
+def test_steps_have_the_bits_of_one_process(found, cases, number) -> None:
+    expected, tensors = twin(cases[number], COUNT)
+    assert len(set(expected["digests"])) == len(expected["digests"])  # every step changed the codes
+    covered = dict.fromkeys(tensors, 0)
+    for of in found:
+        rank = of[number]
+        assert rank["norms"] == expected["norms"] and rank["digests"] == expected["digests"]
+        assert rank["state"] == expected["state"]
+        for what, (start, stop, shape, digest) in rank["pieces"].items():
+            assert tuple(shape) == tensors[what].shape, what
+            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
+            covered[what] += stop - start
+    assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
+    experts = [what for what in covered if ".experts.3." in what]
+    assert len(experts) == (2 if number != 1 else 1) * 3 * 4  # master, two moments and a count of steps
