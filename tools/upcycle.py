@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top-k", type=int, default=2, help="experts a token; default %(default)s")
     add("--noise", type=float, default=0.3, help="of an expert, in units of a matrix' root mean square; %(default)s")
     add("--share", type=float, default=0.125, help="of an expert's features, which gets the noise; %(default)s")
-    add("--tokens", type=int, default=12288, help="that the parent writes for the routers; default %(default)s")
+    add("--tokens", type=int, default=8192, help="that the parent writes for the routers; default %(default)s")
     add("--eval-tokens", type=int, default=2048, help="of each text to measure on; default %(default)s")
     add("--length", type=int, default=128, help="tokens a sequence; default %(default)s")
     add("--steps", type=int, default=300, help="of training a router; default %(default)s")
@@ -134,7 +134,7 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
         report = {
             "parent": options.model,
             "parameters": sum(sizes.values()),
-            "active_parameters": active(sizes, options.experts, options.top_k),
+            "active_parameters": active_parameters(sizes, options.experts, options.top_k),
             "parent_parameters": sum(tensor.numel() for tensor in parent.parameters()),
             "texts": {"own": "sampled from the parent, not trained on", "real": source.name},
             **measure(directory, parent, texts, options.seed),
@@ -176,10 +176,17 @@ def write(
             mlp = parent.model.layers[layer].mlp
             dense = Mlp(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach(), mlp.down_proj.weight.detach())
             centers = cluster(x, options.experts, generator)
-            experts = perturb(dense, x, centers, options.noise, options.share, generator)
-            products = experts.error_products(x)
-            first = first_weight(x, centers)
-            found = fit(x, products, first, top_k=options.top_k, steps=options.steps, balance=options.balance)
+            active = dense.features(x)
+            experts = perturb(dense, x, active, centers, options.noise, options.share, generator)
+            found = fit(
+                x,
+                experts.error_products(x, active),
+                first_weight(x, centers),
+                top_k=options.top_k,
+                steps=options.steps,
+                balance=options.balance,
+                generator=generator,
+            )
             block = MOE.format(layer=layer)
             child.put(f"{block}.gate.weight", found.weight)
             for index in range(options.experts):
@@ -218,7 +225,7 @@ def measure(
     return found
 
 
-def active(sizes: dict[str, int], experts: int, top_k: int) -> int:
+def active_parameters(sizes: dict[str, int], experts: int, top_k: int) -> int:
     """Parameters that a token is multiplied with. sizes: of each tensor."""
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()) - routed + routed // experts * top_k
@@ -255,7 +262,9 @@ def main() -> None:
     try:
         report = upcycle(options)
     except UserError as error:
-        sys.exit(str(error))
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; nothing was written")
     print(table(report))
 
 
