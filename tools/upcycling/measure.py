@@ -64,8 +64,8 @@ def agreement(parent: list[Tensor], child: PreTrainedModel, ids: Tensor) -> Agre
 def routing(child: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     """How the layers of a Mixtral model route the tokens of ids (sequences, length).
 
-    share: of each layer, the share of (token, choice) pairs that each expert gets. entropy: of each layer's shares, over
-    that of equal ones. first_weight_mean: the mean of the larger weight.
+    share: of each layer, the share of (token, choice) pairs that each expert gets. entropy: of a layer's shares, over
+    that of equal ones. first_weight_mean: the mean of a token's largest weight.
     """
     layers = child.config.num_hidden_layers
     chosen: list[Tensor | float] = [0.0] * layers
