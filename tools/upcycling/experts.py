@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ITERATIONS = 15  # of k-means
+ITERATIONS = 12  # of k-means
 ROWS = 2048  # tokens whose errors are in memory together
 
 
@@ -32,6 +32,7 @@ class Mlp:
         return functional.silu(x @ self.gate.T) * (x @ self.up.T)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """(tokens, hidden)."""
         return self.features(x) @ self.down.T
 
     def at(self, features: Tensor) -> Mlp:
@@ -54,19 +55,21 @@ class Experts:
         gate[features], up[features], down[:, features] = noisy.gate, noisy.up, noisy.down
         return Mlp(gate, up, down)
 
-    def error_products(self, x: Tensor) -> Tensor:
-        """(tokens, experts, experts) inner products of the experts' errors about each token of x (tokens, hidden).
+    def error_products(self, x: Tensor, active: Tensor) -> Tensor:
+        """(tokens, experts, experts) inner products of the experts' errors about each token.
 
-        An error is what the expert puts out less what the dense MLP does. For weights w that sum to one, w' P w is the
-        squared error of the mixture, whatever is routed. In units of the dense output's variance.
+        x: (tokens, hidden) that the MLP reads. active: (tokens, intermediate), its features for x. An error is what
+        the expert puts out less what the dense MLP does. For weights w that sum to one, w' P w is the squared error of
+        the mixture. In units of the variance of the dense output, over the first `ROWS` tokens.
         """
-        products, total, squares = [], torch.zeros_like(x[0]), torch.zeros_like(x[0])
-        for rows in x.split(ROWS):
-            errors = torch.stack([noisy(rows) - self.dense.at(features)(rows) for features, noisy in self.changed], 1)
-            products.append(errors @ errors.mT)
-            output = self.dense(rows)
-            total, squares = total + output.sum(0), squares + output.square().sum(0)
-        variance = (squares / len(x) - (total / len(x)).square()).sum()
+        products = []
+        for rows, on in zip(x.split(ROWS), active.split(ROWS), strict=True):
+            errors = [
+                noisy(rows) - on[:, features] @ self.dense.down[:, features].T for features, noisy in self.changed
+            ]
+            stacked = torch.stack(errors, 1)
+            products.append(stacked @ stacked.mT)
+        variance = (active[:ROWS] @ self.dense.down.T).var(0, correction=0).sum()
         return torch.cat(products) / variance
 
 
@@ -80,23 +83,23 @@ def cluster(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
     for _ in range(ITERATIONS):
         nearest = torch.cdist(x, centers).argmin(1)
         spare = x[torch.randint(len(x), (count,), generator=generator).to(x.device)]
-        centers = torch.stack(
-            [x[nearest == i].mean(0) if bool((nearest == i).any()) else spare[i] for i in range(count)]
-        )
+        members = functional.one_hot(nearest, count).to(x.dtype)
+        sizes = members.sum(0)[:, None]
+        centers = torch.where(sizes > 0, members.T @ x / sizes.clamp_min(1), spare)
     return centers
 
 
 def perturb(
-    dense: Mlp, x: Tensor, centers: Tensor, noise: float, share: float, generator: torch.Generator
+    dense: Mlp, x: Tensor, active: Tensor, centers: Tensor, noise: float, share: float, generator: torch.Generator
 ) -> Experts:
     """An expert for each center.
 
-    x: (tokens, hidden) that the MLP reads. centers: (experts, hidden), see `cluster`. noise: standard deviation of what
-    is added to a matrix, in units of the matrix' own root mean square. share: of the features, which gets it.
-    generator: of the CPU.
+    x: (tokens, hidden) that the MLP reads. active: (tokens, intermediate), its features for x. centers: (experts,
+    hidden), see `cluster`. noise: standard deviation of what is added to a matrix, in units of the matrix' own root
+    mean square. share: of the features, which gets it. generator: of the CPU.
     """
     nearest = torch.cdist(functional.normalize(x, dim=1), centers).argmin(1)
-    used = dense.features(x).square() * dense.down.square().sum(0)
+    used = active.square() * dense.down.square().sum(0)
     by_cluster = torch.stack([used[nearest == i].mean(0) for i in range(len(centers))]).nan_to_num(0.0)
     relative = by_cluster / by_cluster.sum(0).clamp_min(torch.finfo(torch.float32).tiny)
     count = round(share * len(dense.gate))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LEARNING_RATE = 0.01
+LEARNING_RATE = 0.02  # of the first step; it falls to zero
+BATCH = 512  # tokens a step
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,21 @@ def first_weight(x: Tensor, centers: Tensor) -> Tensor:
     return directions / (x @ directions.T).std().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def fit(x: Tensor, products: Tensor, first: Tensor, *, top_k: int, steps: int, balance: float) -> Fit:
-    """`steps` of Adam over all tokens from the weight `first`.
+def fit(
+    x: Tensor,
+    products: Tensor,
+    first: Tensor,
+    *,
+    top_k: int,
+    steps: int,
+    balance: float,
+    generator: torch.Generator,
+) -> Fit:
+    """`steps` of Adam on random tokens, from the weight `first`.
 
     x: (tokens, hidden). products: (tokens, experts, experts), see `Experts.error_products`. balance: of the
     load-balancing loss, experts * sum(share of tokens * mean probability) (Switch Transformers, equation 4), beside
-    the mixture's error in units of a single expert's.
+    the mixture's error in units of a single expert's. generator: of the CPU.
     """
     experts = len(first)
     scale = x.square().mean().sqrt()  # so that Adam's steps are the same for states of any size
@@ -56,19 +66,22 @@ def fit(x: Tensor, products: Tensor, first: Tensor, *, top_k: int, steps: int, b
     weight = (first * scale).requires_grad_()
     single = products.diagonal(dim1=1, dim2=2).mean().clamp_min(torch.finfo(torch.float32).tiny)
     optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(1, steps))
 
-    def error() -> tuple[Tensor, Tensor, Tensor]:
+    def error(states: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probabilities, weights, chosen = mixture(states @ weight.T, top_k)
-        return (weights.unsqueeze(1) @ products @ weights.unsqueeze(2)).mean(), probabilities, chosen
+        return (weights[:, :, None] * weights[:, None] * products).sum((1, 2)).mean(), probabilities, chosen
 
     with torch.no_grad():
-        before = error()[0].item()
+        before = error(states, products)[0].item()
     for _ in range(steps):
-        value, probabilities, chosen = error()
+        rows = torch.randint(len(x), (min(BATCH, len(x)),), generator=generator).to(x.device)
+        value, probabilities, chosen = error(states[rows], products[rows])
         load = experts / top_k * (chosen.mean(0) * probabilities.mean(0)).sum()
         optimizer.zero_grad()
         (value / single + balance * load).backward()
         optimizer.step()
+        schedule.step()
     with torch.no_grad():
-        after = error()[0].item()
+        after = error(states, products)[0].item()
     return Fit(weight.detach() / scale, before, after)
