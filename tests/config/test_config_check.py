@@ -408,3 +408,17 @@ def test_a_model_that_cannot_be_cut_over_gpus_is_refused(inspect, overrides, tex
     else:
         message = refused(inspect, *overrides)
         assert "rollout.vllm.tensor_parallel" in message and text in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.routing=replay", "model.routing"),
+        ("objective.router_aux_coef=0.1", "objective.router_aux_coef"),
+        ("objective.router_z_coef=0.1", "objective.router_z_coef"),
+        ("diagnostics.routing_every=1", "diagnostics.routing_every"),
+    ],
+)
+def test_what_only_a_mixture_has_is_refused_of_a_dense_model(inspect, override, key):
+    message = refused(inspect, override)
+    assert key in message and "the model has no experts" in message

@@ -4,7 +4,7 @@ from qarl_formats.scheme import Scheme
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
-from qarl.diagnostics.crossings import crossing_metrics, crossings
+from qarl.diagnostics.crossings import by_layer, crossing_metrics, crossings
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_parameter
 
 NAMES = (
@@ -61,3 +61,16 @@ def test_unquantized_the_published_values_of_the_layers_are_counted():
 
 def test_no_modules_have_no_metrics():
     assert crossing_metrics({}) == {}
+
+
+def test_experts_of_a_layer_are_one_line_of_each_projection():
+    crossed = {"model.layers.1.self_attn.o_proj": (1, 10)}
+    for expert in range(3):
+        crossed |= {f"model.layers.1.mlp.experts.{expert}.{leaf}": (expert, 10) for leaf in ("up_proj", "down_proj")}
+    together = by_layer(crossed)
+    assert together == {
+        "model.layers.1.self_attn.o_proj": (1, 10),
+        "model.layers.1.mlp.experts.up_proj": (3, 30),
+        "model.layers.1.mlp.experts.down_proj": (3, 30),
+    }
+    assert crossing_metrics(together) == crossing_metrics(crossed)

@@ -99,7 +99,7 @@ def test_what_nothing_clips_is_not_run_again(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT)
     batch, backwards = mostly_live(run), []
     plain = run.policy.logprobs
-    run.policy.logprobs = lambda *arguments: backwards.append(1) or plain(*arguments)
+    run.policy.logprobs = lambda *given, **more: backwards.append(1) or plain(*given, **more)
     for band, passes in ((None, 4), (Band("token", 1e9, 0.0), 4), (Band("token", 1 + 1e-9, 1 - 1e-9), 5)):
         backwards.clear()
         gram_of(run, batch, band=band)

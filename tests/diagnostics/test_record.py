@@ -3,8 +3,9 @@ import math
 
 import torch
 
-from qarl.diagnostics.layout import FORMAT_VERSION
+from qarl.diagnostics.layout import FORMAT_VERSION, DiagnosticsRecord
 from qarl.diagnostics.record import StepTokens, diagnostics_record
+from qarl.inputs.schema import checked
 from qarl.objectives.band import Band
 from qarl.objectives.segments import Segments
 
@@ -72,3 +73,14 @@ def test_the_sample_is_of_seed_and_step_alone_and_keeps_the_order():
     assert kept(3, 0) == first and kept(4, 0) != first and kept(3, 1) != first
     record = diagnostics_record(3, {}, tokens(count=1000), None, [], 50, 0)
     assert record["token_count"] == 1000 and sum(row["count"] for row in record["deciles"]) == 1000
+
+
+def test_a_layers_experts_are_one_row_and_of_a_backward_the_worst_of_them():
+    name = "model.layers.2.mlp.experts.{}.up_proj"
+    layers = {name.format(i): (i, 8) for i in range(3)}
+    modules = {name.format(i): (0.9 - i % 2, 0.1) for i in range(3)}
+    routing = {"load_max": [1.5], "load_min": [0.5], "entropy": [1.2], "disagreement": [0.25]}
+    record = diagnostics_record(1, {}, tokens(), layers, [], 100, 0, modules, routing)
+    assert record["layers"] == {"model.layers.2.mlp.experts.up_proj": [3, 24]} and record["routing"] == routing
+    assert record["backward"] == {"worst": name.format(1), "layers": {name.format(1): [0.9 - 1, 0.1]}}
+    checked(DiagnosticsRecord, record, "a record")

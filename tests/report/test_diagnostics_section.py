@@ -174,3 +174,18 @@ def test_an_fp8_backwards_error_is_plotted_by_layer_and_the_worst_layer_named():
     chart = found(backward={"worst": names[0], "layers": {names[0]: [None, None]}})
     assert chart.series[0].y == [None] and chart.note == "Worst: model.layers.0.mlp.up_proj (not finite)."
     assert found(backward=None) is found() is None  # earlier records say nothing of it
+
+
+def test_routers_are_plotted_by_layer_and_against_the_sampler_where_it_was_asked():
+    def found(**changes) -> dict[str, LineChart]:
+        return {b.title: b for b in record_blocks(diagnostics(1, **changes)) if isinstance(b, LineChart)}
+
+    routing = {"load_max": [1.5, 2.0], "load_min": [0.5, 0.0], "entropy": [1.2, None]}
+    charts = found(routing=routing)
+    loads = charts["Load of an expert, by layer"].series
+    assert [(s.name, s.x, s.y) for s in loads] == [("largest", [0, 1], [1.5, 2.0]), ("least", [0, 1], [0.5, 0.0])]
+    assert charts["Entropy of the routers, by layer"].series[0].y == [1.2, None]
+    title = "Other experts than the sampler's, by layer"
+    assert title not in charts
+    assert found(routing=routing | {"disagreement": [0.0, 0.25]})[title].series[0].y == [0.0, 0.25]
+    assert "Load of an expert, by layer" not in found(routing=None)

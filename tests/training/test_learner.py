@@ -135,7 +135,9 @@ def test_responses_with_advantage_0_skip_the_backward_only(llama):
     run = parts(llama, train={"minibatch_size": 16})
     batch, seen = half_idle(run), {True: [], False: []}
     logprobs = run.learner.logprobs
-    run.learner.logprobs = lambda part: seen[torch.is_grad_enabled()].extend(part.indices) or logprobs(part)
+    run.learner.logprobs = lambda part, *more: (
+        seen[torch.is_grad_enabled()].extend(part.indices) or logprobs(part, *more)
+    )
     run.learn(batch)
     assert sorted(seen[True]) == list(range(1, 16, 2)) and sorted(seen[False]) == list(range(0, 16, 2))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,11 @@ class Parts:
         """Sampled from the current policy; a response's reward is that of its token ids."""
         prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(self.config.train.prompts_per_step)]
         self.engine.publish(self.policy.current)
-        rollouts = self.engine.generate(
-            prompts, SamplingParams(**{**vars(self.sampling), "seed": seed}), self.policy.version
-        )
+        sampling = replace(self.sampling, seed=seed, record_routing=self.config.records_routing)
+        rollouts = self.engine.generate(prompts, sampling, self.policy.version)
         rewards = [reward(rollout.token_ids) for rollout in rollouts]
-        return build_batch(prompts, rollouts, rewards, self.config.objective.advantage, self.policy.version)
+        advantage, replays = self.config.objective.advantage, self.config.model.routing == "replay"
+        return build_batch(prompts, rollouts, rewards, advantage, self.policy.version, replays=replays)
 
     def learn(self, batch: Batch, step: int = 0, watch: Observer | None = None) -> dict[str, float]:
         """The learner's metrics, and `learner_tokens`, that its forwards ran."""

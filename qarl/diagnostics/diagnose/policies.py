@@ -115,7 +115,13 @@ class RunPolicy:
     @torch.no_grad()
     def logprobs(self, saved: SavedStep) -> Tensor:
         """The learner's log-probs of all responses, (T,) float32 on the CPU."""
-        return self._packed(saved, lambda *arguments, routes: self.policy.logprobs(*arguments, routes=routes)[0])
+
+        def logprobs(
+            prompts: list[list[int]], responses: list[list[int]], truncation: Truncation, chunk: int, routes: Routes
+        ) -> Tensor:
+            return self.policy.logprobs(prompts, responses, truncation, chunk, routes=routes)[0]
+
+        return self._packed(saved, logprobs)
 
     def shadow_logprobs(self, saved: SavedStep) -> Tensor:
         """The sampler's arithmetic at the same weights, (T,) float32 on the CPU."""

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,29 @@ def test_unknown_tokens_and_a_checkpoint_that_went_are_refused_in_one_line(misma
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"000099: .* has removed it \(checkpoint.keep_last\)"):
         policy.load(99)
+
+
+def test_a_step_of_replayed_experts_comes_back_bit_for_bit(qarl, tiny_model, tmp_path):
+    model = {"path": str(tiny_model("mixtral")), "routing": "replay"}
+    run = train(qarl, tiny_model, tmp_path / "replay", model=model, quant={"learner": "full_precision"})
+    logged = read_metrics(run / "metrics.jsonl")[1]
+    assert 0.0 < logged["mismatch/routing_disagreement"] < logged["mismatch/routing_tokens"] < 1.0
+    policy, saved = RunPolicy(resolve_target(str(run), step=2), "cpu"), read_rollouts(run, 2)
+    policy.check_tokens(saved)
+    policy.load(1)
+    assert torch.equal(policy.shadow_logprobs(saved), saved.logp_sampler)
+    assert torch.equal(policy.logprobs(saved), saved.logp_old)
+    told = saved.routing
+    for spoiled, words in (
+        (None, "holds no routing, which the run replays"),
+        ([rows[:, :1] for rows in told], "its routing is not of the model's experts"),
+        ([torch.full_like(rows, 4) for rows in told], "its routing is not of the model's experts"),
+    ):
+        with pytest.raises(UserError, match=words):
+            policy.check_tokens(replace(saved, routing=spoiled))
+    own = replace(saved, routing=[torch.full_like(rows, 255) for rows in told])  # nothing is known, and nothing refused
+    policy.check_tokens(own)
+    assert not torch.equal(policy.logprobs(own), saved.logp_old)
 
 
 def test_weights_of_all_tokens_rejected_are_worth_nothing():

@@ -1,0 +1,253 @@
+"""Routing replay and the losses of routers, on a tiny mixture: what is replayed where, and what gradients follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from qarl_kernels.logprob import Truncation
+from safetensors.torch import save_file
+from thread_ranks import as_threads
+from tiny_runs import live, parts
+
+from qarl.config import Config
+from qarl.diagnostics.diagnose.saved import read_rollouts
+from qarl.errors import UserError
+from qarl.policy.packing import pack
+from qarl.policy.routes import Routes, recording
+from qarl.policy.routing import numbers_of, stored, unknown
+from qarl.rollout.shared import gather_rollouts
+from qarl.training.batch import Batch, Column, build_batch
+from qarl.training.metrics import rollout_tensors
+from qarl.training.routing import RoutingTotals
+from qarl.types import Prompt, Rollout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = {"prompts_per_step": 2, "minibatch_size": 8, "micro_batch_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def mixtral(tiny_model) -> Path:
+    return tiny_model("mixtral")
+
+
+def test_replay_changes_no_bit_where_sampler_and_learner_agree(mixtral) -> None:
+    found = []
+    for routing in ("own", "replay"):
+        run = parts(mixtral, model={"routing": routing}, train=SMALL, diagnostics={"routing_every": 1})
+        metrics = []
+        for step in range(2):
+            batch = live(run, seed=step)
+            assert batch.replays == (routing == "replay")
+            metrics.append(run.learn(batch, step))
+            assert all(map(torch.equal, batch.logp_old, batch.logp_sampler))
+        assert [m["mismatch/routing_tokens"] for m in metrics] == [0.0, 0.0]
+        found.append((metrics, run.policy.current.manifest().digest()))
+    assert found[0] == found[1]
+
+
+def test_each_micro_batch_replays_the_rows_of_its_own_responses(mixtral) -> None:
+    """One response is sent elsewhere: with a shuffled order and shared prompts, no other one's log-probs change."""
+    run = parts(mixtral, model={"routing": "replay"}, train={**SMALL, "minibatch_size": 2})
+    batch = live(run)
+    assert batch.routing is not None
+    prompt = len(batch.prompts[5])
+    batch.routing[5] = batch.routing[5].clone()
+    batch.routing[5][prompt:] = stored((numbers_of(batch.routing[5][prompt:]) + 1) % 4, 4).sort(-1).values
+    for minibatch in batch.minibatches(2, 0, 0, 0):
+        for part in run.learner.cut(minibatch):
+            assert part.rows == len(pack(part.prompts, part.responses).ids) == len(part.routing)
+            with torch.no_grad():
+                run.learner.logprobs(part)
+    same = [torch.equal(old, drawn) for old, drawn in zip(batch.logp_old, batch.logp_sampler, strict=True)]
+    assert same == [i != 5 for i in range(8)]
+    # The first token of a response is predicted from its prompt, which is not touched.
+    assert batch.logp_old[5][0] == batch.logp_sampler[5][0]
+    # What the learner would have chosen itself is measured under replay too.
+    metrics = run.learner.totals.routing.metrics()
+    assert 0.0 < metrics["mismatch/routing_disagreement"] <= metrics["mismatch/routing_tokens"] < 0.5
+
+
+def test_shadow_and_reference_replay_too(mixtral) -> None:
+    objective = {"name": "grpo", "kl_coef": 0.1, "ratio": "shadow"}
+    quant = {"group_size": 32, "learner": "full_precision"}
+    run = parts(mixtral, model={"routing": "replay"}, train=SMALL, quant=quant, objective=objective)
+    batch = live(run)
+    assert batch.routing is not None
+    whole = batch.whole()
+    before = run.learner.shadow(whole, torch.empty(0)), run.learner.reference(whole).clone()
+    batch.routing = [stored((numbers_of(rows) + 1) % 4, 4).sort(-1).values for rows in batch.routing]
+    moved = batch.part(range(len(batch)))
+    batch.logp_ref = Column.empty(len(batch))
+    after = run.learner.shadow(moved, torch.empty(0)), run.learner.reference(moved)
+    assert not any(map(torch.equal, before, after))
+
+
+def test_tokens_that_nobody_knows_choose_for_themselves(mixtral) -> None:
+    run = parts(mixtral, model={"routing": "replay"}, train=SMALL)
+    batch = live(run)
+    assert batch.routing is not None
+    batch.routing = [unknown(len(rows), rows) for rows in batch.routing]
+    run.learn(batch)
+    assert all(map(torch.equal, batch.logp_old, batch.logp_sampler))
+    assert "mismatch/routing_tokens" not in run.learner.totals.routing.metrics()  # there was nothing to compare
+
+
+@pytest.mark.parametrize(("coefficient", "metric"), [("router_aux_coef", "aux_loss"), ("router_z_coef", "z_loss")])
+def test_the_gradient_of_a_router_loss_is_that_of_its_metric(mixtral, coefficient: str, metric: str) -> None:
+    """A small step along the routers' gradient changes the metric by what the gradient says, over micro-batches."""
+    run = parts(
+        mixtral,
+        model={"dtype": "float32"},
+        quant={"scheme": "bf16", "group_size": None},
+        objective={"name": "grpo", coefficient: 0.5},
+        optim={"loss_scale": 64.0},
+        train=SMALL,
+    )
+    batch = run.batch(lambda tokens: 0.0)  # advantages of 0: there is no other gradient
+    assert len(run.learner.cut(batch.whole())) > 1
+    taken: dict[str, torch.Tensor] = {}
+    run.learner.updates.step = lambda norm: taken.update(
+        {n: p.grad.clone() for n, p in run.policy.named_parameters() if n.endswith("gate.weight")}
+    )
+    before = run.learn(batch)[f"router/{metric}"]
+    square = sum(float(gradient.double().square().sum()) for gradient in taken.values())
+    step = 0.02 / square**0.5
+    with torch.no_grad():
+        for name, parameter in run.policy.named_parameters():
+            if name in taken:
+                parameter -= step * taken[name]
+    run.policy.refresh(0)
+    run.learner.updates.step = lambda norm: None
+    batch.logp_old = Column.empty(len(batch))
+    after = run.learn(batch)[f"router/{metric}"]
+    layers = len(taken)
+    assert layers == 2
+    # The loss is coefficient * sum over layers, the metric the mean; second order leaves a tenth.
+    assert 0.5 * layers * (before - after) == pytest.approx(step * square, rel=0.1)
+
+
+def test_router_metrics_are_those_of_the_formulas() -> None:
+    logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    chosen = logits.topk(2).indices.sort(-1).values
+    routes = Routes(rows=40, loads={})
+    totals = RoutingTotals()
+    for layer in range(2):
+        routes.measure(layer, logits * (layer + 1), chosen)
+    totals.add_loads(routes.measured(), 40)
+    expected = []
+    for layer in range(2):
+        real = logits[:40].double() * (layer + 1)
+        p, share = real.softmax(-1), torch.bincount(chosen[:40].flatten(), minlength=6).double() / 80
+        entropy = torch.distributions.Categorical(logits=real).entropy().mean()
+        expected.append([6 * (share * p.mean(0)).sum(), real.logsumexp(-1).square().mean(), entropy, 6 * share.max()])
+    aux, z, entropy, load = torch.tensor(expected).mean(0).tolist()
+    names = ("router/aux_loss", "router/z_loss", "router/entropy", "router/load_max")
+    assert totals.metrics() == pytest.approx(dict(zip(names, (aux, z, entropy, load), strict=True)), rel=1e-6)
+
+
+def test_disagreement_counts_pairs_and_tokens_that_are_known() -> None:
+    sampler = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [0, 3]], [[-1, -1], [-1, -1]], [[1, 2], [0, 1]]])
+    learner = torch.tensor([[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [0, 1]], [[1, 2], [0, 2]]])
+
+    def work(ranks):
+        totals = RoutingTotals()
+        if ranks.count == 1 or ranks.rank != 1:  # one rank has no responses
+            part = slice(0, 4) if ranks.count == 1 else slice(ranks.rank, ranks.rank + 2)
+            totals.add_choices(sampler[part], learner[part])
+        totals.add_up(ranks)
+        return totals.metrics()
+
+    alone = work(as_threads(1, lambda ranks: ranks)[0])
+    assert alone == {"mismatch/routing_disagreement": 0.5, "mismatch/routing_tokens": pytest.approx(2 / 3)}
+    first, *others = as_threads(3, work)
+    assert others == [first, first] and first["mismatch/routing_tokens"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (255, torch.uint8), (256, torch.int16)])
+def test_numbers_of_experts_are_stored_and_read_back(experts: int, dtype: torch.dtype) -> None:
+    numbers = torch.tensor([[[0, experts - 1]], [[-1, -1]]])
+    found = stored(numbers, experts)
+    assert found.dtype == dtype and torch.equal(numbers_of(found).long(), numbers)
+    assert torch.equal(found[1:], unknown(1, found))
+
+
+def rollout(number: int, routing: torch.Tensor | None) -> Rollout:
+    return Rollout(number, 0, [5, 6, 7], [-1.0, -2.0, -3.0], "stop", 0, 1, "", routing)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_ranks_have_each_others_routing(dtype: torch.dtype) -> None:
+    rows = [torch.randint(0, 99, (3 + n, 2, 2), dtype=dtype) for n in range(3)]
+
+    def work(ranks):
+        own = {0: [rollout(0, rows[0]), rollout(1, rows[1])], 1: [], 2: [rollout(2, rows[2])]}[ranks.rank]
+        return gather_rollouts(own, ranks)
+
+    for found in as_threads(3, work):
+        assert [r.prompt_id for r in found] == [0, 1, 2]
+        assert all(r.routing.dtype == dtype and torch.equal(r.routing, own) for r, own in zip(found, rows, strict=True))
+
+
+def test_a_sampler_that_told_no_experts_is_refused() -> None:
+    prompt = Prompt(0, [1, 2], "", {})
+    with pytest.raises(UserError, match=r"model.routing: the sampler told the experts of 0 of 1 responses"):
+        build_batch([prompt], [rollout(0, None)], [0.0], "reinforce", 0, replays=True)
+
+
+def saved(run, batch: Batch, directory: Path) -> Path:
+    batch.logp_old = batch.logp = batch.logp_sampler
+    (directory / "rollouts").mkdir(parents=True)
+    path = directory / "rollouts" / "000001.safetensors"
+    save_file(rollout_tensors(batch, [0.0] * len(batch)), path)
+    return path
+
+
+def test_a_saved_step_keeps_its_routing(mixtral, tmp_path: Path) -> None:
+    run = parts(mixtral, model={"routing": "replay"}, train=SMALL)
+    batch = live(run)
+    path = saved(run, batch, tmp_path)
+    found = read_rollouts(tmp_path, 1)
+    assert found.routing is not None and all(map(torch.equal, found.routing, batch.routing))
+    tensors = rollout_tensors(batch, [0.0] * len(batch))
+    save_file(tensors | {"routing": tensors["routing"][1:].contiguous()}, path)
+    with pytest.raises(UserError, match="routing is uint8"):
+        read_rollouts(tmp_path, 1)
+
+
+def test_a_model_without_experts_replays_nothing(llama) -> None:
+    for sections, key in (
+        ({"model": {"routing": "replay"}}, "model.routing"),
+        ({"objective": {"name": "grpo", "router_aux_coef": 0.1}}, "objective.router_aux_coef"),
+    ):
+        with pytest.raises(UserError, match=f"{key}.*has no experts"):
+            parts(llama, **sections)
+
+
+def test_an_engine_records_where_somebody_reads_it() -> None:
+    def config(**sections) -> Config:
+        base = {
+            "model": {"path": "x"},
+            "data": {"source": "task:arithmetic"},
+            "reward": {"functions": [{"name": "length"}]},
+            "train": {"steps": 4, "prompts_per_step": 2},
+        }
+        changed = {key: {**base.get(key, {}), **value} for key, value in sections.items()}
+        return Config.model_validate(base | changed)
+
+    plain, replay = config(), config(model={"routing": "replay"})
+    watched = config(diagnostics={"routing_every": 2})
+    assert not plain.records_routing and replay.records_routing and watched.records_routing
+    assert [watched.records_routing_at(step) for step in (1, 2, 3)] == [False, True, False]
+    assert replay.records_routing_at(1) and not plain.records_routing_at(2)
+
+
+def test_recorded_routing_is_the_learners_own(mixtral) -> None:
+    """Of every row, also those of prompts that responses share, as the learner packs them."""
+    run = parts(mixtral, model={"routing": "replay"}, train=SMALL)
+    part = live(run).whole()
+    routes = recording()
+    with torch.no_grad():
+        run.policy.logprobs(part.prompts, part.responses, Truncation(), 64, routes=routes)
+    assert torch.equal(routes.recorded(), part.routing.int())
