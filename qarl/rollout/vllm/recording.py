@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl.errors import UserError
-from qarl.policy.routing import stored, stored_dtype, unknown
+from qarl.policy.routing import stored, unknown
 
 PENDING = 32 << 20  # bytes that wait on the device
 
@@ -58,7 +58,7 @@ class Taps:
 
     def __init__(self, model: nn.Module) -> None:
         runners = [module for module in model.modules() if hasattr(module, "routed_experts")]
-        found = [runner.router.capture_fn for runner in runners]
+        found = [getattr(runner.router, "capture_fn", None) for runner in runners]
         if not found or not all(isinstance(tap, Tap) for tap in found):
             raise ValueError("vLLM made its routers without qarl's taps")
         if any(runner.routed_experts.quant_method.is_monolithic for runner in runners):
@@ -102,10 +102,10 @@ class _Part:
 
 
 class Recording:
-    """What the forwards of one call went through, by the requests' numbers."""
+    """What the forwards of one call went through, by the requests' numbers. count: experts of a layer."""
 
     def __init__(self, experts: Experts, count: int) -> None:
-        self._experts, self._dtype, self._count = experts, stored_dtype(count), count
+        self._experts, self._count = experts, count
         self._pending: list[tuple[list[tuple[int, int, int]], Tensor]] = []
         self._bytes = 0
         self._parts: list[_Part] = []
