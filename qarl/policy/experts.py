@@ -98,7 +98,7 @@ def move_experts(model: nn.Module, device: torch.device) -> None:
     """Bring the experts' masters to a device so that those of a layer lie under one another there as they do here."""
     for block in model.modules():
         if isinstance(block, Mixture):
-            experts = [[part.weight for part in expert.children()] for expert in block.experts]
+            experts = [list(expert.parameters()) for expert in block.experts]  # gate, up, down: none has a bias
             stacks = [part for expert in experts for part in expert[:2]], [expert[2] for expert in experts]
             for masters in stacks:
                 if adjacent(masters) and masters[0].device != device:
