@@ -17,18 +17,17 @@ import torch
 from qarl_kernels.backward import input_grad, weight_grad
 from qarl_kernels.fused_norm import Normed
 from qarl_kernels.moe.backward import grouped_input_grad, grouped_weight_grad
-from qarl_kernels.moe.balance import balance_grad
 from qarl_kernels.moe.combine import combine, combine_backward, sum_over_slots
 from qarl_kernels.moe.dispatch import groups_of
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.routed import Routed
-from qarl_kernels.moe.routing import route, route_backward
 from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import Projection, gradient_of
+from qarl.policy.router import logits_grad, route_tokens
 from qarl.policy.routes import ExpertLayer, Routes
 from qarl.policy.trace import unnoted
 from qarl.policy.view import View
@@ -64,26 +63,13 @@ class FusedMixture:
         """normed: (T, H), with its codes where `gate_up` reads them. Returns (T, H), and what a backward may keep."""
         x = normed.normed
         assert x is not None, "a router reads values"
-        routed = self._routed(x, routes)
-        routes.measure(self.experts.number, routed.logits, routed.experts)
+        routed = route_tokens(x, self.router, self.experts, routes, kernels=True)
         groups = groups_of(routed.experts, self.experts.count, kernels=True)
         gate_up = _product(self.gate_up, x, normed.codes, normed.scale, groups, True, x.dtype)
         down = self._into_down(gate_up, groups)
         y = combine(down, routed.weights, groups)
         self._note(routed, groups, gate_up, down, y)
         return y, KeptExperts(routed, groups, gate_up, down)
-
-    def _routed(self, x: Tensor, routes: Routes) -> Routed:
-        """The router's own choice, which is told, or what is replayed in its place."""
-        experts = self.experts
-        how = x, self.router, experts.per_token, experts.normalize
-        own = route(*how, kernels=True)
-        routes.tell(experts.number, own.experts)
-        given = routes.of_layer(experts.number)
-        if given is None:
-            return own
-        chosen = torch.where(given[:, :1] < 0, own.experts, given.to(torch.int32))
-        return route(*how, chosen=chosen, kernels=True)
 
     def _into_down(self, gate_up: Tensor, groups: Groups) -> Tensor:
         """(R, H), what each row's expert gives."""
@@ -125,10 +111,7 @@ class FusedMixture:
 
     def _router_backward(self, grad_weights: Tensor, normed: Tensor, routed: Routed, routes: Routes) -> Tensor:
         """(T, H), what reaches the router's input; its master gets its gradient. grad_weights: (T, k) float32."""
-        grad = route_backward(grad_weights, routed, self.experts.normalize, kernels=True)
-        if routes.balance is not None:
-            losses = routes.balance
-            grad += balance_grad(routed, losses.tokens, losses.aux, losses.z).grad_logits
+        grad = logits_grad(grad_weights, routed, self.experts, routes, kernels=True)
         sums = gradient_of([self.modules.masters[self.experts.router]])
         weight_grad(grad, normed.float(), into=sums)
         return input_grad(grad, self.router.float()).to(normed.dtype)

@@ -62,7 +62,7 @@ def make(tiny_model) -> Callable[..., Policy]:
     return of
 
 
-def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared) -> Snapshot:
+def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared, stacks) -> Snapshot:
     return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
 
 

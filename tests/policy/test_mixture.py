@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qarl.experts import EXPERT_NAMES
 from qarl.policy.experts import take_apart
-from qarl.policy.mixture import balance_grad, choose
-from qarl.policy.routes import Balance, ExpertLayer, Routes, recording
+from qarl.policy.routes import Balance, Routes, recording
 
 FAMILIES = tuple(EXPERT_NAMES)
 FP32_GRADIENT = 1e-5
@@ -115,25 +114,6 @@ def test_the_router_learns_through_the_weights_of_replayed_experts(tiny_model) -
     assert masters["model.layers.0.block_sparse_moe.gate.weight"].grad.abs().max() > 0
     assert not masters["model.layers.0.block_sparse_moe.experts.1.w1.weight"].grad.any()
     assert masters["model.layers.0.block_sparse_moe.experts.3.w1.weight"].grad.any()
-
-
-def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
-    experts = ExpertLayer(0, "", 8, 3, False, EXPERT_NAMES["olmoe"])
-    logits = torch.tensor([[1.0, 2, 1, 1, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0]])
-    chosen, weights, _ = choose(logits, experts, None)
-    assert chosen.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert torch.equal(weights[1], torch.full((3,), 1 / 8))
-
-
-def test_gradient_of_the_routers_losses_is_that_of_autograd() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
-    experts, rows = torch.randint(6, (7, 2)), 5
-    real = logits[:rows]
-    share = torch.bincount(experts[:rows].flatten(), minlength=6).double() / (rows * 2)
-    loss = 0.3 * 6 * (share * real.softmax(-1).mean(0)).sum() + 0.7 * real.logsumexp(-1).square().mean()
-    (wanted,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(balance_grad(logits.detach(), experts, Balance(0.3, 0.7, rows)), wanted)
 
 
 def test_the_routers_losses_reach_the_router_and_not_the_log_probs(tiny_model) -> None:

@@ -85,7 +85,9 @@ def test_an_operation_has_its_own_time_alone():
 
 
 def test_flops_count_what_a_forward_multiplies():
-    shape = SimpleNamespace(multiplied_parameters=1000, vocab_size=10, hidden_size=4, num_layers=2, num_heads=3, head_dim=5)
+    shape = SimpleNamespace(
+        multiplied_parameters=1000, vocab_size=10, hidden_size=4, num_layers=2, num_heads=3, head_dim=5
+    )
     # The prompt once, of each response all tokens but the last: 3 + 1 + 2 run, 5 are predicted.
     pairs = (1 + 2 + 3) + 4 + (4 + 5)
     expected = 2 * 1000 * 6 + 2 * 10 * 4 * 5 + 4 * 2 * 3 * 5 * pairs

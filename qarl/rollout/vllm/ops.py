@@ -9,7 +9,7 @@ from qarl_formats.registry import scheme_class
 from qarl_formats.scheme import Scheme
 from qarl_kernels import pointwise
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.reference import groups_of
+from qarl_kernels.moe.reference import combine, groups_of
 from torch import Tensor
 from torch.library import custom_op
 
@@ -46,13 +46,11 @@ def experts(
     inner: int,
     kernels: bool,
 ) -> Tensor:
-    """A layer's experts, as `qarl.policy.mixture` combines them.
+    """A layer's experts, weighted and added up as `qarl.policy.mixture` does it.
 
     x: (T, H) of the compute dtype. weights, ids: (T, k) of each token's experts, in any order. gate_up, down: operands
     of the stacks (count * 2 * inner, H) and (count * H, inner), named as in `linear`. Returns (T, H).
     """
-    from qarl.policy.mixture import combined
-
     chosen, slots = ids.long().sort(dim=-1)
     weights = weights.float().gather(1, slots)
     kind = scheme_class(scheme)
@@ -60,16 +58,18 @@ def experts(
     narrow = dict(zip(down_names.split(","), down, strict=True))
     if kernels:
         from qarl_kernels.moe import dispatch  # imports Triton, which the CPU does not need
-        from qarl_kernels.moe.combine import combine
+        from qarl_kernels.moe.combine import combine as combine_by_kernel
         from qarl_kernels.swiglu import swiglu
 
         groups = dispatch.groups_of(chosen, count, kernels=True)
         both = kind.multiply_grouped(x.contiguous(), wide, 2 * inner, groups, True, True)
         product = swiglu(both).product
         assert product is not None, "it was asked for"
-        return combine(kind.multiply_grouped(product, narrow, x.shape[1], groups, False, True), weights, groups)
+        return combine_by_kernel(
+            kind.multiply_grouped(product, narrow, x.shape[1], groups, False, True), weights, groups
+        )
     groups = groups_of(chosen, count)
-    return combined(_one_by_one(kind, x, wide, narrow, groups, inner), weights, groups)
+    return combine(_one_by_one(kind, x, wide, narrow, groups, inner), weights, groups)
 
 
 def _one_by_one(
