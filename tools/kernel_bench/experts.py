@@ -131,7 +131,7 @@ def qarl(experts: Experts) -> Callable[[Tensor, Routing], Call]:
             gated = swiglu(both, kind, want_product=kind is None)
             codes = None if gated.codes is None else (gated.codes, gated.scale)
             outputs = product(down, gated.product if codes is None else x, codes, groups, False)
-            return combine(outputs, routing.weights, groups, kernels=True)
+            return combine(outputs, routing.weights, groups)
 
         return run
 

@@ -1,0 +1,56 @@
+"""tools/bench_experts.py where there is no GPU: qarl's side in the interpreter against float32, and the summary."""
+
+from __future__ import annotations
+
+import bench_experts
+import pytest
+import torch
+from kernel_bench.experts import ROUTINGS, Experts, Sizes, make_routing, qarl, torch_grouped
+from kernel_bench.measure import Wrong
+
+CPU = torch.device("cpu")
+SIZES = Sizes(4, 2, 64, 32)
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_qarls_experts_are_those_of_float32(scheme: str, kind: str) -> None:
+    experts, routing = Experts(scheme, SIZES, 32, CPU), make_routing(kind, 5, SIZES, CPU)
+    x = torch.randn(5, SIZES.hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    picked = torch.arange(5)
+    expected = experts.expected(x, routing, picked)
+    result = qarl(experts)(x, routing)()
+    assert bench_experts.checked(result, expected, picked) < bench_experts.TOLERANCE
+    with pytest.raises(Wrong, match="relative error"):
+        bench_experts.checked(result.flip(0), expected, picked)
+    with pytest.raises(Wrong, match="not finite"):
+        bench_experts.checked(result / 0, expected, picked)
+
+
+def test_a_peer_that_does_not_serve_a_scheme_says_so() -> None:
+    with pytest.raises(RuntimeError, match="bf16"):
+        torch_grouped(Experts("w8a8", SIZES, 32, CPU))
+
+
+def test_skewed_routing_prefers_the_first_experts() -> None:
+    chosen = make_routing("skewed", 400, Sizes(16, 2, 8, 8), CPU).experts
+    counts = torch.bincount(chosen.flatten(), minlength=16)
+    assert counts[:4].sum() > 2 * counts[8:].sum()
+    assert (chosen[:, 0] < chosen[:, 1]).all()
+
+
+def test_the_table_has_the_best_peer_the_worst_case_and_what_did_not_run() -> None:
+    case = {"model": "m", "routing": "balanced", "m": 8}
+    rows = [
+        {"section": "w4a16", "who": "qarl", "us": 10.0} | case,
+        {"section": "w4a16", "who": "vllm_marlin", "us": 15.0} | case,
+        {"section": "bf16", "who": "qarl", "us": 20.0} | case,
+        {"section": "bf16", "who": "vllm_triton", "us": 30.0} | case,
+        {"section": "bf16", "who": "torch_grouped", "us": 16.0} | case,
+        {"section": "w8a8", "who": "vllm_triton", "skipped": "no kernel", "model": "m"},
+    ]
+    found = {row["scheme"]: row for row in bench_experts.ratios(rows)}
+    assert found["w4a16"]["ratio"] == 1.5 and found["w4a16"]["over_bf16"] == 1.6
+    assert found["bf16"]["ratio"] == 0.8 and found["bf16"]["peer"] == "torch_grouped"
+    text = bench_experts.table({"device": "d", "versions": {}, "rows": rows})
+    assert "bf16       mean  0.80" in text and "skipped 1x w8a8 vllm_triton: no kernel" in text
