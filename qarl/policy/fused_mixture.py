@@ -82,7 +82,7 @@ class FusedMixture:
         given = routes.of_layer(experts.number)
         if given is None:
             return own
-        chosen = torch.where(given[:, :1] < 0, own.experts, given.to(torch.int32))
+        chosen = torch.where(given[:, :1] < 0, own.experts, given.to(torch.int32)).contiguous()
         return route(*how, chosen=chosen, kernels=True)
 
     def _into_down(self, gate_up: Tensor, groups: Groups) -> Tensor:
