@@ -60,13 +60,12 @@ def int4() -> Iterator[str]:
     yield from _grouped("w4a16")
     yield from _grouped("nvfp4a16")
     experts, slots, n, k, _ = EXPERTS[0]
-    rows, width = 65_536 * slots, experts * n
-    order = empty(rows, dtype=torch.int32)
+    order = empty(65_536 * slots, dtype=torch.int32)
     given = Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
-    packed, scale = empty(width, k // 2, dtype=torch.uint8), empty(width, k // 16, dtype=torch.float8_e4m3fn)
-    x, rest = empty(65_536, k), (n, given, True)
-    nvfp4a16.grouped_nvfp4a16(x, packed, scale, empty(1, dtype=FP32), *tiled_fp4(width, k), *rest)
-    yield "experts nvfp4a16 dequantized"
+    x, weight, tile_ = empty(65_536, k), empty(experts * n, k), starting.tile_for("dense", given, order)
+    scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
+    codes.run(x, scales[0], weight, scales[1], n, given, True, BF16, tile_)
+    yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * (capability_of(x) >= (9, 0))
 
 
 def int4_int8() -> Iterator[str]:
