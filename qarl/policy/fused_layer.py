@@ -243,8 +243,8 @@ class FusedLayer:
         if kept.middle is None or kept.middle_inverse is None:
             x = self.o(kept.out.flatten(1))
             if self.mixture is not None:
-                normed = self._into_experts(x, kept.hidden)
-                kept.middle, kept.middle_inverse = normed.hidden, normed.inverse
+                before = self._into_experts(x, kept.hidden)
+                kept.middle, kept.middle_inverse = before.hidden, before.inverse
                 return
             kept.middle, kept.middle_inverse, kept.gate_up = self._into_gate_up(x, kept.hidden)
         elif kept.gate_up is None and self.mixture is None:

@@ -21,7 +21,7 @@ def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes,
     routes.tell(experts.number, found.experts)
     given = routes.of_layer(experts.number)
     if given is not None:
-        chosen = torch.where(given[:, :1] < 0, found.experts, given.to(torch.int32))
+        chosen = torch.where(given[:, :1] < 0, found.experts, given.to(torch.int32)).contiguous()
         found = route(*how, chosen=chosen, kernels=kernels)
     routes.measure(experts.number, found.logits, found.experts)
     return found

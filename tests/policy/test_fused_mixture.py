@@ -47,7 +47,11 @@ def make(tiny_model) -> Callable[..., Policy]:
         key = repr((fused, scheme, group, family, sorted(quant.items())))
         if key not in made:
             layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
-            small = {} if ON_GPU else {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+            small = (
+                {"hidden_size": 128}
+                if ON_GPU
+                else {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+            )
             directory = tiny_model(family, num_hidden_layers=layers, **small)
             kernels = {} if fused else {"kernels": "reference"}
             with pytest.MonkeyPatch.context() as patch:
@@ -136,7 +140,8 @@ def test_what_is_computed_again_has_the_same_bits(make, own_gradients, recompute
 
 def test_one_expert_may_have_every_token_and_routers_have_losses_of_their_own(make) -> None:
     fused, plain = (make(fused) for fused in BOTH)
-    replay, name = torch.tensor([3, 1], device=DEVICE).expand(ROWS, 1, 2), "model.layers.0.block_sparse_moe"
+    name, layers = "model.layers.0.block_sparse_moe", len(fused.decoder.layers)
+    replay = torch.tensor([3, 1], device=DEVICE).expand(ROWS, layers, 2)
     routes = Routes(replay=replay, balance=Balance(3.0, 0.5, ROWS - 4))
     (logp, found), (reference, expected) = gradients(fused, routes), gradients(plain, routes)
     torch.testing.assert_close(logp, reference, rtol=0, atol=TOLERANCE["bf16"])
@@ -150,11 +155,11 @@ def test_one_expert_may_have_every_token_and_routers_have_losses_of_their_own(ma
 def test_replay_of_the_own_choice_changes_no_bit_and_of_another_does(make, monkeypatch) -> None:
     policy = make(True)
     plain, own = forward(policy)
-    assert own.shape == (ROWS, 1, 2)
+    assert own.shape == (ROWS, len(policy.decoder.layers), 2)
     assert torch.equal(forward(policy, own.flip(-1))[0], plain)
     logp, again = forward(policy, (own + 1) % 4)
     assert not torch.equal(logp, plain)
-    assert torch.equal(again, own)  # what it would have chosen itself; nothing came before
+    assert torch.equal(again[:, 0], own[:, 0])  # what it would have chosen itself: before it nothing is other
     skipped = ((own + 1) % 4).index_fill(2, torch.tensor([0], device=DEVICE), -1)
     monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
     monkeypatch.setattr("qarl.policy.policy.ROWS", 20)

@@ -65,14 +65,18 @@ class Experts:
     (E * H, I); each as published, or bf16 values."""
 
     def __init__(self, scheme: str, sizes: Sizes, group_size: int, device: torch.device) -> None:
-        self.scheme, self.sizes = scheme, sizes
+        self.scheme, self.sizes, self.device = scheme, sizes, device
         generator = torch.Generator(device).manual_seed(0)
         e, h, i = sizes.experts, sizes.hidden, sizes.inner
         kind = make_scheme(scheme, group_size if scheme.startswith("w4") else None) if scheme != "bf16" else None
 
         def made(rows: int, columns: int) -> QuantizedWeight | Tensor:
             master = torch.randn(rows, columns, generator=generator, device=device).mul_(0.02)
-            return master.bfloat16() if kind is None else quantize_weight(master, kind, scheme, kernels=True)
+            return (
+                master.bfloat16()
+                if kind is None
+                else quantize_weight(master, kind, scheme, kernels=device.type == "cuda")
+            )
 
         self.gate_up, self.down = made(e * 2 * i, h), made(e * h, i)
 
@@ -86,7 +90,8 @@ class Experts:
     def _dequantized(self, which: str) -> Tensor:
         cached = self.__dict__.setdefault("_values", {})
         if which not in cached:
-            cached[which] = dequantize_weight(getattr(self, which), torch.bfloat16, kernels=True)
+            weight = getattr(self, which)
+            cached[which] = dequantize_weight(weight, torch.bfloat16, kernels=self.device.type == "cuda")
         return cached[which]
 
     def forget(self) -> None:
