@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
     "fp8_block": ("llama", "fp8_block", None, {}),
     "w4a8": ("llama", "w4a8", 32, {}),
     "nvfp4a16": ("qwen3", "nvfp4a16", None, {}),
+    "mixture in w4a16": ("mixtral", "w4a16", 32, {}),
+    "mixture in fp8": ("qwen3_moe", "fp8", None, {}),
 }
 
 
