@@ -90,13 +90,12 @@ class FusedLayer:
         """x: (T, H), what the layer before adds to `residual`. Returns the same of this layer, and the rest."""
         hidden, inverse, qkv = self._into_qkv(x, residual)
         out, lse = self._attend(qkv, attention)
-        product = self._noted("o", self.o(out.flatten(1)))
         if self.mixture is not None:
-            normed = self._into_experts(product, hidden)
+            normed = self._into_experts(self._noted("o", self.o(out.flatten(1))), hidden)
             y, experts = self.mixture.forward(normed, routes)
             kept = Kept(hidden, inverse, qkv, out, lse, normed.hidden, normed.inverse, experts=experts)
             return y, normed.hidden, kept
-        middle, middle_inverse, gate_up = self._into_gate_up(product, hidden)
+        middle, middle_inverse, gate_up = self._into_gate_up(self._noted("o", self.o(out.flatten(1))), hidden)
         gated = swiglu(gate_up, self.down.input_codes, want_product=self.down.input_codes is None)
         self._note("activation", gated.product, gated.codes, gated.scale)
         down = self._product(self.down, gated.product, gated.codes, gated.scale, x.dtype)

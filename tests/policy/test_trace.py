@@ -12,7 +12,8 @@ from qarl.policy.attention import Span
 from qarl.policy.packing import pack
 from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, apart, digest, parting
 
-LAYER = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]
+ELSEWHERE = ("embedding", "router", "final_stream", "final_norm", "head")  # in no layer, or in those of experts
+LAYER = [name for name in OPERATIONS if name not in ELSEWHERE]
 
 
 def test_a_digest_tells_any_one_value_apart_and_knows_no_sign_of_zero():

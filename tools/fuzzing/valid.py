@@ -67,18 +67,20 @@ SMALL: dict[str, tuple[Any, ...]] = {
     "checkpoint.resume": ("auto", "never"),
     "logging.console": ("plain", "none", "rich"),
 }
-# What this machine or its network decides, not the configuration; and what the case itself needs.
+# What this machine, its network or the model decides, not the configuration; and what the case itself needs.
 LEFT_OUT = (
     "model.path",
     "model.gguf_file",
     "model.device",
     "model.trust_remote_code",
+    "model.routing",
     "rollout.engine",
     "rollout.vllm",
     "rollout.linear_kernels",
     "quant.kernels",
     "quant.backward",
     "diagnostics.backward_every",
+    "diagnostics.routing_every",
     "logging.wandb",
     "logging.trackio",
     "train.run_dir",
@@ -87,6 +89,7 @@ LEFT_OUT = (
     "data.subset",
     "objective.path",
     "objective.kwargs",
+    "objective.router",
     "reward.functions",
     "evaluation.tasks",
 )
