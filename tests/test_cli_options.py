@@ -211,7 +211,7 @@ def test_random_command_lines_are_one_line_each(place, capsys):
     rng = random.Random(5)
     before = sorted(place.rglob("*"))
     targets = [*UNUSABLE.values(), "file.txt", "folder", "dangling", "folder/file", "file.txt/below"]  # no hub's names
-    for _ in range(60):
+    for _ in range(30):
         command = rng.choice(sorted(COMMANDS))
         options = [text for parameter in COMMANDS[command].params for text in parameter.opts if text.startswith("--")]
         argv = [rng.choice(targets), rng.choice(HOSTILE)][: rng.randint(0, 2)]

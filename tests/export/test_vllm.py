@@ -39,7 +39,7 @@ SCHEMES = {
 
 
 OWN_PROCESS = "bf16"
-LAYERS = 12
+LAYERS = 6
 
 
 @pytest.fixture(scope="module")

@@ -150,17 +150,17 @@ def norms() -> Iterator[str]:
 
 
 def rotaries() -> Iterator[str]:
-    for head_dim, norms_too in for_this_gpu(((64, False), (80, False), (256, False), (128, True))):
+    for head_dim, normed in for_this_gpu(((80, False), (256, False), (128, True))):
         qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
         positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
-        for norm in (None, empty(head_dim)) if norms_too else (None,):
-            rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6)
-            q, k = rotary.rotary_forward(qkv, rotation)
-            total = empty(head_dim, dtype=FP32)
-            rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
-            for rows_ in (8, 4096):
-                paged_rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
-            yield f"rotary {head_dim}{' and norm' if norm is not None else ''}"
+        norm = empty(head_dim) if normed else None
+        rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6)
+        q, k = rotary.rotary_forward(qkv, rotation)
+        total = empty(head_dim, dtype=FP32)
+        rotary_backward.rotary_backward(q, k, qkv, rotation, empty(4096, 40 * head_dim), total, total)
+        for rows_ in (8, 4096):
+            paged_rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
+        yield f"rotary {head_dim}{' and norm' if normed else ''}"
 
 
 def gates() -> Iterator[str]:
@@ -177,11 +177,11 @@ def gates() -> Iterator[str]:
 def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
-        for h in for_this_gpu((1000, 4096, 16_384)):
+        for h in for_this_gpu((1000, 16_384)):
             fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation)
             fused_norm.add_rms_norm(empty(4096, h), None, empty(h), 1e-6, activation, False)
             yield f"norm {activation} {h}"
-        for i in for_this_gpu((1000, 12_288, 32_768)):
+        for i in for_this_gpu((1000, 32_768)):
             swiglu.swiglu(empty(4096, 2 * i), activation)
             yield f"gate {activation} {i}"
 
@@ -321,10 +321,10 @@ def _attention_heads() -> list[tuple[int, torch.dtype]]:
 
 
 def attention_forward() -> Iterator[str]:
-    """Packed forward, with every head size; short and long sequences, and a window for the sizes that need most."""
+    """Packed forward, with every head size; of 128 also short sequences, and a window."""
     short, long = (flash_layout.packed_layout([(p, [500] * 8)], torch.device("cpu")) for p in (96, 600))
     for dim, dtype in _attention_heads():
-        for layout, window in ((short, None), (long, None), (long, 300))[: 3 if dim >= 128 else 2]:
+        for layout, window in ((long, None), (short, None), (long, 300))[: 3 if dim == 128 else 1]:
             q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
             flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
             yield f"attention forward {dim} {dtype} window {window}" + " wgmma" * (capability_of(q) >= (9, 0))
@@ -361,7 +361,7 @@ def attention_paged() -> Iterator[str]:
         for n in (1, 2)
     ]
     for dim in sorted({dim for dim, _ in _attention_heads()} - {96}):  # 96 spills 84 bytes on sm_80
-        for axis, shape in ((2, (8, 16)), (1, (32, 8)))[: 2 if dim >= 128 else 1]:
+        for axis, shape in ((2, (8, 16)), (1, (32, 8)))[: 2 if dim == 128 else 1]:
             cache = empty(300, *shape, dim)
             for window in (None, 300) if (dim, axis) == (128, 2) else (None,):
                 layout = layouts[dim > 128]
