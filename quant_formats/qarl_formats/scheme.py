@@ -293,12 +293,11 @@ class Scheme(ABC):
         x: (T, K), the tokens, if gathered, else (R, K) in sorted order; contiguous. operands: of the stack of all
         experts, (E * N, K). out_features: N, of one expert. Returns (R, N) of x's dtype in sorted order.
 
-        Here in plain torch, one expert after the other. Raises ValueError for kernels where the scheme has none, and
-        where `check_grouped` does.
+        In plain torch one expert after the other. Raises ValueError where `check_grouped` and `grouped_by_kernel` do.
         """
         cls.check_grouped(operands, out_features, groups.experts)
         if kernels:
-            raise ValueError(f"scheme {cls.name} has no kernel for experts; set quant.kernels: reference")
+            return cls.grouped_by_kernel(x.contiguous(), operands, out_features, groups, gathered)
         y = x.new_empty(groups.rows, out_features)
         starts = groups.starts.tolist()
         for expert, part in enumerate(cls.parts(operands, [out_features] * groups.experts)):
@@ -307,6 +306,13 @@ class Scheme(ABC):
             if len(own):
                 y[rows] = cls.multiply(own, part, out_features, None, False)
         return y
+
+    @classmethod
+    def grouped_by_kernel(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
+    ) -> Tensor:
+        """`multiply_grouped` by Triton. Raises ValueError where the scheme has no such kernel."""
+        raise ValueError(f"scheme {cls.name} has no kernel for experts; set quant.kernels: reference")
 
     @classmethod
     def multiply_codes_grouped(

@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused(device, kernels: bool) -> None:
 def test_a_scheme_without_kernels_for_experts_says_so(device, monkeypatch) -> None:
     groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 96, dtype=torch.bfloat16, device=device)
     weight = prepare(stack(_experts("bf16", 24, 96, device)), torch.bfloat16, True)
-    monkeypatch.setattr(type(weight.scheme), "multiply_grouped", vars(Scheme)["multiply_grouped"])
+    monkeypatch.setattr(type(weight.scheme), "grouped_by_kernel", vars(Scheme)["grouped_by_kernel"])
     with pytest.raises(ValueError, match=r"scheme bf16 has no kernel for experts; set quant\.kernels: reference"):
         weight.grouped(x, groups, True)
 

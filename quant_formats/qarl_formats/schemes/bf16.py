@@ -67,20 +67,12 @@ class BF16(Scheme):
         return reference.dense(x, operands["weight"], bias)
 
     @classmethod
-    def multiply_grouped(
-        cls,
-        x: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
-        gathered: bool,
-        kernels: bool,
+    def grouped_by_kernel(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        if not kernels:
-            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
         from qarl_kernels.moe.dense import grouped_dense
 
-        return grouped_dense(x.contiguous(), operands["weight"], groups, gathered)
+        return grouped_dense(x, operands["weight"], groups, gathered)
 
     def dequantized(self, prepared: PreparedWeight, dtype: torch.dtype) -> Tensor:
         return prepared.operands["weight"]

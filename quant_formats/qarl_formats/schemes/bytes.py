@@ -137,19 +137,11 @@ class ByteActivations(ByteCodes):
         return product(codes, scale, operands["weight"], operands["weight_scale"], bias, dtype)
 
     @classmethod
-    def multiply_grouped(
-        cls,
-        x: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
-        gathered: bool,
-        kernels: bool,
+    def grouped_by_kernel(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        if not kernels:
-            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
         quantize, _ = cls._kernels()
-        codes, scale = quantize(x.contiguous())
+        codes, scale = quantize(x)
         return cls.multiply_codes_grouped(codes, scale, operands, out_features, groups, gathered, x.dtype)
 
     @classmethod

@@ -145,21 +145,13 @@ class NVFP4A16(Scheme):
         return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, meta, bias)
 
     @classmethod
-    def multiply_grouped(
-        cls,
-        x: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
-        gathered: bool,
-        kernels: bool,
+    def grouped_by_kernel(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        if not kernels:
-            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
         from qarl_kernels.moe import nvfp4a16
 
         return nvfp4a16.grouped_nvfp4a16(
-            x.contiguous(),
+            x,
             operands.get("weight_packed"),
             operands["weight_scale"],
             operands["weight_global_scale"],

@@ -67,22 +67,13 @@ class W4A16(PackedInt4):
         )
 
     @classmethod
-    def multiply_grouped(
-        cls,
-        x: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
-        gathered: bool,
-        kernels: bool,
+    def grouped_by_kernel(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        if not kernels:
-            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
-        cls.check_grouped(operands, out_features, groups.experts)
         from qarl_kernels.moe import w4a16
 
         return w4a16.grouped_w4a16(
-            x.contiguous(),
+            x,
             operands.get("weight_packed"),
             operands["weight_scale"],
             operands.get("weight_zero_point"),

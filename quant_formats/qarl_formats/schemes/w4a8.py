@@ -70,20 +70,12 @@ class W4A8(PackedInt4):
         return w4a8.w4a8(codes, scale, tiled, meta, codes.shape[1], out_features, bias, dtype, channel)
 
     @classmethod
-    def multiply_grouped(
-        cls,
-        x: Tensor,
-        operands: Mapping[str, Tensor],
-        out_features: int,
-        groups: Groups,
-        gathered: bool,
-        kernels: bool,
+    def grouped_by_kernel(
+        cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        if not kernels:
-            return super().multiply_grouped(x, operands, out_features, groups, gathered, kernels)
         from qarl_kernels import quantize
 
-        codes, scale = quantize.activation_int8(x.contiguous())
+        codes, scale = quantize.activation_int8(x)
         return cls.multiply_codes_grouped(codes, scale, operands, out_features, groups, gathered, x.dtype)
 
     @classmethod
