@@ -66,6 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--iterations", type=int, default=5, help="calls that are timed")
     add("--kernels", type=int, default=0, help="learner, hf, decode: name so many kernels that take the most time")
     add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
+    add("--hf-dtype", choices=("float32", "bfloat16"), default="float32", help="hf: of the weights")
     add("--timeout", type=float, default=1800.0, help="seconds of one case")
     add("--length", type=int, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="learner, optimizer and step: qarl's")

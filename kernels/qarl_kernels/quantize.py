@@ -93,7 +93,7 @@ def quantize_int4(
     limits = torch.finfo(scale_dtype)
     launch(
         int4_kernel,
-        (cdiv(groups, tile_groups), cdiv(n, tile_rows)),
+        (cdiv(groups, tile_groups) * cdiv(n, tile_rows),),
         num_warps=warps,
         weight=weight,
         packed=packed,
@@ -160,14 +160,13 @@ def _quantize_bytes(
     _check_matrix("weight", weight, (torch.float32,), MAX_ROW if block is None else None)
     n, k = weight.shape
     rows, columns, warps = (1, *_tile(k, None)[2:]) if block is None else (block, block, 16)
-    grid = cdiv(k, columns), cdiv(n, rows)
     codes = torch.empty(n, k, dtype=dtype, device=weight.device)
-    scale = torch.empty(grid[1], grid[0], dtype=scale_dtype, device=weight.device)
+    scale = torch.empty(cdiv(n, rows), cdiv(k, columns), dtype=scale_dtype, device=weight.device)
     bad = torch.zeros((), dtype=torch.int32, device=weight.device)
     limits = torch.finfo(scale_dtype)
     launch(
         byte_kernel,
-        grid,
+        (scale.numel(),),
         num_warps=warps,
         weight=weight,
         codes=codes,

@@ -108,8 +108,9 @@ def int4_kernel(
     # One axis for rows, groups and words keeps neighbouring threads on neighbouring words, and every store where its
     # values are: what a group has once is stored by the thread of the group's first word.
     t = tl.arange(0, ROWS * GROUPS * WORDS)
-    row = (tl.program_id(1) * ROWS + t // (GROUPS * WORDS)).to(tl.int64)
-    group = tl.program_id(0) * GROUPS + t // WORDS % GROUPS
+    across = tl.cdiv(groups, GROUPS)
+    row = (tl.program_id(0) // across * ROWS + t // (GROUPS * WORDS)).to(tl.int64)
+    group = tl.program_id(0) % across * GROUPS + t // WORDS % GROUPS
     word = group * WORDS + t % WORDS
     inside = (row < rows) & (word < words)
     first = inside & (t % WORDS == 0)
@@ -149,7 +150,7 @@ def int4_kernel(
 def byte_kernel(
     weight,  # (rows, columns) f32
     codes,  # (rows, columns) i8 or e4m3
-    scale,  # (programs on axis 1, programs on axis 0)
+    scale,  # (programs down, programs across)
     bad,  # () i32, zero
     rows,
     columns,
@@ -161,8 +162,9 @@ def byte_kernel(
     EIGHTS: tl.constexpr,
 ):
     t = tl.arange(0, ROWS * EIGHTS)
-    row = (tl.program_id(1) * ROWS + t // EIGHTS).to(tl.int64)
-    first = (tl.program_id(0) * EIGHTS + t % EIGHTS) * 8
+    across = tl.cdiv(columns, EIGHTS * 8)
+    row = (tl.program_id(0) // across * ROWS + t // EIGHTS).to(tl.int64)
+    first = (tl.program_id(0) % across * EIGHTS + t % EIGHTS) * 8
     inside = ((row < rows) & (first < columns))[:, None]
     left, right = _load_eight(weight + row * stride + first, inside, first, columns, RAGGED)
     largest = _largest_and_count(left, right, bad)
@@ -170,8 +172,7 @@ def byte_kernel(
     divisor: tl.constexpr = 127.5 if codes.dtype.element_ty == tl.int8 else _FP8_MAX
     exact = tl.div_rn(absmax, tl.full([1, 1], divisor, tl.float32))
     stored = _stored_scale(exact, scale.dtype.element_ty, SCALE_MAX, SCALE_EPS)
-    entry = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) + tl.zeros([1, 1], tl.int32)
-    tl.store(scale + entry, stored)
+    tl.store(scale + tl.program_id(0) + tl.zeros([1, 1], tl.int32), stored)
     step = widen(stored)
     code = tl.join(_byte(left, step, codes.dtype.element_ty), _byte(right, step, codes.dtype.element_ty))
     code = tl.reshape(tl.permute(code, [0, 2, 1]), [ROWS * EIGHTS, 8])

@@ -8,9 +8,9 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from exact import assert_same, poisoned_outputs
-from qarl_formats.quantize import quantize_weight
+from qarl_formats.quantize import dequantize_weight, quantize_weight
 from qarl_formats.registry import make_scheme
-from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.launch import INTERPRETED, recording
 from qarl_kernels.quantize import quantize_fp8, quantize_fp8_block, quantize_int4, quantize_int8
 
 pytestmark = [
@@ -250,3 +250,15 @@ def test_weights_that_do_not_fit_are_errors_with_the_fix(device):
         quantize_int8(torch.zeros(64, 2, device=device).t(), torch.bfloat16)
     with pytest.raises(ValueError, match=r"^weight has rows of 32769 values, more than the 32768"):
         quantize_fp8(torch.zeros(1, 32769, device=device), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("scheme", "group"), [("w4a16", 128), ("w8a8", None), ("fp8", None), ("fp8_block", None)])
+def test_the_stacked_experts_of_a_layer_fit_a_grid(scheme: str, group: int | None, device: torch.device) -> None:
+    weight = torch.empty(
+        128 * 1536, 2048, device=device
+    )  # nothing reads it. Qwen3-30B-A3B's; a grid's second axis ends at 65,535
+    with recording() as launches:
+        quantized = quantize_weight(weight, make_scheme(scheme, group), scheme, kernels=True)
+        dequantize_weight(quantized, torch.bfloat16, kernels=True)
+    assert len(launches) >= 2
+    assert all(max((*launch.grid, 1)[1:]) <= 65_535 for launch in launches)

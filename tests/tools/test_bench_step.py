@@ -344,3 +344,10 @@ def test_a_decode_of_each_batch_and_context():
     longer = 2 * 2 * 3 * 65 * 2 * 16 * 4  # keys and values of 2 layers and 3 sequences, 2 heads of 16 float32
     assert read["decode", 70] - read["decode", 5] == pytest.approx(longer)
     assert read["decode", 5] - read["states", 5] == pytest.approx(read["distribution", 5])
+
+
+def test_the_peer_may_have_weights_in_bfloat16():
+    from step_bench.hf_part import hf_records
+
+    rows = list(hf_records(options("--length", "16", "--hf-dtype", "bfloat16"), tiny(), CPU))
+    assert [(row["what"], row["dtype"]) for row in rows] == [("forward", "bfloat16"), ("forward_backward", "bfloat16")]

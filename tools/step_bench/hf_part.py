@@ -17,9 +17,11 @@ def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) 
     """The learner's tokens as a batch without padding, float32 masters, SDPA, log-probs of all tokens, and a backward.
 
     Checkpoints its layers unless `recompute` is elementwise. With `hf_head` trl the output layer is TRL's, which
-    multiplies it in chunks and keeps no logits, as its GRPOTrainer does from 1.16 on.
+    multiplies it in chunks and keeps no logits, as its GRPOTrainer does from 1.16 on. With `hf_dtype` bfloat16 weights
+    and gradients are of that, which experts need: autocast leaves transformers' grouped product in float32.
     """
     model = random_model(shape, device, options.seed, attn_implementation="sdpa").train()
+    model.to(getattr(torch, options.hf_dtype))
     if options.recompute != "elementwise":
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -44,7 +46,7 @@ def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) 
         return torch.no_grad()(forward), lambda: (forward() * weights).sum().backward()
 
     for record in throughput(options, shape, device, calls):
-        yield {"head": options.hf_head} | record
+        yield {"head": options.hf_head, "dtype": options.hf_dtype} | record
 
 
 def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
