@@ -254,9 +254,8 @@ def test_weights_that_do_not_fit_are_errors_with_the_fix(device):
 
 @pytest.mark.parametrize(("scheme", "group"), [("w4a16", 128), ("w8a8", None), ("fp8", None), ("fp8_block", None)])
 def test_the_stacked_experts_of_a_layer_fit_a_grid(scheme: str, group: int | None, device: torch.device) -> None:
-    weight = torch.empty(
-        128 * 1536, 2048, device=device
-    )  # nothing reads it. Qwen3-30B-A3B's; a grid's second axis ends at 65,535
+    # Qwen3-30B-A3B's gate and up, which nothing reads here; a grid's second axis ends at 65,535.
+    weight = torch.empty(128 * 1536, 2048, device=device)
     with recording() as launches:
         quantized = quantize_weight(weight, make_scheme(scheme, group), scheme, kernels=True)
         dequantize_weight(quantized, torch.bfloat16, kernels=True)
