@@ -86,10 +86,11 @@ class Direct:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._compiled: dict[tuple[Any, ...], _Form] = {}
+        # By the arguments' classes: what reads such arguments, and the forms by what it read; None: the ordinary way.
+        self._plans: dict[tuple[type, ...], tuple[Callable[..., Any], dict[Any, _Form]] | None] = {}
         try:
             names = [parameter.name for parameter in kernel.params]
-            fixed = [place for place, parameter in enumerate(kernel.params) if parameter.is_constexpr]
+            self._fixed = [parameter.is_constexpr for parameter in kernel.params]
             self._runtime, self._before = triton.knobs.runtime, kernel.pre_run_hooks
             self._watched()
         except AttributeError:
@@ -97,8 +98,7 @@ class Direct:
             return
         self._usable = current_stream is not None
         self._count = len(names)
-        self._values, self._constants = _picker(names), _picker(fixed)
-        self._places = [place for place in range(len(names)) if place not in fixed]
+        self._values = itemgetter(*names) if len(names) > 1 else lambda arguments: (arguments[names[0]],)
 
     def launch(
         self,
@@ -108,17 +108,27 @@ class Direct:
         arguments: dict[str, Any],
         ordinary: Callable[[], Any],
     ) -> None:
-        """Run over grid. arguments: by name. ordinary: launches Triton's own way and returns the compiled kernel."""
-        described = self._describe(num_warps, num_stages, arguments) if self._usable and not self._watched() else None
-        if described is None:
+        """Run over grid. arguments: by name. ordinary: launches Triton's own way and returns the compiled kernel.
+
+        Ordinary is what has an argument of another kind, or left to its default, or in the host's memory.
+        """
+        if not self._usable or self._watched() or len(arguments) != self._count:
+            ordinary()
+            return
+        values = self._values(arguments)
+        kinds = tuple(map(type, values))
+        if kinds not in self._plans:
+            read = _reader(kinds, self._fixed)
+            self._plans[kinds] = None if read is None else (read, {})
+        plan = self._plans[kinds]
+        described = None if plan is None else plan[0](values, num_warps, num_stages)
+        if plan is None or described is None:
             ordinary()
             return
         key, device, passed = described
-        found = self._compiled.get(key)
+        found = plan[1].get(key)
         if found is None:
-            compiled = ordinary()  # constants of other kinds may compare in their own way: never kept, never found
-            if _CONSTANTS.issuperset(map(type, key[1])):
-                self._keep(key, compiled)
+            self._keep(plan[1], key, ordinary())
         elif device == current_device():
             found.start(grid, device, passed)
         else:
@@ -132,64 +142,57 @@ class Direct:
         hooks = getattr(enter, "calls", enter), getattr(leave, "calls", leave)
         return bool(self._before or hooks[0] or hooks[1] or runtime.add_stages_inspection_hook)
 
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+    def _keep(self, forms: dict[Any, _Form], key: tuple[Any, ...], compiled: Any) -> None:
         try:
-            self._compiled[key] = _Form(compiled)
+            forms[key] = _Form(compiled)
         except (AttributeError, KeyError, TypeError, ValueError):
             self._usable = False
 
-    def _describe(
-        self, num_warps: int, num_stages: int, arguments: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], int, list[Any]] | None:
-        """What the compiled form depends on, the device, and the values by place with addresses for tensors.
 
-        The key's second part is the constants. None where the rest is not known: an argument of another kind, or left
-        to its default, or in the host's memory.
-        """
-        if len(arguments) != self._count:
-            return None
-        values = self._values(arguments)
-        constants = self._constants(values)
-        kinds = tuple([value.__class__ for value in values])  # 1, 1.0 and True are equal
-        if float in kinds:  # and so are 0.0 and -0.0
-            constants = tuple([repr(value) if value.__class__ is float else value for value in constants])
-        parts: list[Any] = []
-        passed, device = list(values), -1
-        for place in self._places:
-            value, kind = values[place], kinds[place]
-            if kind is int:
-                if value == 1:
-                    parts.append(1)
-                elif -0x80000000 <= value < 0x80000000:
-                    parts.append(2 if value & 15 else 3)
-                elif value < 0x8000000000000000:
-                    parts.append(4 if value & 15 else 5)
-                else:
-                    return None
-            elif kind is Tensor or kind is Parameter:
-                passed[place] = address = value.data_ptr()
-                index = device_index(value)
-                parts += value.dtype, address & 15 == 0, index
-                if index < 0:
-                    return None
-                if device < 0:
-                    device = index
-            elif kind is TensorDescriptor:
-                index = device_index(value.base)
-                parts += value.base.dtype, tuple(value.block_shape), value.padding, index
-                if device < 0:
-                    device = index
-            elif kind is bool:
-                parts.append(value)
-            elif kind is not float and value is not None:
+def _reader(kinds: Sequence[type], fixed: Sequence[bool]) -> Callable[..., Any] | None:
+    """A function of (values, num_warps, num_stages) for values of these classes, by place.
+
+    It returns what the compiled form depends on beside the classes, the device, and the values with addresses for
+    tensors; None where a tensor is in the host's memory or on another device than the first, or an integer takes more
+    than 64 bits. It is written out for the classes, without a loop: a decoder's layer has ten launches of twenty
+    arguments. fixed: which are constexpr. None where a class is not known here.
+    """
+    key, devices = ["num_warps", "num_stages"], []
+    passed, lines, guards = [], [], []
+    for place, (kind, constant) in enumerate(zip(kinds, fixed, strict=True)):
+        name = f"a{place}"
+        passed.append(name)
+        if constant:
+            if kind not in _CONSTANTS:
                 return None
-        if device < 0:
+            key.append(f"repr({name})" if kind is float else name)  # 0.0 and -0.0 are equal
+        elif kind is int:
+            guards.append(f"{-(2**63)} <= {name} < {2**63}")
+            narrow = f"{-(2**31)} <= {name} < {2**31}"
+            key.append(f"1 if {name} == 1 else (2 if {name} & 15 else 3) + (0 if {narrow} else 2)")
+        elif kind is Tensor or kind is Parameter:
+            lines.append(f"p{place} = {name}.data_ptr()")
+            devices.append(f"device_index({name})")
+            key += f"{name}.dtype", f"p{place} & 15 == 0"
+            passed[-1] = f"p{place}"
+        elif kind is TensorDescriptor:
+            devices.append(f"device_index({name}.base)")
+            key += f"{name}.base.dtype", f"tuple({name}.block_shape)", f"{name}.padding"
+        elif kind is bool:
+            key.append(name)
+        elif kind is not float and kind is not type(None):
             return None
-        return (kinds, constants, num_warps, num_stages, *parts), device, passed
-
-
-def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """The entries at these places, as a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda entries: tuple([entries[place] for place in places])
+    if not devices:
+        return None
+    guards += ["device >= 0", *(f"{device} == device" for device in devices[1:])]
+    source = [
+        "def read(values, num_warps, num_stages):",
+        f"    ({', '.join(f'a{place}' for place in range(len(kinds)))},) = values",
+        *(f"    {line}" for line in lines),
+        f"    device = {devices[0]}",
+        f"    if {' and '.join(guards)}:",
+        f"        return ({', '.join(key)}, device), device, [{', '.join(passed)}]",
+    ]
+    found: dict[str, Any] = {}
+    exec("\n".join(source), globals(), found)  # of the classes above alone
+    return found["read"]
