@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from mixtures import chosen
 from qarl_kernels.launch import INTERPRETED, launch
-from qarl_kernels.moe.dispatch import PAIRS, groups_of
+from qarl_kernels.moe.dispatch import COLUMNS, PAIRS, groups_of, rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
 from torch import Tensor
@@ -83,8 +83,8 @@ def test_tiles_hold_every_row_once_within_one_expert(device, experts: Tensor, co
     for block_m in (16, 128):
         seen = []
         for (expert, first, end), source in zip(*tiles(groups, block_m), strict=True):
-            rows = range(first, min(first + block_m, end))
-            assert not rows or (starts[expert] <= first and end == starts[expert + 1])
+            rows = range(first, end)
+            assert not rows or (starts[expert] <= first and end == min(first + block_m, starts[expert + 1]))
             assert source[: len(rows)] == [order[row] // groups.slots for row in rows]
             assert not any(source[len(rows) :])
             seen += rows
@@ -96,6 +96,18 @@ def test_no_more_tiles_are_launched_than_rows_could_need() -> None:
     assert most_tiles(worst, 16) == 6
     assert most_tiles(groups_of(torch.arange(8, dtype=torch.int32).view(1, 8), 128), 16) == 8
     assert most_tiles(groups_of(torch.empty(0, 2, dtype=torch.int32), 4), 16) == 0
+
+
+@pytest.mark.parametrize("columns", [24, COLUMNS + 8])
+def test_rows_of_tokens_in_the_order_of_their_pairs(device, columns: int) -> None:
+    groups = groups_of(chosen(7, 2, 5).to(device), 5)
+    x = torch.arange(7 * (columns + 8), device=device).view(7, -1).to(torch.int16).view(torch.bfloat16)[:, :columns]
+    found = rows_in_order(x, groups)
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.int16), x.view(torch.int16)[groups.order.long() // 2])
+    assert rows_in_order(x[:0], groups_of(torch.empty(0, 2, dtype=torch.int32, device=device), 5)).shape == (0, columns)
+    with pytest.raises(ValueError, match="x must have 7 rows for these groups, not 6"):
+        rows_in_order(x[:6], groups)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, launch
+from qarl_kernels.launch import launch
 from qarl_kernels.moe import dense
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import source_rows
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile
 
@@ -84,12 +85,8 @@ def grouped_input_grad(
     if dy.shape[1] != n:
         raise ValueError(f"dy has {dy.shape[1]} features and an expert's weight {n}; they must agree")
     k = weight.shape[1]
-    return dense.run(dy, weight, groups, False, True, k, output(out, groups.rows, k, dy.dtype, dy.device), tile)
-
-
-# Of dW: block_m output features, block_n input features, block_k rows at a time.
-WEIGHT_TILE = Tile("x_first", 128, 128, 64, warps=8, stages=3)
-BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
+    out = output(out, groups.rows, k, dy.dtype, dy.device)
+    return dense.run(dy, weight, groups, False, True, k, out, tile or tile_for("input_grad", groups, n, k, False, dy))
 
 
 def grouped_weight_grad(
@@ -101,7 +98,7 @@ def grouped_weight_grad(
         dy: (R, N) bf16 or fp16, in sorted order. x: of dy's dtype, (T, K) if gathered, else (R, K); rows of both are
             contiguous, any distance apart.
         into: float32 (E * N, K), contiguous.
-        tile: as WEIGHT_TILE, for tuning.
+        tile: block_m output features, block_n input features, block_k rows at a time; for tuning.
 
     Raises:
         ValueError: shapes or dtypes do not agree.
@@ -116,7 +113,7 @@ def grouped_weight_grad(
         )
     if not (dense.loads_vectors(dy) and dense.loads_vectors(x)):
         tile = dense.POINTERS
-    tile = tile or (BEFORE_HOPPER if capability_of(x) < (9, 0) else WEIGHT_TILE)
+    tile = tile or tile_for("weight_grad", groups, n, k, gathered, x)
     launch(
         _weight_grad_kernel,
         (cdiv(n, tile.block_m) * cdiv(k, tile.block_n), groups.experts),
