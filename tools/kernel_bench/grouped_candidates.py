@@ -17,7 +17,7 @@ NARROW = ((16, 1, 8), (32, 2, 4), (32, 2, 8), (32, 1, 4), (64, 2, 4), (32, 4, 4)
 INPUT_GRAD = ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 3))
 INPUT_GRAD += ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3))
 WEIGHT_GRAD = ((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 32, 8, 5))
-WEIGHT_GRAD += ((128, 128, 128, 8, 2), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (64, 128, 64, 4, 4))
+WEIGHT_GRAD += ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (64, 128, 64, 4, 4))
 FP8_BLOCK = ((64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3))
 FP8_BLOCK += ((128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 2))
 
@@ -65,8 +65,9 @@ def _fused(mean: int, gathered: bool) -> list[Tile]:
 def _int4_int8(mean: int) -> list[Tile]:
     tiles: list[Tile] = []
     for block_m in heights(mean, 16, 128):
-        shapes = ((32, 2, 4), (64, 4, 4), (64, 4, 3), (128, 4, 3), (128, 8, 3))
-        for n, warps, stages in shapes if block_m <= 32 else shapes[1:]:
+        shapes = ((64, 4, 4), (64, 4, 3), (128, 8, 3))
+        shapes += ((32, 2, 4),) * (block_m <= 32) + ((128, 4, 3),) * (block_m <= 64)  # 128 x 128 spills with 4 warps
+        for n, warps, stages in shapes:
             tiles.append(Tile("wide", block_m, n, warps=warps, stages=stages))
     return tiles
 

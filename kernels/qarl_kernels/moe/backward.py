@@ -47,20 +47,35 @@ def _weight_grad_kernel(
     if first < end:
         num_k = tl.cdiv(K, BLOCK_K)
         n = tl.program_id(0) // num_k * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.program_id(0) % num_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        k_first = tl.program_id(0) % num_k * BLOCK_K
+        k = k_first + tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        source = source_rows(order, first + tl.arange(0, BLOCK_R), end, slots, GATHERED)
         for start in range(first, end, BLOCK_R):
             rows = start + tl.arange(0, BLOCK_R)
             live = (rows < end)[:, None]
-            source = source_rows(order, rows, end, slots, GATHERED).to(tl.int64)[:, None]
             a = tl.load(
                 dy + rows.to(tl.int64)[:, None] * stride_dy + n[None, :], mask=live & (n < N)[None, :], other=0.0
             )
-            b = tl.load(x + source * stride_x + k[None, :], mask=live & (k < K)[None, :], other=0.0)
+            b = tl.load(
+                x + source.to(tl.int64)[:, None] * stride_x + k[None, :], mask=live & (k < K)[None, :], other=0.0
+            )
+            # A step ahead: rows whose places are read in the same step are not read ahead of the product.
+            source = source_rows(order, rows + BLOCK_R, end, slots, GATHERED)
             acc = dot(a.T, b, acc)
-        at = into + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
-        keep = (n < N)[:, None] & (k < K)[None, :]
-        tl.store(at, tl.load(at, mask=keep, other=0.0) + acc, mask=keep)
+        # Half of the tile at a time: all of what is there takes as many registers as the sum, and a second program's.
+        HALF: tl.constexpr = BLOCK_K // 2
+        left, right = tl.split(acc.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1))
+        row, k = (expert.to(tl.int64) * N + n)[:, None] * K, k_first + tl.arange(0, HALF)
+        _add(into + row + k[None, :], left, (n < N)[:, None] & (k < K)[None, :])
+        k += HALF
+        _add(into + row + k[None, :], right, (n < N)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _add(at, value, keep):
+    """Add to what is there, where `keep`."""
+    tl.store(at, tl.load(at, mask=keep, other=0.0) + value, mask=keep)
 
 
 def grouped_input_grad(

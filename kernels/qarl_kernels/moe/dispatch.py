@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,8 @@ from qarl_kernels.moe import reference
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.rows import check_rows
 
-PAIRS, WARPS = 2048, 8  # of a program: pairs that it looks at together
+# Most rows, and of a program: pairs that it looks at together, warps. A decode's few need no barrier within one warp.
+SORTS = ((128, 128, 1), (16_384, 2048, 8), (math.inf, 8192, 16))
 COLUMNS, COPY_WARPS = 2048, 4  # of a program: features of one row
 
 
@@ -73,19 +76,20 @@ def groups_of(experts: Tensor, count: int, kernels: bool = False) -> Groups:
     if not kernels:
         return reference.groups_of(experts, count)
     rows = experts.numel()
+    _, pairs, warps = next(sort for sort in SORTS if rows <= sort[0])
     order, place = (torch.empty(rows, dtype=torch.int32, device=experts.device) for _ in range(2))
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
     launch(
         _sort_kernel,
         (count,),
-        num_warps=WARPS,
+        num_warps=warps,
         experts=experts,
         order=order,
         place=place,
         starts=starts,
         rows=rows,
         count=count,
-        PAIRS=PAIRS,
+        PAIRS=pairs,
     )
     return Groups(count, experts.shape[1], order, place, starts)
 
