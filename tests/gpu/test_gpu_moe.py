@@ -57,6 +57,17 @@ def test_a_token_is_routed_with_the_same_bits_in_every_batch(experts: int, slots
             assert torch.equal(getattr(replayed, name), getattr(part, name)), name
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 2048, 2049, 20_000])
+def test_pairs_are_sorted_as_by_plain_torch(tokens: int) -> None:
+    for experts, slots in ((128, 8), (8, 2)):
+        ids = chosen(tokens, slots, experts).to(CUDA)
+        found, expected = (dispatch.groups_of(ids, experts, kernels=kernels) for kernels in (True, False))
+        for name in ("order", "place", "starts"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        x = random(tokens, 264, seed=1, device=CUDA, dtype=BF16)
+        assert torch.equal(dispatch.rows_in_order(x, found), x[expected.order.long() // slots])
+
+
 def test_the_backward_of_many_rows() -> None:
     experts, slots, n, k, tokens = 16, 4, 1536, 2048, 3000
     groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)

@@ -448,6 +448,8 @@ def moe_routing_and_order() -> Iterator[str]:
             moe_dispatch.groups_of(routed.experts, experts, kernels=True)
             moe_routing.route_backward(routed.weights, routed, False, kernels=True)
             yield f"routing {experts} experts, {tokens} tokens"
+        moe_dispatch.groups_of(empty(4, slots, dtype=torch.int32), experts, kernels=True)
+        yield f"order of few, {experts} experts"
 
 
 def groups_of(experts: int, slots: int, tokens: int) -> Groups:
@@ -463,6 +465,7 @@ def moe_combinations() -> Iterator[str]:
         y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
         moe_combine.combine(d, weights, groups)
         moe_combine.combine_backward(y, d, weights, groups, d)
+        moe_dispatch.rows_in_order(y, groups)
         for added in (None, y):
             moe_combine.sum_over_slots(d, groups, added)
         yield f"combine {experts}x{hidden}"

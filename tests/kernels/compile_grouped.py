@@ -85,7 +85,7 @@ def dense() -> Iterator[str]:
                 for family in ("dense", "input_grad", "weight_grad")[: 3 if each == 1000 else 1]:
                     tile_ = default_tile(family, given.rows, experts, not on_hopper())
                     _product(family, given, n, k, gathered, tile_)
-                    yield f"{_label(family, experts, n, k, tile_)} {each} rows" + " wgmma" * on_hopper()
+                    yield _label(family, experts, n, k, tile_)
     for family in ("dense", "input_grad", "weight_grad"):
         yield from _tabled(family)
 
