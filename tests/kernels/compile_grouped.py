@@ -107,11 +107,8 @@ def int4() -> Iterator[str]:
         yield from _tabled(family)
     experts, slots, n, k, _ = EXPERTS[0]
     given = groups_of(experts, slots, 65_536)
-    x, weight, tile_ = (
-        empty(65_536, k),
-        empty(experts * n, k),
-        default_tile("dense", given.rows, experts, not on_hopper()),
-    )
+    tile_ = default_tile("dense", given.rows, experts, not on_hopper())
+    x, weight = empty(65_536, k), empty(experts * n, k)
     scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
     codes.run(x, scales[0], weight, scales[1], n, given, True, BF16, tile_)
     yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()
