@@ -5,7 +5,8 @@ every kernel: a tile has no way to split K or to reorder it, so neither the numb
 again can change a result. (`block_k` is how much of K is in flight at a time, not how it is summed.)
 
 Tables (`tables/*.json`, one a GPU, written by `tools/tune_kernels.py`) give tiles for (family, N, K) and ranges of M.
-Where a table has none, a GPU like it may; else the nearest tuned shape has, else a default does.
+Where a table has none, a GPU like it may; else the nearest tuned shape has, else a default does. Grouped products
+have a section of their own there, see `qarl_kernels.moe.tuning`.
 """
 
 from __future__ import annotations
@@ -95,8 +96,13 @@ def _entries(family: str, n: int, k: int, device: str) -> tuple[Entry, ...]:
 @cache
 def load_table(device: str) -> dict[str, dict[tuple[int, int], Entry]]:
     """family -> (N, K) -> entry, as measured on a GPU, by name; empty if there is no such table."""
+    return parse_table(read_table(device))
+
+
+def read_table(device: str) -> dict[str, Any]:
+    """What stands in the file of a GPU's table; empty if there is none."""
     path = TABLES / f"{device}.json"
-    return parse_table(json.loads(path.read_text())) if path.exists() else {}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 # GPUs with the same multiprocessors: what one's table lacks is looked up in the other's.
@@ -105,14 +111,13 @@ FALLBACK = {"h200": ("h100",), "h100": ("h200",), "gh200": ("h200", "h100")}
 
 def parse_table(data: dict[str, Any]) -> dict[str, dict[tuple[int, int], Entry]]:
     table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for family, shapes in data["tiles"].items():
-        table[family] = {
-            tuple(map(int, shape.split("x"))): Entry(
-                tuple((most, None if tile is None else Tile(**tile)) for most, tile in tiles)
-            )
-            for shape, tiles in shapes.items()
-        }
+    for family, shapes in data.get("tiles", {}).items():
+        table[family] = {tuple(map(int, shape.split("x"))): parse_entry(tiles) for shape, tiles in shapes.items()}
     return table
+
+
+def parse_entry(tiles: list[list[Any]]) -> Entry:
+    return Entry(tuple((most, None if tile is None else Tile(**tile)) for most, tile in tiles))
 
 
 def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
@@ -123,14 +128,20 @@ def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
     return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
 
 
+SECTIONS = ("tiles", "experts")  # of a table; the second one is of grouped products, see `qarl_kernels.moe.tuning`
+
+
 def format_table(data: dict[str, Any]) -> str:
     """A table as JSON text, one shape a line."""
-    families = []
-    for family, shapes in data["tiles"].items():
-        lines = ",\n".join(f"   {json.dumps(shape)}: {json.dumps(tiles)}" for shape, tiles in shapes.items())
-        families.append(f"  {json.dumps(family)}: {{\n{lines}\n  }}")
-    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in data.items() if key != "tiles")
-    return "{\n" + head + ' "tiles": {\n' + ",\n".join(families) + "\n }\n}\n"
+    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key not in SECTIONS]
+    for section in SECTIONS:
+        families = []
+        for family, shapes in data.get(section, {}).items():
+            lines = ",\n".join(f"   {json.dumps(shape)}: {json.dumps(tiles)}" for shape, tiles in shapes.items())
+            families.append(f"  {json.dumps(family)}: {{\n{lines}\n  }}")
+        if families:
+            parts.append(f" {json.dumps(section)}: {{\n" + ",\n".join(families) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from qarl_kernels import gemm
-from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing
+from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing, tuning
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -36,7 +36,7 @@ def test_a_row_has_the_bits_of_its_experts_own_product(experts: int, slots: int,
         result = dense.grouped_dense(x, weight, groups, True)
         in_order = x[groups.order.long() // slots]
         assert torch.equal(dense.grouped_dense(in_order, weight, groups, False), result)
-        for tile in [tile for _, tile in dense.DEFAULTS] if tokens == 200 else []:
+        for tile in [tile for _, tile in tuning.DENSE] if tokens == 200 else []:
             assert torch.equal(dense.grouped_dense(x, weight, groups, True, tile=tile), result), tile
         for expert, rows, its in parts(groups):
             own = weight[expert * n : (expert + 1) * n]
@@ -55,6 +55,17 @@ def test_a_token_is_routed_with_the_same_bits_in_every_batch(experts: int, slots
         for name in ("logits", "experts", "weights"):
             assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
             assert torch.equal(getattr(replayed, name), getattr(part, name)), name
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 2048, 2049, 20_000])
+def test_pairs_are_sorted_as_by_plain_torch(tokens: int) -> None:
+    for experts, slots in ((128, 8), (8, 2)):
+        ids = chosen(tokens, slots, experts).to(CUDA)
+        found, expected = (dispatch.groups_of(ids, experts, kernels=kernels) for kernels in (True, False))
+        for name in ("order", "place", "starts"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        x = random(tokens, 264, seed=1, device=CUDA, dtype=BF16)
+        assert torch.equal(dispatch.rows_in_order(x, found), x[expected.order.long() // slots])
 
 
 def test_the_backward_of_many_rows() -> None:

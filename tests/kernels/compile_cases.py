@@ -41,9 +41,7 @@ from qarl_kernels.flash import layout as flash_layout
 from qarl_kernels.flash import paged as flash_paged
 from qarl_kernels.launch import capability_of
 from qarl_kernels.logprob import Truncation
-from qarl_kernels.moe import backward as moe_backward
 from qarl_kernels.moe import combine as moe_combine
-from qarl_kernels.moe import dense as moe_dense
 from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
 from qarl_kernels.moe.groups import Groups
@@ -64,19 +62,19 @@ Shape = TypeVar("Shape")
 def for_this_gpu(shapes: Sequence[Shape]) -> Sequence[Shape]:
     """Shapes of kernels without products: all for Hopper, the last before it, whose code is the same but for selection
     of instructions."""
-    return shapes if _hopper() else shapes[-1:]
+    return shapes if on_hopper() else shapes[-1:]
 
 
-def _hopper() -> bool:
+def on_hopper() -> bool:
     return capability_of(empty(1)) >= (9, 0)
 
 
 def integer_weights() -> Iterator[str]:
     """Quantize, dequantize and tile: int4 and int8."""
     for n, k in for_this_gpu(MATRICES):
-        groups = (32, 64, 128, None) if (n, k) == MATRICES[0] else (128,) if not _hopper() else (None,)
+        groups = (32, 64, 128, None) if (n, k) == MATRICES[0] else (128,) if not on_hopper() else (None,)
         for group in groups:
-            for symmetric in (True, False) if group in (32, None) or not _hopper() else (True,):
+            for symmetric in (True, False) if group in (32, None) or not on_hopper() else (True,):
                 packed, scale, zero_point, _ = quantize.quantize_int4(
                     empty(n, k, dtype=FP32), group, symmetric=symmetric, **INT4
                 )
@@ -199,7 +197,7 @@ def products(family: str) -> Iterator[str]:
 
     On Hopper the tables' tiles are compiled, elsewhere the defaults.
     """
-    hopper = _hopper()
+    hopper = on_hopper()
     tiles: dict[tuning.Tile, None] = {}
     if hopper:
         for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
@@ -317,7 +315,7 @@ def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Te
 
 def _attention_heads() -> list[tuple[int, torch.dtype]]:
     """Every head size, one of them in float16; 256, which spills before Hopper, on Hopper alone."""
-    return [(64, BF16), (96, torch.float16), (128, BF16)] + [(256, BF16)] * _hopper()
+    return [(64, BF16), (96, torch.float16), (128, BF16)] + [(256, BF16)] * on_hopper()
 
 
 def attention_forward() -> Iterator[str]:
@@ -391,7 +389,7 @@ def head_statistics() -> Iterator[str]:
 
 def head_gradients() -> Iterator[str]:
     """The logits' gradient, with the tiles that run."""
-    hopper = _hopper()
+    hopper = on_hopper()
     rows = 4096
     targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     found = head.Statistics(row, row, row, row)
@@ -410,7 +408,7 @@ def fp8_backward_codes() -> Iterator[str]:
     for n, k in for_this_gpu(((1000, 1000), (12_288, 2048))):
         for of_rows, of_columns in ((True, True), (True, False), (False, True)):
             fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
-        if _hopper():
+        if on_hopper():
             fp8_backward.quantize(empty(4000, n, dtype=torch.float16), None)
         fp8_backward.quantize(empty(4000, n), empty(n, dtype=FP32))
         fp8_backward.transpose(empty(n, k, dtype=torch.float8_e4m3fn), empty(n, 1))
@@ -419,7 +417,7 @@ def fp8_backward_codes() -> Iterator[str]:
 
 def fp8_backward_products() -> Iterator[str]:
     """The weight's gradient, with every candidate tile."""
-    hopper = _hopper()
+    hopper = on_hopper()
     for tile_ in fp8_backward.WEIGHT_TILES if hopper else (fp8_backward.BEFORE_HOPPER,):
         for m, n in ((12_288, 2048), (1000, 1000))[: 2 if tile_.block_n < 256 else 1]:
             a, b = (
@@ -435,7 +433,6 @@ def fp8_backward_products() -> Iterator[str]:
 
 # Experts, slots, features, features of an expert: of Mixtral, of one with many small experts, of Qwen3-30B-A3B.
 MIXTURES = ((8, 2, 4096, 14_336), (512, 16, 1000, 500), (128, 8, 2048, 768))
-ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the defaults each
 
 
 def moe_routing_and_order() -> Iterator[str]:
@@ -451,9 +448,12 @@ def moe_routing_and_order() -> Iterator[str]:
             moe_dispatch.groups_of(routed.experts, experts, kernels=True)
             moe_routing.route_backward(routed.weights, routed, False, kernels=True)
             yield f"routing {experts} experts, {tokens} tokens"
+        moe_dispatch.groups_of(empty(4, slots, dtype=torch.int32), experts, kernels=True)
+        yield f"order of few, {experts} experts"
 
 
-def _groups(experts: int, slots: int, tokens: int) -> Groups:
+def groups_of(experts: int, slots: int, tokens: int) -> Groups:
+    """Who has which rows, without numbers."""
     pairs = empty(tokens * slots, dtype=torch.int32)
     return Groups(experts, slots, pairs, pairs, empty(experts + 1, dtype=torch.int32))
 
@@ -461,25 +461,11 @@ def _groups(experts: int, slots: int, tokens: int) -> Groups:
 def moe_combinations() -> Iterator[str]:
     """From rows of slots to rows of tokens, and back."""
     for experts, slots, hidden, _ in for_this_gpu(MIXTURES):
-        groups = _groups(experts, slots, 4096)
+        groups = groups_of(experts, slots, 4096)
         y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
         moe_combine.combine(d, weights, groups)
         moe_combine.combine_backward(y, d, weights, groups, d)
+        moe_dispatch.rows_in_order(y, groups)
         for added in (None, y):
             moe_combine.sum_over_slots(d, groups, added)
         yield f"combine {experts}x{hidden}"
-
-
-def moe_products() -> Iterator[str]:
-    """Grouped products of few rows an expert and of many, and their backward: gate and up (gathered), and down."""
-    for experts, slots, hidden, width in for_this_gpu(MIXTURES):
-        for each in ROWS_EACH if _hopper() and experts == 128 else (1000,) if experts == 8 else (4, 1000):
-            groups = _groups(experts, slots, each * experts // slots)
-            for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
-                x, weight = empty(groups.rows // slots if gathered else groups.rows, k), empty(experts * n, k)
-                y = moe_dense.grouped_dense(x, weight, groups, gathered)
-                yield f"grouped {experts}x{n}x{k} {each} rows" + " wgmma" * _hopper()
-                if each == 1000:
-                    moe_backward.grouped_input_grad(y, weight, groups)
-                    moe_backward.grouped_weight_grad(y, x, groups, gathered, empty(experts * n, k, dtype=FP32))
-                    yield f"grouped backward {experts}x{n}x{k}" + " wgmma" * _hopper()

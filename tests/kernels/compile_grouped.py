@@ -1,72 +1,119 @@
-"""What `test_compile_only.py` compiles of the low-bit grouped products, as `compile_cases` has it of the others."""
+"""What `test_compile_only.py` compiles of the grouped products, as `compile_cases` has it of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from compile_cases import BF16, FP32, empty, for_this_gpu, is_wgmma, tiled_fp4
-from qarl_kernels.launch import capability_of
-from qarl_kernels.moe import codes, fp8_block, nvfp4a16, starting, w4a8, w4a16
+from compile_cases import BF16, FP32, MIXTURES, empty, for_this_gpu, groups_of, is_wgmma, on_hopper, tiled_fp4
+from qarl_kernels.moe import backward, codes, fp8_block, nvfp4a16, w4a8, w4a16
+from qarl_kernels.moe import dense as moe_dense
 from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.tuning import default_tile, entries
+from qarl_kernels.tuning import TABLES, Tile
 
 # E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
 EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
+ROWS_EACH = (4, 40, 100, 1000)  # of an expert: a tile of the 16-bit defaults each
 
 
-def _grouped(family: str) -> Iterator[str]:
-    """Grouped products of few, some and many rows an expert."""
+def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: Tile) -> None:
+    rows, width, blocks = given.rows // given.slots if gathered else given.rows, given.experts * n, -(-k // 128)
+    x, dy, rest = empty(rows, k), empty(given.rows, n), (n, given, gathered)
+    tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
+    byte = torch.int8 if family.startswith("w") else torch.float8_e4m3fn
+    qx, scale_x = x.to(byte), empty(rows, 1, dtype=FP32)
+    if family == "dense":
+        moe_dense.grouped_dense(x, empty(width, k), given, gathered, tile=tile_)
+    elif family == "input_grad":
+        backward.grouped_input_grad(dy, empty(width, k), given, tile=tile_)
+    elif family == "weight_grad":
+        backward.grouped_weight_grad(dy, x, given, gathered, empty(width, k, dtype=FP32), tile_)
+    elif family == "nvfp4a16":
+        nvfp4a16.fused(x, *tiled_fp4(width, k), empty(1, dtype=FP32), *rest, tile_)
+    elif family == "w4a16":
+        w4a16.fused(x, tiled, meta.view(torch.int32), *rest, tile_)
+    elif family == "w4a8":
+        w4a8.run(qx, scale_x, tiled, meta, *rest, BF16, False, tile_)
+    elif family == "fp8_block":
+        scales = empty(rows, blocks, dtype=FP32), empty(width // 128, blocks)
+        fp8_block.run(qx, scales[0], empty(width, k, dtype=byte), scales[1], *rest, BF16, tile_)
+    else:
+        codes.run(qx, scale_x, empty(width, k, dtype=byte), empty(width, 1), *rest, BF16, tile_)
+
+
+def _label(family: str, experts: int, n: int, k: int, tile_: Tile) -> str:
+    return f"experts {family} {experts}x{n}x{k} {tile_}" + " wgmma" * (on_hopper() and is_wgmma(tile_))
+
+
+def _defaults(family: str) -> Iterator[str]:
+    """Products of few, some and many rows an expert, with tiles that no table has chosen."""
     for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
         for tokens in (16, 256, 4096, 65_536):
-            rows = tokens * slots
-            order = empty(rows, dtype=torch.int32)
-            given = Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
-            x, width = empty(tokens if gathered else rows, k), experts * n
-            tile_ = starting.tile_for(family, given, x)
-            if tile_.way == "dequantized":
-                continue
-            blocks = k // 128
-            tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
-            byte = torch.int8 if family.startswith("w") else torch.float8_e4m3fn
-            qx, scale_x = x.to(byte), empty(len(x), 1, dtype=FP32)
-            rest = n, given, gathered
-            if family == "nvfp4a16":
-                nvfp4a16.fused(x, *tiled_fp4(width, k), empty(1, dtype=FP32), *rest, tile_)
-            elif family == "w4a16":
-                w4a16.fused(x, tiled, meta.view(torch.int32), *rest, tile_)
-            elif family == "w4a8":
-                w4a8.run(qx, scale_x, tiled, meta, *rest, BF16, False, tile_)
-            elif family == "fp8_block":
-                scales = empty(len(x), blocks, dtype=FP32), empty(width // 128, blocks)
-                fp8_block.run(qx, scales[0], empty(width, k, dtype=byte), scales[1], *rest, BF16, tile_)
-            else:
-                weight, scale = empty(width, k, dtype=byte), empty(width, 1)
-                codes.run(qx, scale_x, weight, scale, *rest, BF16, tile_)
-            yield f"experts {family} {experts}x{n}x{k} {tokens} {tile_}" + " wgmma" * (
-                capability_of(x) >= (9, 0) and is_wgmma(tile_)
-            )
+            tile_ = default_tile(family, tokens * slots, experts, not on_hopper())
+            if tile_.way != "dequantized":
+                _product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
+                yield _label(family, experts, n, k, tile_)
+
+
+def _tabled(family: str) -> Iterator[str]:
+    """On Hopper every tile that a shipped table holds, with its most stages: fewer take less shared memory."""
+    for experts, slots, n, k, gathered in EXPERTS[: 2 * on_hopper()]:
+        shipped = {
+            tile_
+            for device in sorted(path.stem for path in TABLES.glob("*.json"))
+            for named, shape, entry in entries(device)
+            if named == family and shape.gathered == gathered
+            for _, tile_ in entry.tiles
+            if tile_ is not None and tile_.way != "dequantized"
+        }
+        most: dict[Tile, Tile] = {}
+        for tile_ in sorted(shipped, key=lambda t: t.stages):
+            most[replace(tile_, stages=1)] = tile_
+        for tile_ in most.values():
+            _product(family, groups_of(experts, slots, 4096), n, k, gathered, tile_)
+            yield _label(family, experts, n, k, tile_)
+
+
+def dense() -> Iterator[str]:
+    """16-bit products of few rows an expert and of many, and their backward: gate and up (gathered), and down."""
+    for experts, slots, hidden, width in for_this_gpu(MIXTURES):
+        for each in ROWS_EACH if on_hopper() and experts == 128 else (1000,) if experts == 8 else (4, 1000):
+            given = groups_of(experts, slots, each * experts // slots)
+            for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
+                for family in ("dense", "input_grad", "weight_grad")[: 3 if each == 1000 else 1]:
+                    tile_ = default_tile(family, given.rows, experts, not on_hopper())
+                    _product(family, given, n, k, gathered, tile_)
+                    yield _label(family, experts, n, k, tile_)
+    for family in ("dense", "input_grad", "weight_grad"):
+        yield from _tabled(family)
 
 
 def int8() -> Iterator[str]:
-    yield from _grouped("w8a8")
+    yield from _defaults("w8a8")
+    yield from _tabled("w8a8")
 
 
 def fp8() -> Iterator[str]:
-    yield from _grouped("fp8")
-    yield from _grouped("fp8_block")
+    for family in ("fp8", "fp8_block"):
+        yield from _defaults(family)
+        yield from _tabled(family)
 
 
 def int4() -> Iterator[str]:
-    yield from _grouped("w4a16")
-    yield from _grouped("nvfp4a16")
+    for family in ("w4a16", "nvfp4a16"):
+        yield from _defaults(family)
+        yield from _tabled(family)
     experts, slots, n, k, _ = EXPERTS[0]
-    order = empty(65_536 * slots, dtype=torch.int32)
-    given = Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
-    x, weight, tile_ = empty(65_536, k), empty(experts * n, k), starting.tile_for("dense", given, order)
+    given = groups_of(experts, slots, 65_536)
+    tile_ = default_tile("dense", given.rows, experts, not on_hopper())
+    x, weight = empty(65_536, k), empty(experts * n, k)
     scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
     codes.run(x, scales[0], weight, scales[1], n, given, True, BF16, tile_)
-    yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * (capability_of(x) >= (9, 0))
+    yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()
 
 
 def int4_int8() -> Iterator[str]:
-    yield from _grouped("w4a8")
+    yield from _defaults("w4a8")
+    yield from _tabled("w4a8")

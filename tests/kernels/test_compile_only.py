@@ -50,7 +50,7 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:fp4", {(8, 0): "HMMA", (9, 0): None}),
     ("compile_cases:moe_routing_and_order", {(8, 0): None, (9, 0): None}),
     ("compile_cases:moe_combinations", {(8, 0): None, (9, 0): None}),
-    ("compile_cases:moe_products", {(8, 0): "HMMA", (9, 0): None}),
+    ("compile_grouped:dense", {(8, 0): "HMMA", (9, 0): None}),
     ("compile_grouped:int8", {(8, 0): "IMMA", (9, 0): None}),
     ("compile_grouped:fp8", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
     ("compile_grouped:int4", {(8, 0): "HMMA", (9, 0): None}),

@@ -9,7 +9,7 @@ from products import random, relative_error
 from qarl_kernels import gemm
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import reference
-from qarl_kernels.moe.dense import default_tile, grouped_dense
+from qarl_kernels.moe.dense import grouped_dense
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.tuning import Tile
 from torch import Tensor
@@ -132,12 +132,6 @@ def test_no_tokens(device) -> None:
         x, weight = operands(groups, gathered, 40, 64, torch.bfloat16)
         assert grouped_dense(x, weight, groups, gathered).shape == (0, 40)
         assert reference.grouped_dense(x, weight, groups, gathered).shape == (0, 40)
-
-
-def test_defaults_put_64_rows_of_the_weight_first_where_experts_have_few() -> None:
-    assert default_tile(8, 128, False).way == "w_first" and default_tile(8, 128, False).block_m == 16
-    assert default_tile(128 * 600, 128, False).block_m == 128
-    assert default_tile(8, 128, True).way == "x_first"
 
 
 def test_errors_name_what_is_wrong(device) -> None:

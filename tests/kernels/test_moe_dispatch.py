@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from mixtures import chosen
 from qarl_kernels.launch import INTERPRETED, launch
-from qarl_kernels.moe.dispatch import PAIRS, groups_of
+from qarl_kernels.moe.dispatch import COLUMNS, SORTS, groups_of, rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
 from torch import Tensor
@@ -21,7 +21,8 @@ pytestmark = [
 
 CASES = [
     pytest.param(chosen(37, 3, 10), 10, id="some experts"),
-    pytest.param(chosen(PAIRS // 2 + 3, 4, 9), 9, id="more than a program looks at"),
+    pytest.param(chosen(SORTS[1][1] // 2 + 3, 4, 9), 9, id="more than a program looks at"),
+    pytest.param(chosen(int(SORTS[1][0]) // 4 + 3, 4, 5), 5, id="many more than a program looks at"),
     pytest.param(chosen(1, 8, 40), 40, id="one token"),
     pytest.param(chosen(9, 1, 4), 4, id="one slot"),
     pytest.param(torch.full((20, 1), 6, dtype=torch.int32), 7, id="the last expert has all"),
@@ -39,7 +40,7 @@ def test_pairs_stand_by_expert_and_in_their_order(device, experts: Tensor, count
     flat = experts.clamp(0, count - 1).flatten().tolist()
     order = [pair for expert in range(count) for pair, its in enumerate(flat) if its == expert]
     assert groups.order.tolist() == order
-    assert groups.place.tolist() == [order.index(pair) for pair in range(len(flat))]
+    assert groups.place[groups.order.long()].tolist() == list(range(len(flat)))
     assert groups.starts.tolist() == [sum(its < expert for its in flat) for expert in range(count + 1)]
     assert {t.dtype for t in (groups.order, groups.place, groups.starts)} == {torch.int32}
     assert (groups.experts, groups.slots, groups.rows) == (count, experts.shape[1], len(flat))
@@ -76,15 +77,15 @@ def tiles(groups: Groups, block_m: int) -> tuple[list[list[int]], list[list[int]
     return found.tolist(), sources.tolist()
 
 
-@pytest.mark.parametrize(("experts", "count"), [case for case in CASES if case.id != "more than a program looks at"])
+@pytest.mark.parametrize(("experts", "count"), [case for case in CASES if "more than" not in str(case.id)])
 def test_tiles_hold_every_row_once_within_one_expert(device, experts: Tensor, count: int) -> None:
     groups = groups_of(experts.to(device), count)
     starts, order = groups.starts.tolist(), groups.order.tolist()
     for block_m in (16, 128):
         seen = []
         for (expert, first, end), source in zip(*tiles(groups, block_m), strict=True):
-            rows = range(first, min(first + block_m, end))
-            assert not rows or (starts[expert] <= first and end == starts[expert + 1])
+            rows = range(first, end)
+            assert not rows or (starts[expert] <= first and end == min(first + block_m, starts[expert + 1]))
             assert source[: len(rows)] == [order[row] // groups.slots for row in rows]
             assert not any(source[len(rows) :])
             seen += rows
@@ -96,6 +97,18 @@ def test_no_more_tiles_are_launched_than_rows_could_need() -> None:
     assert most_tiles(worst, 16) == 6
     assert most_tiles(groups_of(torch.arange(8, dtype=torch.int32).view(1, 8), 128), 16) == 8
     assert most_tiles(groups_of(torch.empty(0, 2, dtype=torch.int32), 4), 16) == 0
+
+
+@pytest.mark.parametrize("columns", [24, COLUMNS + 8])
+def test_rows_of_tokens_in_the_order_of_their_pairs(device, columns: int) -> None:
+    groups = groups_of(chosen(7, 2, 5).to(device), 5)
+    x = torch.arange(7 * (columns + 8), device=device).view(7, -1).to(torch.int16).view(torch.bfloat16)[:, :columns]
+    found = rows_in_order(x, groups)
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.int16), x.view(torch.int16)[groups.order.long() // 2])
+    assert rows_in_order(x[:0], groups_of(torch.empty(0, 2, dtype=torch.int32, device=device), 5)).shape == (0, columns)
+    with pytest.raises(ValueError, match="x must have 7 rows for these groups, not 6"):
+        rows_in_order(x[:6], groups)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from products import relative_error
 from qarl_kernels import tuning
+from qarl_kernels.launch import INTERPRETED
+from qarl_kernels.moe import reference
+from qarl_kernels.moe import tuning as moe_tuning
 from qarl_kernels.tuning import FAMILIES, Entry, Tile, dump_tile
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tune_kernels
+from kernel_bench.experts import Sizes
+from kernel_bench.grouped import PRODUCTS, TOKENS, GroupedProblem
+from kernel_bench.grouped_candidates import grouped_candidates
+
+CPU = torch.device("cpu")
+SIZES = Sizes(experts=3, per_token=2, hidden=128, inner=128)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,3 +105,112 @@ def test_when_the_time_is_over_a_few_tiles_are_tried_all_the_same(monkeypatch) -
     before = tuning.lookup("w4a16", 256, 128, 64, torch.empty(64, 128))
     done = tune_kernels.tune(problem(monkeypatch), [64], Clock({before: 10.0}), deadline=0.0)
     assert done.tiles == {64: before} and "not tried" in done.notes[0]
+
+
+@pytest.mark.parametrize("family", moe_tuning.FAMILIES)
+@pytest.mark.parametrize(("experts", "slots"), [(128, 8), (8, 2)])
+def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: str, experts: int, slots: int) -> None:
+    for tokens in TOKENS:
+        for gathered in (True, False):
+            tiles = grouped_candidates(family, tokens * slots, experts, gathered)
+            assert len(tiles) >= 2 and len(set(tiles)) == len(tiles)
+            for tile in tiles:
+                if family == "fp8":
+                    assert tile.warps % 4 == 0 and (tile.block_m if tile.way == "x_first" else tile.block_n) >= 64
+                if family == "fp8_block":
+                    assert 128 % tile.block_n == 0
+                if tile.way == "wide" and family != "w4a8":
+                    assert tile.block_n >= 64
+                if tile.way != "dequantized" and family not in moe_tuning.BACKWARD:
+                    mean = tokens * slots / experts
+                    assert tile.block_m <= max(256, 4 * mean) and (mean > 8 or tile.block_m <= 16), tile
+
+
+def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
+    tokens = [4, 1024]
+    launches = tune_kernels.grouped_launches("w8a8", SIZES, PRODUCTS, tokens, (9, 0))
+    tried = set()
+    for which in PRODUCTS:
+        tried |= {(which, tile) for m in tokens for tile in grouped_candidates("w8a8", 2 * m, 3, which == "gate_up")}
+        tried |= {(which, moe_tuning.default_tile("w8a8", 2 * m, 3, False)) for m in tokens}
+    assert len(launches) == len(tried)
+    fused = tune_kernels.grouped_launches("w4a16", SIZES, PRODUCTS, [512], (9, 0))
+    assert any("dequantize" in launch.kernel.__name__ for launch in fused)
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU")
+@pytest.mark.parametrize("which", PRODUCTS)
+def test_the_ways_of_w4a16_multiply_with_the_same_random_weight(which: str) -> None:
+    problem = GroupedProblem("w4a16", SIZES, which, CPU)
+    problem.rows(3)
+    fused = problem.product(Tile("narrow", 16, 64))
+    assert fused.shape == (6, 256 if which == "gate_up" else 128)
+    assert relative_error(fused, problem.product(Tile("dequantized")).double()) < 2**-8
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU")
+def test_a_weights_gradient_is_timed_where_it_adds_and_compared_from_zero() -> None:
+    problem = GroupedProblem("weight_grad", SIZES, "gate_up", CPU)
+    problem.rows(6)
+    tile, expected = Tile("x_first", 64, 64, 16), torch.zeros(3 * 256, 128)
+    reference.grouped_weight_grad(problem.dy, problem.x, problem.groups, True, expected)
+    first = problem.product(tile)
+    assert relative_error(first, expected.double()) < 1e-5
+    problem.timed(tile)
+    assert relative_error(problem.into, 2 * expected.double()) < 1e-5
+    assert torch.equal(problem.product(tile), first)
+
+
+def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path) -> None:
+    """By sorted rows and by their shape, next to what stood in the table; two processes may write one table."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    out = tmp_path / "h200.json"
+    out.write_text(tuning.format_table({"tiles": {"fp8": {"64x64": [[8, {"way": "x_first"}]]}}}))
+    fast = Tile("w_first", 16, 64, stages=4)
+
+    def measure(family: str) -> None:
+        for which in PRODUCTS:
+            problem = GroupedProblem(family, SIZES, which, torch.device("meta"))
+            monkeypatch.setattr(problem, "product", lambda tile: torch.zeros(1))
+            monkeypatch.setattr(problem, "rows", lambda m: None)
+            monkeypatch.setattr(problem, "known", lambda m: fast)
+            found = tune_kernels.tune(problem, [4, 16], Clock({fast: 5.0}))
+            tune_kernels.save(out, problem, found, [problem.limit(m) for m in TOKENS])
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(measure, ["dense", "fp8_block", "w8a8"]))
+    table = json.loads(out.read_text())
+    assert table["device"] == "NVIDIA H200" and tuning.parse_table(table)["fp8"][64, 64].tile(1) == Tile("x_first")
+    grouped = moe_tuning.parse_table(table)
+    assert set(grouped) == {"dense", "fp8_block", "w8a8"}
+    for shape in (moe_tuning.Shape(3, 256, 128, True), moe_tuning.Shape(3, 128, 128, False)):
+        assert grouped["dense"][shape].tile(2) is None  # one token was not measured
+        assert [grouped["dense"][shape].tile(rows) for rows in (3, 8, 32)] == [fast] * 3
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "64x64", "--families", "input_grad"], "input_grad is of grouped products; name a model with"),
+        (["--experts", "mixtral-8x7b", "--m", "0"], "--m takes numbers from 1"),
+        (["--experts", "qwen4"], "invalid choice: 'qwen4'"),
+        (["--experts", "tiny", "--preset"], "not allowed with"),
+        (["--shapes", "64"], "'64' is not a shape; write NxK"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        tune_kernels.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_experts_are_tuned_one_family_after_the_other() -> None:
+    arguments = tune_kernels.parse(["--experts", "tiny", "mixtral-8x7b", "--families", "w4a16", "weight_grad"])
+    parts = tune_kernels.parts_of(arguments, CPU, (9, 0))
+    assert [len(part.problems) for part in parts] == [2] * 4
+    assert [part.problems[0][1][0] for part in parts] == [1, 1024] * 2
+    assert len(tune_kernels.parse(["--experts", "tiny"]).families) == len(FAMILIES) + 2
+    assert tune_kernels.parse(["--preset"]).families == list(FAMILIES)
+    (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]), CPU, (9, 0))
+    assert len(part.problems) == 2 * len(FAMILIES) - 2  # the tiled int4 weights need whole blocks of K

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, launch
+from qarl_kernels.launch import launch
 from qarl_kernels.moe import dense
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import source_rows
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile
 
@@ -46,20 +47,35 @@ def _weight_grad_kernel(
     if first < end:
         num_k = tl.cdiv(K, BLOCK_K)
         n = tl.program_id(0) // num_k * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.program_id(0) % num_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        k_first = tl.program_id(0) % num_k * BLOCK_K
+        k = k_first + tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        source = source_rows(order, first + tl.arange(0, BLOCK_R), end, slots, GATHERED)
         for start in range(first, end, BLOCK_R):
             rows = start + tl.arange(0, BLOCK_R)
             live = (rows < end)[:, None]
-            source = source_rows(order, rows, end, slots, GATHERED).to(tl.int64)[:, None]
             a = tl.load(
                 dy + rows.to(tl.int64)[:, None] * stride_dy + n[None, :], mask=live & (n < N)[None, :], other=0.0
             )
-            b = tl.load(x + source * stride_x + k[None, :], mask=live & (k < K)[None, :], other=0.0)
+            b = tl.load(
+                x + source.to(tl.int64)[:, None] * stride_x + k[None, :], mask=live & (k < K)[None, :], other=0.0
+            )
+            # A step ahead: rows whose places are read in the same step are not read ahead of the product.
+            source = source_rows(order, rows + BLOCK_R, end, slots, GATHERED)
             acc = dot(a.T, b, acc)
-        at = into + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
-        keep = (n < N)[:, None] & (k < K)[None, :]
-        tl.store(at, tl.load(at, mask=keep, other=0.0) + acc, mask=keep)
+        # Half of the tile at a time: all of what is there takes as many registers as the sum, and a second program's.
+        HALF: tl.constexpr = BLOCK_K // 2
+        left, right = tl.split(acc.reshape(BLOCK_N, 2, HALF).permute(0, 2, 1))
+        row, k = (expert.to(tl.int64) * N + n)[:, None] * K, k_first + tl.arange(0, HALF)
+        _add(into + row + k[None, :], left, (n < N)[:, None] & (k < K)[None, :])
+        k += HALF
+        _add(into + row + k[None, :], right, (n < N)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _add(at, value, keep):
+    """Add to what is there, where `keep`."""
+    tl.store(at, tl.load(at, mask=keep, other=0.0) + value, mask=keep)
 
 
 def grouped_input_grad(
@@ -84,12 +100,8 @@ def grouped_input_grad(
     if dy.shape[1] != n:
         raise ValueError(f"dy has {dy.shape[1]} features and an expert's weight {n}; they must agree")
     k = weight.shape[1]
-    return dense.run(dy, weight, groups, False, True, k, output(out, groups.rows, k, dy.dtype, dy.device), tile)
-
-
-# Of dW: block_m output features, block_n input features, block_k rows at a time.
-WEIGHT_TILE = Tile("x_first", 128, 128, 64, warps=8, stages=3)
-BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
+    out = output(out, groups.rows, k, dy.dtype, dy.device)
+    return dense.run(dy, weight, groups, False, True, k, out, tile or tile_for("input_grad", groups, n, k, False, dy))
 
 
 def grouped_weight_grad(
@@ -101,7 +113,7 @@ def grouped_weight_grad(
         dy: (R, N) bf16 or fp16, in sorted order. x: of dy's dtype, (T, K) if gathered, else (R, K); rows of both are
             contiguous, any distance apart.
         into: float32 (E * N, K), contiguous.
-        tile: as WEIGHT_TILE, for tuning.
+        tile: block_m output features, block_n input features, block_k rows at a time; for tuning.
 
     Raises:
         ValueError: shapes or dtypes do not agree.
@@ -116,7 +128,7 @@ def grouped_weight_grad(
         )
     if not (dense.loads_vectors(dy) and dense.loads_vectors(x)):
         tile = dense.POINTERS
-    tile = tile or (BEFORE_HOPPER if capability_of(x) < (9, 0) else WEIGHT_TILE)
+    tile = tile or tile_for("weight_grad", groups, n, k, gathered, x)
     launch(
         _weight_grad_kernel,
         (cdiv(n, tile.block_m) * cdiv(k, tile.block_n), groups.experts),

@@ -19,7 +19,8 @@ from qarl_kernels.gemm import POINTERS, scaled
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs, tile_for
+from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.tuning import Tile
 
 
@@ -82,7 +83,9 @@ def grouped_w8a8(
     """
     if qx.dtype != torch.int8 or codes.dtype != torch.int8:
         raise ValueError(f"w8a8 needs int8 codes, not {qx.dtype} and {codes.dtype}; quantize the activations first")
-    return run(qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("w8a8", groups, qx))
+    return run(
+        qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("w8a8", groups, n, qx.shape[1], gathered, qx)
+    )
 
 
 def grouped_fp8(
@@ -90,7 +93,9 @@ def grouped_fp8(
 ) -> Tensor:
     """As `grouped_w8a8` of float8_e4m3fn codes, in fp32 with the tensor cores' fast accumulation on Hopper."""
     check_e4m3("fp8", qx, codes)
-    return run(qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("fp8", groups, qx))
+    return run(
+        qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("fp8", groups, n, qx.shape[1], gathered, qx)
+    )
 
 
 def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:

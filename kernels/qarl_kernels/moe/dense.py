@@ -18,9 +18,10 @@ from torch import Tensor
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
+from qarl_kernels.launch import descriptor, launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile
 
@@ -96,25 +97,6 @@ def loads_vectors(x: Tensor) -> bool:
     return x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
 
 
-# (most rows an expert has on average, tile), the last one for all more.
-DEFAULTS = (
-    (16, Tile("w_first", 16, 64, 128, warps=4, stages=5)),
-    (64, Tile("w_first", 64, 64, 64, warps=4, stages=5)),
-    (512, Tile("x_first", 64, 128, 64, warps=4, stages=4)),
-    (None, Tile("x_first", 128, 128, 64, warps=8, stages=4)),
-)
-BEFORE_HOPPER = (
-    (16, Tile("x_first", 16, 128, 64, warps=4, stages=3)),
-    (None, Tile("x_first", 64, 128, 64, warps=4, stages=3)),
-)
-
-
-def default_tile(rows: int, experts: int, before_hopper: bool) -> Tile:
-    """A sound tile for so many sorted rows of so many experts: who has how many of them is not known."""
-    tiles = BEFORE_HOPPER if before_hopper else DEFAULTS
-    return next(tile for most, tile in tiles if most is None or rows <= most * experts)
-
-
 def grouped_dense(
     x: Tensor, weight: Tensor, groups: Groups, gathered: bool, out: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
@@ -137,7 +119,9 @@ def grouped_dense(
     n = features("grouped_dense", weight, groups)
     if weight.shape[1] != x.shape[1]:
         raise ValueError(f"x has {x.shape[1]} features and the weight {weight.shape[1]}; they must agree")
-    return run(x, weight, groups, gathered, False, n, output(out, groups.rows, n, x.dtype, x.device), tile)
+    out = output(out, groups.rows, n, x.dtype, x.device)
+    tile = tile or tile_for("dense", groups, n, x.shape[1], gathered, x)
+    return run(x, weight, groups, gathered, False, n, out, tile)
 
 
 def check_operands(name: str, x: Tensor, other: Tensor, groups: Groups, gathered: bool) -> None:
@@ -159,10 +143,9 @@ def features(name: str, weight: Tensor, groups: Groups) -> int:
 
 
 def run(
-    x: Tensor, weight: Tensor, groups: Groups, gathered: bool, transposed: bool, n: int, out: Tensor, tile: Tile | None
+    x: Tensor, weight: Tensor, groups: Groups, gathered: bool, transposed: bool, n: int, out: Tensor, tile: Tile
 ) -> Tensor:
     """Fill out (R, n) by the kernel; transposed: the weight is (E * K, n), and K is summed."""
-    tile = tile or default_tile(groups.rows, groups.experts, capability_of(x) < (9, 0))
     k = x.shape[1]
     tma_x = not gathered and supports_tma(x)
     tma_w = supports_tma(weight) and not (transposed and k % tile.block_k)

@@ -18,7 +18,8 @@ from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import descriptor, launch, supports_tma
 from qarl_kernels.moe.codes import check_e4m3
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs, tile_for
+from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.tuning import Tile
 
 
@@ -94,7 +95,8 @@ def grouped_fp8_block(
             f"fp8_block: x {tuple(qx.shape)}, weight {tuple(codes.shape)}, scales {tuple(s_x.shape)} and "
             f"{tuple(s_w.shape)} do not belong together"
         )
-    return run(qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("fp8_block", groups, qx))
+    tile = tile_for("fp8_block", groups, n, qx.shape[1], gathered, qx)
+    return run(qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile)
 
 
 def run(

@@ -13,8 +13,9 @@ from torch import Tensor
 from qarl_kernels.blocks import int4_rows
 from qarl_kernels.moe import codes
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import rows_of_program, tile_for
+from qarl_kernels.moe.starting import rows_of_program
 from qarl_kernels.moe.tiled import run_tiled
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
 from qarl_kernels.nvfp4a16 import narrow_sum, untile_nvfp4, wide_sum
 from qarl_kernels.planes import store
@@ -115,10 +116,12 @@ def grouped_nvfp4a16(
 
     Raises ValueError where x and the weight do not fit the groups.
     """
-    tile = tile_for("nvfp4a16", groups, x)
+    k = x.shape[1]
+    tile = tile_for("nvfp4a16", groups, n, k, gathered, x)
     if tile.way == "dequantized":
-        packed = untile_nvfp4(tiled, len(scale), x.shape[1]) if packed is None else packed
-        return dequantized(x, packed, scale, global_scale, n, groups, gathered, tile_for("dense", groups, x))
+        packed = untile_nvfp4(tiled, len(scale), k) if packed is None else packed
+        tile = tile_for("dense", groups, n, k, gathered, x)
+        return dequantized(x, packed, scale, global_scale, n, groups, gathered, tile)
     return fused(x, tiled, scales, global_scale, n, groups, gathered, tile)
 
 

@@ -1,4 +1,4 @@
-"""How the low-bit grouped products start: which tile, which rows a program has, and what is refused."""
+"""How the low-bit grouped products start: which rows a program has, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels import tuning
 from qarl_kernels.blocks import tile_of
-from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
-from qarl_kernels.tuning import Tile
 
 
 @triton.jit
@@ -33,19 +29,13 @@ def rows_of_program(
 ):
     """(expert, first, end, n, source) of this program.
 
-    Its sorted rows are [first, min(first + BLOCK_M, end)), none where first == end; its output features are
-    [n, n + BLOCK_N) of the expert's. source (BLOCK_M,) int64: the rows of x that they read, row 0 for those beyond.
+    Its sorted rows are [first, end), BLOCK_M at most, none where first == end; its output features are [n, n + BLOCK_N)
+    of the expert's. source (BLOCK_M,) int64: the rows of x that they read, row 0 for those beyond.
     """
     pid_m, pid_n = tile_of(tl.program_id(0), tiles, tl.cdiv(N, BLOCK_N))
     expert, first, end = tile_rows(starts, pid_m, experts, LANES, BLOCK_M)
     source = source_rows(order, first + tl.arange(0, BLOCK_M), end, slots, GATHERED)
     return expert, first, end, pid_n * BLOCK_N, source.to(tl.int64)
-
-
-def tile_for(family: str, groups: Groups, x: Tensor) -> Tile:
-    """The tile of a product whose experts have as many rows as they have in the mean; all tiles give the same bits."""
-    mean = cdiv(groups.rows, groups.experts)
-    return tuning.default_tile(family, mean, before_hopper=capability_of(x) < (9, 0), library=False)
 
 
 def rows_of_programs(groups: Groups, gathered: bool, block_m: int) -> dict[str, Any]:

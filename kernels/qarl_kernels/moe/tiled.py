@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.moe.dispatch import rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_programs
 from qarl_kernels.planes import BLOCK
@@ -29,7 +30,8 @@ def run_tiled(
 ) -> Tensor:
     """Launch a kernel that multiplies rows of x with the tiled weights of their experts, n output features each.
 
-    wide: the kernel is a 16-bit `wide` one, and takes x as its tile says. own: arguments that only this kernel has.
+    wide: the kernel is a 16-bit `wide` one, and takes x as its tile says: the tensor memory accelerator reads rows that
+    lie one after the other, so rows of tokens are put in order first. own: arguments that only this kernel has.
     Returns (R, n) of out_dtype, in sorted order.
     """
     k = x.shape[1]
@@ -41,7 +43,9 @@ def run_tiled(
     x, out = adjacent(x), empty(x, groups, n, out_dtype)
     tma = False
     if wide:
-        tma = tile.tma and not gathered and supports_tma(x)
+        tma = tile.tma and supports_tma(x)
+        if tma and gathered:
+            x, gathered = rows_in_order(x, groups), False
         own |= {"TMA": tma, "SPLIT": tile.split}
     rows = rows_of_programs(groups, gathered, tile.block_m)
     launch(

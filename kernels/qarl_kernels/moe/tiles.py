@@ -26,7 +26,7 @@ def lanes_of(experts: int) -> int:
 
 @triton.jit
 def tile_rows(starts, tile, experts, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first, end): the tile's rows are [first, min(first + BLOCK_M, end)), of one expert, which ends at `end`.
+    """(expert, first, end): the tile's rows are [first, end), BLOCK_M at most, of one expert.
 
     starts: (experts + 1,) i32, of `Groups`. A tile that there is not has first == end, and expert 0.
     """
@@ -37,10 +37,12 @@ def tile_rows(starts, tile, experts, LANES: tl.constexpr, BLOCK_M: tl.constexpr)
     tiles = (count + BLOCK_M - 1) // BLOCK_M
     after = tl.cumsum(tiles, axis=0)
     mine = (after > tile) & (after - tiles <= tile)  # true of one lane at most: empty experts have no tiles
-    expert = tl.sum(tl.where(mine, lane, 0), axis=0)
-    first = tl.sum(tl.where(mine, start + (tile - (after - tiles)) * BLOCK_M, 0), axis=0)
-    end = tl.sum(tl.where(mine, start + count, 0), axis=0)
-    return expert, first, end
+    before = (tile - (after - tiles)) * BLOCK_M
+    # Every program waits for this before it reads a weight: three numbers through one sum, which takes a barrier.
+    number = (lane.to(tl.int64) << 48) | (tl.minimum(count - before, BLOCK_M).to(tl.int64) << 32) | (start + before)
+    found = tl.sum(tl.where(mine, number, 0), axis=0)
+    first = found.to(tl.int32)
+    return (found >> 48).to(tl.int32), first, first + ((found >> 32) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit

@@ -16,8 +16,9 @@ from qarl_kernels.dequantize import dequantize_int4
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe.dense import grouped_dense
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import rows_of_program, tile_for
+from qarl_kernels.moe.starting import rows_of_program
 from qarl_kernels.moe.tiled import run_tiled
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.planes import store
 from qarl_kernels.tile import untile_int4
 from qarl_kernels.tuning import Tile
@@ -120,9 +121,9 @@ def grouped_w4a16(
 
     Raises ValueError where x and the weight do not fit the groups.
     """
-    tile = tile_for("w4a16", groups, x)
+    k = x.shape[1]
+    tile = tile_for("w4a16", groups, n, k, gathered, x)
     if tile.way == "dequantized" or tiled is None or meta is None:
-        k = x.shape[1]
         if packed is None:
             assert tiled is not None, "w4a16 needs the weight packed or tiled"
             packed = untile_int4(tiled, len(scale), k)

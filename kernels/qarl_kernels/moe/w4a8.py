@@ -14,8 +14,9 @@ from torch import Tensor
 from qarl_kernels.blocks import int4_rows
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.starting import rows_of_program, tile_for
+from qarl_kernels.moe.starting import rows_of_program
 from qarl_kernels.moe.tiled import run_tiled
+from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.planes import store
 from qarl_kernels.tuning import Tile
 from qarl_kernels.w4a8 import group_sums
@@ -81,7 +82,8 @@ def grouped_w4a8(
     """
     if qx.dtype != torch.int8:
         raise ValueError(f"w4a8 needs int8 activations, not {qx.dtype}; quantize x first")
-    return run(qx, s_x, tiled, meta, n, groups, gathered, out_dtype, channel, tile_for("w4a8", groups, qx))
+    tile = tile_for("w4a8", groups, n, qx.shape[1], gathered, qx)
+    return run(qx, s_x, tiled, meta, n, groups, gathered, out_dtype, channel, tile)
 
 
 def run(

@@ -1,0 +1,113 @@
+"""What `tools/tune_kernels.py --experts` times: grouped products of the experts of a layer, and of their backward."""
+
+from __future__ import annotations
+
+import torch
+from qarl_kernels.dequantize import dequantize_int4
+from qarl_kernels.moe import backward, codes, dense, fp8_block, w4a8, w4a16
+from qarl_kernels.moe import nvfp4a16 as moe_nvfp4a16
+from qarl_kernels.moe.dispatch import groups_of
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.tuning import BACKWARD, Shape, tile_for
+from qarl_kernels.nvfp4a16 import untile_nvfp4
+from qarl_kernels.tile import meta_w4a16, untile_int4
+from qarl_kernels.tuning import Tile
+from torch import Tensor
+
+from kernel_bench.experts import Sizes, make_routing
+from kernel_bench.grouped_candidates import grouped_candidates
+from kernel_bench.tuned import Problem
+
+PRODUCTS = ("gate_up", "down")
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
+BACKWARD_TOKENS = (1024, 4096, 16_384)  # a training forward has no fewer
+
+
+class GroupedProblem(Problem):
+    """Random operands of a family and one of a layer's two products, and the product of m tokens with a given tile.
+
+    Tokens choose experts that are all as likely. gate_up reads a row a token, down a row for each of its experts. In a
+    backward, `input_grad` and `weight_grad`, n and k are those of the forward's weight.
+    """
+
+    section = "experts"
+
+    def __init__(self, family: str, sizes: Sizes, which: str, device: torch.device) -> None:
+        self.sizes, self.gathered = sizes, which == "gate_up"
+        n, k = (2 * sizes.inner, sizes.hidden) if self.gathered else (sizes.hidden, sizes.inner)
+        if family == "input_grad":
+            self.gathered = False
+        self.shape, width = Shape(sizes.experts, n, k, self.gathered), sizes.experts * n
+        super().__init__("dense" if family in BACKWARD else family, width, k, device)
+        self.family, self.n = family, n
+        if family == "w4a16":
+            self.scale = (torch.rand(width, k // 128, device=device) * 0.01).bfloat16()
+            self.meta = meta_w4a16(self.scale, None, width, k, 128, torch.bfloat16)
+        if family == "weight_grad":
+            self.into = torch.zeros(width, k, device=device)
+
+    @property
+    def key(self) -> str:
+        return str(self.shape)
+
+    def limit(self, m: int) -> int:
+        return m * self.sizes.per_token
+
+    def rows(self, m: int) -> None:
+        rows = self.limit(m)
+        super().rows(m if self.gathered else rows)
+        if self.family in BACKWARD:
+            self.dy = torch.randn(rows, self.n, device=self.device, dtype=torch.bfloat16)
+        if self.device.type == "meta":
+            order = torch.empty(rows, dtype=torch.int32, device=self.device)
+            starts = torch.empty(self.sizes.experts + 1, dtype=torch.int32, device=self.device)
+            self.groups = Groups(self.sizes.experts, self.sizes.per_token, order, order, starts)
+        else:
+            chosen = make_routing("balanced", m, self.sizes, self.device).experts
+            self.groups = groups_of(chosen, self.sizes.experts, kernels=self.device.type == "cuda")
+
+    def known(self, m: int) -> Tile:
+        return tile_for(self.family, self.groups, self.n, self.k, self.gathered, self.x)
+
+    def candidates(self, m: int) -> list[Tile]:
+        return grouped_candidates(self.family, self.limit(m), self.sizes.experts, self.gathered)
+
+    def comparable(self, tile: Tile) -> bool:
+        return True
+
+    def timed(self, tile: Tile) -> object:
+        if self.family == "weight_grad":  # adds to what is there, which `product` has to clear
+            return backward.grouped_weight_grad(self.dy, self.x, self.groups, self.gathered, self.into, tile)
+        return self.product(tile)
+
+    def product(self, tile: Tile) -> Tensor:
+        family, x, rest = self.family, self.x, (self.groups, self.gathered)
+        if family == "dense":
+            return dense.grouped_dense(x, self.weight, *rest, tile=tile)
+        if family == "input_grad":
+            return backward.grouped_input_grad(self.dy, self.weight, self.groups, tile=tile)
+        if family == "weight_grad":
+            self.into.zero_()
+            self.timed(tile)
+            return self.into.clone()
+        if tile.way == "dequantized":
+            return self._dequantized()
+        if family == "w4a16":
+            return w4a16.fused(x, self.tiled, self.meta, self.n, *rest, tile)
+        if family == "nvfp4a16":
+            return moe_nvfp4a16.fused(x, self.tiled, self.meta, self.scale_w[0], self.n, *rest, tile)
+        if family == "w4a8":
+            return w4a8.run(x, self.scale_x, self.tiled, self.meta, self.n, *rest, torch.bfloat16, False, tile)
+        run = fp8_block.run if family == "fp8_block" else codes.run
+        return run(x, self.scale_x, self.weight, self.scale_w, self.n, *rest, torch.bfloat16, tile)
+
+    def _dequantized(self) -> Tensor:
+        """As `grouped_w4a16` and `grouped_nvfp4a16` do it of a weight that they have tiled alone."""
+        width, rest = self.sizes.experts * self.n, (self.groups, self.gathered)
+        if self.family == "w4a16":
+            packed = untile_int4(self.tiled, width, self.k)
+            weight = dequantize_int4(packed, self.scale, None, self.k, torch.bfloat16)
+            return dense.grouped_dense(self.x, weight, *rest)
+        packed = untile_nvfp4(self.tiled, width, self.k)
+        chosen = tile_for("dense", self.groups, self.n, self.k, self.gathered, self.x)
+        return moe_nvfp4a16.dequantized(self.x, packed, *self.stored[1:], self.n, *rest, chosen)
