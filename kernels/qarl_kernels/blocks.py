@@ -59,8 +59,10 @@ def dot(a, b, acc):
     """acc + a @ b in acc's dtype. a (M, K), b (K, N): bf16, fp16, e4m3 with acc float32, or int8 with acc int32."""
     if COMPILED or acc.dtype == tl.int32:
         result = tl.dot(a, b, acc, out_dtype=acc.dtype)
-    else:  # Triton's interpreter (3.6, 3.9) multiplies the bit patterns of bf16
-        result = acc + tl.dot(widen(a), widen(b))
+    else:
+        # Triton's interpreter (3.6, 3.9) multiplies the bit patterns of bf16, and numpy's float32 sums in an order that
+        # depends on the number of rows and on the CPU. Of float64 ones nothing is left after the rounding.
+        result = acc + tl.dot(widen(a).to(tl.float64), widen(b).to(tl.float64)).to(tl.float32)
     return result
 
 
