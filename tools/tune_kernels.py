@@ -32,7 +32,7 @@ from kernel_bench.candidates import candidates
 from kernel_bench.experts import MODELS as MIXTURES
 from kernel_bench.experts import Sizes
 from kernel_bench.grouped import BACKWARD_TOKENS, PRODUCTS, TOKENS, GroupedProblem
-from kernel_bench.measure import Stopwatch
+from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.precompile import precompile
 from kernel_bench.shapes import MODELS, TUNED, layers
 from kernel_bench.summary import geometric_mean
@@ -85,7 +85,7 @@ def tune(problem: Problem, rows: list[int], watch: Stopwatch, deadline: float = 
                 quick = watch.microseconds(call, 3)
                 if quick < 1.15 * min(timed.values(), default=math.inf):
                     timed[tile] = watch.microseconds(call, 9 if m < 4096 else 5)
-            except (OutOfResources, CompilationError, PTXASError) as error:
+            except (OutOfResources, CompilationError, PTXASError, Late, torch.OutOfMemoryError) as error:
                 done.notes.append(f"{name} {dump_tile(tile)}: {type(error).__name__}")
         if not timed:
             continue

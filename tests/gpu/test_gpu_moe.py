@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from qarl_formats.prepared import prepare
+from qarl_formats.quantize import quantize_weight
+from qarl_formats.registry import make_scheme, scheme_names
+from qarl_formats.stacked import Form, stack
 from qarl_kernels import gemm
 from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing, tuning
 from torch import Tensor
@@ -41,6 +45,27 @@ def test_a_row_has_the_bits_of_its_experts_own_product(experts: int, slots: int,
         for expert, rows, its in parts(groups):
             own = weight[expert * n : (expert + 1) * n]
             assert torch.equal(result[rows], gemm.dense(x[its], own)), (tokens, expert)
+
+
+@pytest.mark.parametrize(("n", "k", "gathered"), [(1536, 2048, True), (2048, 768, False)])
+@pytest.mark.parametrize("name", scheme_names())
+def test_rows_of_every_scheme_have_those_bits_on_the_tiles_for_few_rows_and_for_many(
+    name: str, n: int, k: int, gathered: bool
+) -> None:
+    scheme, experts, slots = make_scheme(name), 16, 4
+    masters = random(experts, n, k, seed=1, device=CUDA)
+    weights: list[Form] = list(masters.bfloat16())
+    if scheme.quantized:
+        shared = scheme.shared(masters)
+        weights = [quantize_weight(master, scheme, "w", True, shared) for master in masters]
+    together, alone = prepare(stack(weights), BF16, True), [prepare(weight, BF16, True) for weight in weights]
+    for tokens in [*TOKENS, 60]:
+        groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)
+        x = random(tokens if gathered else groups.rows, k, seed=2, device=CUDA, dtype=BF16)
+        result = together.grouped(x, groups, gathered)
+        for expert, rows, its in parts(groups):
+            if rows.start < rows.stop:
+                assert torch.equal(result[rows], alone[expert](x[its] if gathered else x[rows], None)), (tokens, expert)
 
 
 @pytest.mark.parametrize(("experts", "slots", "hidden"), [(128, 8, 2048), (8, 2, 4096), (64, 8, 2048)])

@@ -101,6 +101,19 @@ def test_the_fastest_tile_with_the_right_bits_is_chosen_and_compared_with_the_ta
     assert "other bits" in done.notes[0] and "2.00 times as fast as" in capsys.readouterr().out
 
 
+def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch) -> None:
+    known = tuning.lookup("w4a16", 256, 128, 64, torch.empty(64, 128))
+
+    class Slow(Clock):
+        def microseconds(self, call: partial, reps: int) -> float:
+            if call.args[0] != known:
+                raise tune_kernels.Late("the host was slower")
+            return 10.0
+
+    done = tune_kernels.tune(problem(monkeypatch), [64], Slow({}))
+    assert done.tiles == {64: known} and done.notes[0].endswith("Late")
+
+
 def test_when_the_time_is_over_a_few_tiles_are_tried_all_the_same(monkeypatch) -> None:
     before = tuning.lookup("w4a16", 256, 128, 64, torch.empty(64, 128))
     done = tune_kernels.tune(problem(monkeypatch), [64], Clock({before: 10.0}), deadline=0.0)
