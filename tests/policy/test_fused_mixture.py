@@ -112,11 +112,13 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 EVERY = [
     *((*scheme, "mixtral", {}) for scheme in SCHEMES),
-    *(("bf16", None, family, {}) for family in ("qwen3_moe", "olmoe")),
+    *(("bf16", None, family, {}) for family in ("qwen2_moe", "qwen3_moe", "olmoe")),
+    ("w4a16", 32, "qwen2_moe", {}),
+    ("w8a8", None, "qwen2_moe", {}),
     ("w8a8", None, "olmoe", {}),
     ("w8a8", None, "qwen3_moe", {"learner": "fake_quant", "ste_input": "dequantized"}),
 ]
-SOME = [("w4a16", 32, "mixtral", {}), *EVERY[-2:]]
+SOME = [("w4a16", 32, "mixtral", {}), *EVERY[-3:]]
 
 
 @pytest.mark.parametrize(("scheme", "group", "family", "quant"), EVERY if ON_GPU else SOME)
