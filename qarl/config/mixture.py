@@ -30,7 +30,12 @@ class Mixture:
     @property
     def active_size(self) -> int:
         """Features inside all the experts that a token goes through."""
-        return self.per_token * self.inner + self.shared
+        return self.routed_size + self.shared
+
+    @property
+    def routed_size(self) -> int:
+        """The same without the shared one's."""
+        return self.per_token * self.inner
 
     @property
     def gates(self) -> list[tuple[str, int]]:
