@@ -52,7 +52,7 @@ TRUNCATIONS = [{"temperature": 0.7}, {"top_k": 20, "min_p": 0.02}, {"temperature
 
 
 @pytest.mark.parametrize(("scheme", "group"), [*SCHEMES, ("nvfp4a16", None)])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen2_moe"])
 def test_every_scheme_is_exact(tiny_model, family, scheme, group):
     found = qarl.verify_exact(
         tiny_model(family), scheme=scheme, group_size=group, tokens=4000, longest=400, device="cuda"
