@@ -115,9 +115,7 @@ class Architecture:
             )
         ]
         shapes = (mixture.shared, hidden), (hidden, mixture.shared)
-        shared = [
-            (name, *shape) for stack, shape in zip(names.shared_stacks(), shapes, strict=False) for name in stack
-        ]
+        shared = [(name, *shape) for stack, shape in zip(names.shared_stacks(), shapes, strict=False) for name in stack]
         return routed + shared
 
     def _attention_linears(self) -> list[tuple[str, int, int]]:

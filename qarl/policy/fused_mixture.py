@@ -121,7 +121,7 @@ class FusedMixture:
         return sum_over_slots(arriving, groups, others.to(normed.dtype))
 
     def _router_backward(self, grad_weights: Tensor, normed: Tensor, routed: Routed, routes: Routes) -> Tensor:
-        """(T, H) float32, what reaches the router's input; its master gets its gradient. grad_weights: (T, k) float32."""
+        """What reaches the router's input, (T, H) float32; its master gets its gradient. grad_weights: (T, k)."""
         grad = logits_grad(grad_weights, routed, self.experts, routes, kernels=True)
         sums = gradient_of([self.modules.masters[self.experts.router]])
         weight_grad(grad, normed.float(), into=sums)

@@ -1,7 +1,7 @@
 """An MLP on a GPU: a layer's, or the shared expert of a mixture; both ways, but for the first product and its input.
 
-    forward     d = (silu(g) * u) @ Wd^T
-    backward    written out; the gradients of down, and of gate and up, are added to the masters'
+forward     d = (silu(g) * u) @ Wd^T
+backward    written out; the gradients of down, and of gate and up, are added to the masters'
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shared expert of a mixture on a GPU: an MLP that all tokens go through, and how much of it each takes; both ways."""
+"""The shared expert of a mixture on a GPU: an MLP of all tokens, and how much of it each takes; both ways."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class KeptShared:
 class FusedShared:
     """Of one layer of one view. gate: the name of the gate's weight. codes: what codes its input comes as, if any."""
 
-    def __init__(self, modules: LayerModules, gate: str, view: View, decoder: Decoder, codes: InputCodes | None) -> None:
+    def __init__(
+        self, modules: LayerModules, gate: str, view: View, decoder: Decoder, codes: InputCodes | None
+    ) -> None:
         gate_up, down = (view.projections[stack.names] for stack in modules.stacks[4:])
         self.mlp = FusedMLP(modules.index, gate_up, down, decoder, "shared_")
         self.value, self.master = view.values[gate], modules.masters[gate]

@@ -25,10 +25,11 @@ class LayerModules:
     """Sizes, parameter names and masters of one layer.
 
     module: the layer itself, whose linears, norms and activation `qarl.policy.modules` has put in place. masters: of
-    the norms, the router and the shared expert's gate, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names of their weights, the last
-    two or None. whole_norms: whether those two are over all heads at once. stacks: of q, k, v; o; gate, up; down, the
-    last two of all experts where there are experts: gate and up of the first, of the second, ...; behind them gate, up;
-    down of the shared expert, where there is one. experts: None where the layer has an MLP. window: tokens that a query sees, None: all. scale: of the scores.
+    the norms, the router and the shared expert's gate, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names
+    of norms' weights, the last two or None. whole_norms: whether those two are over all heads at once. stacks: of q, k,
+    v; o; gate, up; down, the last two of all experts where there are experts: gate and up of the first, of the second,
+    ...; behind them gate, up; down of the shared expert, where there is one. experts: None where the layer has an MLP.
+    window: tokens that a query sees, None: all. scale: of the scores.
     """
 
     index: int

@@ -40,7 +40,8 @@ def config_document(
     config: PreTrainedConfig, dtype: torch.dtype, scheme: Scheme, ignore: list[str], unpacked: bool = False
 ) -> dict[str, Any]:
     """config.json of a checkpoint in `scheme`. config: of the unquantized model, not changed. unpacked: see
-    `qarl_formats.compressed.tensor_specs`. Routers and gates of shared experts, which no scheme quantizes, are ignored beside `ignore`."""
+    `qarl_formats.compressed.tensor_specs`. Routers and gates of shared experts, which no scheme quantizes, are ignored
+    beside `ignore`."""
     config = type(config).from_dict(config.to_dict())
     config.dtype = dtype
     if not config.architectures:  # GGUF headers do not name the class

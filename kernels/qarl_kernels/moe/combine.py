@@ -91,9 +91,7 @@ def _combine_backward_kernel(
     tl.store(grad_weights + pair, tl.sum(total, axis=1), mask=there)
 
 
-def _sum(
-    d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups, gate: Tensor | None = None
-) -> Tensor:
+def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups, gate: Tensor | None = None) -> Tensor:
     tokens, columns = groups.rows // groups.slots, d.shape[1]
     out = torch.empty(tokens, columns, dtype=d.dtype, device=d.device)
     width = min(COLUMNS, max(16, next_power_of_2(columns)))

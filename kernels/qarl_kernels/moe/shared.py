@@ -1,7 +1,7 @@
 """The gate of an expert that all tokens go through.
 
-gate = 1 / (1 + exp(-<x, w>)) in float32, nothing rounded before. A token's bits depend on that token alone: how the sum runs
-depends on the number of features.
+gate = 1 / (1 + exp(-<x, w>)) in float32, nothing rounded before. A token's bits depend on that token alone: how the sum
+runs depends on the number of features.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def shared_gate(x: Tensor, weight: Tensor, kernels: bool = False) -> Tensor:
     """
     rows, columns = x.shape
     if weight.shape != (1, columns):
-        raise ValueError(f"the gate's weight must be [1, {columns}], as x has {columns} features, not {list(weight.shape)}")
+        raise ValueError(
+            f"the gate's weight must be [1, {columns}], as x has {columns} features, not {list(weight.shape)}"
+        )
     if not kernels:
         return reference.shared_gate(x, weight)
     check_rows("x", x)
