@@ -171,9 +171,10 @@ class FusedLayer:
         weight = view.values[m.mlp_norm]
         if self.mixture is None:
             assert kept.gate_up is not None
-            again = partial(rms_norm_again, kept.middle, kept.middle_inverse, weight)
-            grad_normed = self.mlp.backward(grad, kept.gate_up, again)
+            normed_again = partial(rms_norm_again, kept.middle, kept.middle_inverse, weight)
+            grad_normed = self.mlp.backward(grad, kept.gate_up, normed_again)
             kept.gate_up = None
+            del normed_again
         else:
             assert kept.experts is not None, "which experts there were is always kept"
             normed = rms_norm_again(kept.middle, kept.middle_inverse, weight)
