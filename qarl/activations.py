@@ -44,10 +44,12 @@ def plain_activation_bytes(
 
 def plain_expert_bytes(architecture: Architecture, tokens: int, width: int) -> int:
     """What autograd keeps of one layer's experts beside their products: the rows they read, what they give in float32,
-    and the router's logits and probabilities. width: bytes of the compute dtype."""
-    mixture = architecture.mixture
+    and the router's logits and probabilities; of the shared expert what it gives in float32, and its gate. width: bytes
+    of the compute dtype."""
+    mixture, hidden = architecture.mixture, architecture.hidden_size
     assert mixture is not None, "a layer of experts"
-    return tokens * (mixture.per_token * (width + 4) * architecture.hidden_size + 8 * mixture.experts)
+    shared = 4 * hidden + 4 if mixture.shared else 0
+    return tokens * (mixture.per_token * (width + 4) * hidden + 8 * mixture.experts + shared)
 
 
 def uses_kernels(config: Config, device: Device) -> bool:
@@ -150,9 +152,11 @@ class FusedPass:
 
     @property
     def _given(self) -> int:
-        """What a token's experts give, before it is added up; of an MLP nothing."""
+        """What a token's experts give, before it is added up, and the shared one's gate; of an MLP nothing."""
         mixture = self.architecture.mixture
-        return 0 if mixture is None else mixture.per_token * self._hidden
+        if mixture is None:
+            return 0
+        return mixture.per_token * self._hidden + (self._hidden + 4 if mixture.shared else 0)
 
     @property
     def _routed(self) -> int:
@@ -207,8 +211,9 @@ class FusedPass:
     def _passing(self) -> int:
         """A token's values that pass through a layer's forward beside its intermediates, at their most."""
         a = self.architecture
-        product = a.active_size if self.codes else self._inner
-        product += ROUNDED_INPUT * a.active_size if self.rounded else 0
+        widest = a.active_size if a.mixture is None else max(a.mixture.routed_size, a.mixture.shared)
+        product = widest if self.codes else WIDTH * widest
+        product += ROUNDED_INPUT * widest if self.rounded else 0
         normed = a.hidden_size if self.codes else self._hidden
         return self._hidden + max(product + self._hidden, self._hidden + normed)  # down's output, or that of o
 
@@ -249,30 +254,43 @@ class FusedPass:
     def _backward_stages(self) -> list[int]:
         """Beside a layer's intermediates, and what the whole backward holds: the gradient that came and the last norm's
         input."""
-        a, tokens = self.architecture, self.tokens
-        hidden, inner = a.hidden_size, a.active_size
-        weights = hidden * (inner if a.mixture is None else a.mixture.experts * a.mixture.inner)  # of all experts
+        a, tokens, state = self.architecture, self.tokens, self.tokens * self._hidden
         queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        state, middle = tokens * self._hidden, tokens * self._inner
+        if a.mixture is None:
+            mlp = self._mlp_stages(a.intermediate_size, a.intermediate_size, self.fp8)
+        else:
+            routed, shared = a.mixture.routed_size, a.mixture.shared
+            mlp = self._mlp_stages(routed, a.mixture.experts * a.mixture.inner, False)  # whose products are of 16 bits
+            if shared:  # when their gate and up are gone, and what reaches the input of all is there in float32
+                beside = 2 * state - 2 * tokens * WIDTH * routed
+                mlp += [beside + stage for stage in self._mlp_stages(shared, shared, self.fp8)]
+        out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of attention's output and of q, k and v
+        turned = 2 * tokens * WIDTH * (queries + keys)  # q and k, and their gradients
+        statistics = 32 * (tokens + ATTENTION_PADDING) * a.num_heads
+        given = tokens * self._given
+        gone = 2 * tokens * self._inner + state + given  # before attention's: gate and up, and the stream of the MLP
+        return [
+            3 * state,  # computing again: the gradient, o's output and its norm
+            state + given,  # experts: the gradient of what each gives beside that, whose place it takes
+            *mlp,
+            3 * state + out_gradient + turned + statistics - gone,  # gradients: of the layer, its norm and its middle
+        ]
+
+    def _mlp_stages(self, inner: int, of_all: int, fp8: bool) -> list[int]:
+        """The backward of down, and of gate and up. inner: features inside that a token goes through. of_all: those of
+        all weights. fp8: whether the products are."""
+        tokens, hidden = self.tokens, self.architecture.hidden_size
+        state, middle, weights = tokens * self._hidden, tokens * WIDTH * inner, of_all * hidden
         rounded = tokens * ROUNDED_INPUT * inner if self.rounded_backward else 0
         # In FP8: codes of the gradient by rows and by columns, of the layer's input by columns, and of the weight.
-        fp8 = self.fp8 and a.mixture is None  # experts' products of the backward are of 16 bits
         fp8_down = (2 * tokens + inner) * hidden if fp8 else 0
         fp8_gate_up = (4 * tokens + 2 * hidden) * inner + 2 * tokens * hidden if fp8 else 0
         down, gate_up = self._weight(weights), self._weight(2 * weights)
         if not self.stacked:
             gate_up *= 2  # one after the other, then together
-        out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of attention's output and of q, k and v
-        turned = 2 * tokens * WIDTH * (queries + keys)  # q and k, and their gradients
-        statistics = 32 * (tokens + ATTENTION_PADDING) * a.num_heads
-        given = tokens * self._given
-        gone = 2 * middle + state + given  # before attention's: gate and up, and the stream of the MLP
         return [
-            3 * state,  # computing again: the gradient, o's output and its norm
-            state + given,  # experts: the gradient of what each gives beside that, whose place it takes
             state + fp8_down + max(2 * middle, middle + max(down, rounded)),
             2 * state + max(fp8_gate_up, gate_up),
-            3 * state + out_gradient + turned + statistics - gone,  # gradients: of the layer, its norm and its middle
         ]
 
     def _weight(self, elements: int) -> int:

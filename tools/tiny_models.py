@@ -32,8 +32,9 @@ def save_tiny_model(
 ) -> Path:
     """A random model of `family` with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
 
-    qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. mixtral, qwen3_moe and olmoe
-    have 4 experts, of which a token goes through 2; of qwen3_moe the first layer has an MLP. Returns the directory.
+    qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. mixtral, qwen2_moe,
+    qwen3_moe and olmoe have 4 experts, of which a token goes through 2; qwen2_moe has a shared expert beside them; of
+    qwen3_moe the first layer has an MLP. Returns the directory.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,8 +54,10 @@ def save_tiny_model(
     }
     if family in ("qwen3", "qwen3_moe"):
         settings["head_dim"] = 32
-    if family in ("mixtral", "qwen3_moe", "olmoe"):
+    if family in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"):
         settings |= {"num_experts" if family != "mixtral" else "num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "qwen2_moe":
+        settings |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
     if family == "qwen3_moe":
         settings |= {"moe_intermediate_size": 64, "mlp_only_layers": [0], "norm_topk_prob": True}
     torch.manual_seed(seed)

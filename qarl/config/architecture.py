@@ -56,8 +56,8 @@ class Architecture:
             for norm, size in self._norms():
                 yield f"model.layers.{layer}.{norm}.weight", (size,)
             if self.mixture is not None and layer in self.mixture.layers:
-                router = f"model.layers.{layer}.{self.mixture.names.router()}"
-                yield f"{router}.weight", (self.mixture.experts, self.hidden_size)
+                for gate, rows in self.mixture.gates:
+                    yield f"model.layers.{layer}.{gate}.weight", (rows, self.hidden_size)
         yield "model.norm.weight", (self.hidden_size,)
         if not self.tied_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
@@ -77,7 +77,7 @@ class Architecture:
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         biases = []
-        if self.attention_bias or self.family == "qwen2":
+        if self.attention_bias or self.family in ("qwen2", "qwen2_moe"):
             biases += [("self_attn.q_proj", heads), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
         if self.attention_bias:
             biases += [("self_attn.o_proj", hidden)]
@@ -105,7 +105,7 @@ class Architecture:
                 ("mlp.down_proj", hidden, inner),
             ]
         names, inner = mixture.names, mixture.inner
-        return [
+        routed = [
             (names.expert(expert, linear), *shape)
             for expert in range(mixture.experts)
             for linear, shape in (
@@ -114,6 +114,9 @@ class Architecture:
                 (names.down, (hidden, inner)),
             )
         ]
+        shapes = (mixture.shared, hidden), (hidden, mixture.shared)
+        shared = [(name, *shape) for stack, shape in zip(names.shared_stacks(), shapes, strict=False) for name in stack]
+        return routed + shared
 
     def _attention_linears(self) -> list[tuple[str, int, int]]:
         hidden = self.hidden_size
@@ -128,7 +131,7 @@ class Architecture:
     @property
     def active_size(self) -> int:
         """Features inside the MLP that a token goes through: of all its experts, where a layer has some."""
-        return self.intermediate_size if self.mixture is None else self.mixture.per_token * self.mixture.inner
+        return self.intermediate_size if self.mixture is None else self.mixture.active_size
 
     @property
     def dense_layers(self) -> int:
@@ -148,8 +151,9 @@ class Architecture:
 
     @property
     def router_parameters(self) -> int:
+        """Of routers, and of the gates of shared experts."""
         mixture = self.mixture
-        return 0 if mixture is None else len(mixture.layers) * mixture.experts * self.hidden_size
+        return 0 if mixture is None else len(mixture.layers) * sum(rows for _, rows in mixture.gates) * self.hidden_size
 
     @property
     def matrix_parameters(self) -> int:

@@ -8,14 +8,16 @@ from qarl.config.model_schema import ConfigJson
 from qarl.experts import EXPERT_NAMES, ExpertNames
 
 # What transformers takes where a key is missing: experts, experts a token, and features of an expert.
-_DEFAULTS = {"qwen3_moe": (128, 8, 768), "mixtral": (8, 2, None), "olmoe": (64, 8, None)}
+_DEFAULTS = {"qwen2_moe": (60, 4, 1408), "qwen3_moe": (128, 8, 768), "mixtral": (8, 2, None), "olmoe": (64, 8, None)}
+_SHARED = {"qwen2_moe": 5632}  # features of the shared expert, of families that have one
 
 
 @dataclass(frozen=True)
 class Mixture:
     """experts: of a layer. per_token: how many of them a token goes through. inner: features inside an expert.
     layers: those that have experts, by index; the others have an MLP. normalize: whether the weights of a token's
-    experts are divided by their sum. names: of the parts."""
+    experts are divided by their sum. names: of the parts. shared: features inside the expert that all tokens go
+    through; 0: there is none."""
 
     experts: int
     per_token: int
@@ -23,6 +25,22 @@ class Mixture:
     layers: frozenset[int]
     normalize: bool
     names: ExpertNames
+    shared: int = 0
+
+    @property
+    def active_size(self) -> int:
+        """Features inside all the experts that a token goes through."""
+        return self.routed_size + self.shared
+
+    @property
+    def routed_size(self) -> int:
+        """The same without the shared one's."""
+        return self.per_token * self.inner
+
+    @property
+    def gates(self) -> list[tuple[str, int]]:
+        """Of one layer, the weights that no scheme quantizes, by their modules inside it, with their rows."""
+        return list(zip(self.names.gates(), (self.experts, 1), strict=False))
 
 
 def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
@@ -31,7 +49,7 @@ def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
         return None
     experts, per_token, inner = _DEFAULTS[family]
     layers = range(found.num_hidden_layers)
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_moe"):
         step, plain = found.decoder_sparse_step, found.mlp_only_layers or ()
         sparse = frozenset(layer for layer in layers if layer not in plain and (layer + 1) % step == 0)
         inner = found.moe_intermediate_size or inner
@@ -47,4 +65,5 @@ def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
         layers=sparse,
         normalize=found.norm_topk_prob or family == "mixtral",
         names=EXPERT_NAMES[family],
+        shared=(found.shared_expert_intermediate_size or _SHARED[family]) if family in _SHARED else 0,
     )

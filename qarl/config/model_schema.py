@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from qarl.inputs.files import Unreadable
 from qarl.inputs.schema import Record, checked
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 # What transformers takes where the key is missing; null means one a head.
 DEFAULT_KV_HEADS = {
     "llama": None,
@@ -21,6 +21,7 @@ DEFAULT_KV_HEADS = {
     "qwen2": 32,
     "qwen3": 32,
     "mixtral": 8,
+    "qwen2_moe": 16,
     "qwen3_moe": 4,
     "olmoe": None,
 }
@@ -97,6 +98,7 @@ class StopTokens(Record):
 class ConfigJson(StopTokens):
     """config.json of a family that is known here."""
 
+    model_type: Annotated[str, Field(max_length=100)] | None = None
     hidden_size: Hidden
     intermediate_size: Inner
     num_hidden_layers: Layers
@@ -114,7 +116,7 @@ class ConfigJson(StopTokens):
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     partial_rotary_factor: Whole | None = None
-    sliding_window: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: of qwen2_moe, where no layer has one
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 0
     layer_types: Annotated[list[Attention], Field(max_length=10_000)] | None = None
@@ -132,9 +134,11 @@ class ConfigJson(StopTokens):
     num_local_experts: Experts | None = None
     num_experts_per_tok: Slots | None = None
     moe_intermediate_size: Inner | None = None
+    shared_expert_intermediate_size: Inner | None = None
     norm_topk_prob: bool = False
     decoder_sparse_step: Annotated[int, Field(ge=1, le=10_000)] = 1
     mlp_only_layers: Annotated[list[Annotated[int, Field(ge=0, lt=10_000)]], Field(max_length=10_000)] | None = None
+    qkv_bias: Literal[True] = True  # of qwen2_moe; vLLM always has them
     clip_qkv: None = None  # no attention of qarl's clips
     router_jitter_noise: Annotated[float, Field(ge=0, le=0)] | None = None
     output_router_logits: Literal[False] | None = None
@@ -194,6 +198,10 @@ def _check_together(found: ConfigJson | GGUFModel) -> None:
                 f"is not valid: num_experts_per_tok {found.num_experts_per_tok} is above its {experts} experts"
             )
         kinds = found.layer_types
+        slides = found.model_type == "mistral" or found.use_sliding_window or "sliding_attention" in (kinds or ())
+        unused = found.model_type == "qwen2_moe" and not found.use_sliding_window  # transformers makes it 0
+        if slides and (found.sliding_window == 0 or unused):
+            raise ValueError("is not valid: layers have a sliding window, and it is 0 or use_sliding_window is false")
         if kinds is not None and len(kinds) != found.num_hidden_layers:
             raise ValueError(f"is not valid: layer_types names {len(kinds)} layers of {found.num_hidden_layers}")
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):

@@ -22,7 +22,8 @@ BLOCK = "mlp"
 
 
 class Router(nn.Module):
-    """A router's float32 master (E, H). What it computes, `qarl.policy.mixture` and the Triton layers do.
+    """A router's float32 master (E, H), or that of a shared expert's gate (1, H). What it computes,
+    `qarl.policy.mixture` and the Triton layers do.
 
     role: of the policy, see `qarl.policy.modules.replace_modules`.
     """
@@ -35,7 +36,8 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """gate: the router. experts: modules of linears under the names of the family."""
+    """gate: the router. experts: modules of linears under the names of the family. In families that have them, the
+    shared expert and its gate under theirs."""
 
     def __init__(self, router: Router, experts: nn.ModuleList, activation: nn.Module) -> None:
         super().__init__()
@@ -75,7 +77,15 @@ def _apart(block: Any, names: ExpertNames, place: str) -> Mixture:
         for leaf, weight in ((names.gate, gate), (names.up, up), (names.down, last)):
             expert.add_module(leaf, _linear(weight))
         experts.append(expert)
-    return Mixture(Router(nn.Parameter(block.gate.weight.detach())), experts, fused.act_fn)
+    mixture = Mixture(_router(block.gate), experts, fused.act_fn)
+    if names.shared is not None:
+        mixture.add_module(names.shared, getattr(block, names.shared))
+        mixture.add_module(f"{names.shared}_gate", _router(getattr(block, f"{names.shared}_gate")))
+    return mixture
+
+
+def _router(gate: Any) -> Router:
+    return Router(nn.Parameter(gate.weight.detach()))
 
 
 class _Linear(nn.Linear):

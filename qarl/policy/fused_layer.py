@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from qarl_kernels.column_sum import column_sum
 from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
 from qarl_kernels.rotary import Rotation
 from qarl_kernels.rotary_backward import rotary_backward
-from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.fused_mixture import FusedMixture, KeptExperts
+from qarl.policy.fused_mlp import FusedMLP, add_gradients
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
 from qarl.policy.routes import NO_ROUTES, Routes
@@ -81,7 +81,8 @@ class FusedLayer:
         q_norm, k_norm = (view.values[name] if name else None for name in norms or (None, None))
         sizes = modules.heads, modules.kv_heads, modules.head_dim
         self.rotation = Rotation(*sizes, cos, sin, positions, q_norm, k_norm, modules.eps)
-        self.qkv, self.o, self.gate_up, self.down = (view.projections[stack.names] for stack in modules.stacks)
+        self.qkv, self.o, self.gate_up, down = (view.projections[stack.names] for stack in modules.stacks[:4])
+        self.mlp = FusedMLP(modules.index, self.gate_up, down, decoder)  # where there are no experts
         self.mixture = None if modules.experts is None else FusedMixture(modules, modules.experts, view, decoder)
 
     def forward(
@@ -96,10 +97,8 @@ class FusedLayer:
             kept = Kept(hidden, inverse, qkv, out, lse, normed.hidden, normed.inverse, experts=experts)
             return y, normed.hidden, kept
         middle, middle_inverse, gate_up = self._into_gate_up(self._noted("o", self.o(out.flatten(1))), hidden)
-        gated = swiglu(gate_up, self.down.input_codes, want_product=self.down.input_codes is None)
-        self._note("activation", gated.product, gated.codes, gated.scale)
-        down = self._product(self.down, gated.product, gated.codes, gated.scale, x.dtype)
-        return self._noted("down", down), middle, Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
+        kept = Kept(hidden, inverse, qkv, out, lse, middle, middle_inverse, gate_up)
+        return self.mlp.forward(gate_up), middle, kept
 
     def _into_qkv(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self._normed(x, residual, self.modules.input_norm, self.qkv, ("stream", "input_norm", "qkv"))
@@ -123,16 +122,8 @@ class FusedLayer:
         normed = add_rms_norm(x, residual, self.view.values[norm], self.modules.eps, codes, want_normed=codes is None)
         self._note(names[0], normed.hidden)
         self._note(names[1], normed.normed, normed.codes, normed.scale)
-        y = self._product(projection, normed.normed, normed.codes, normed.scale, x.dtype)
+        y = projection.of(normed.normed, normed.codes, normed.scale, x.dtype)
         return normed.hidden, normed.inverse, self._noted(names[2], y)
-
-    def _product(
-        self, projection: Projection, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        if codes is None or scale is None:
-            assert x is not None, "activations come as values or as codes"
-            return projection(x)
-        return projection.of_codes(codes, scale, dtype)
 
     def _attend(self, qkv: Tensor, attention: FusedAttention) -> tuple[Tensor, Tensor | None]:
         m = self.modules
@@ -179,7 +170,11 @@ class FusedLayer:
         assert kept.middle is not None and kept.middle_inverse is not None
         weight = view.values[m.mlp_norm]
         if self.mixture is None:
-            grad_normed = self._mlp_backward(grad, kept)
+            assert kept.gate_up is not None
+            normed_again = partial(rms_norm_again, kept.middle, kept.middle_inverse, weight)
+            grad_normed = self.mlp.backward(grad, kept.gate_up, normed_again)
+            kept.gate_up = None
+            del normed_again
         else:
             assert kept.experts is not None, "which experts there were is always kept"
             normed = rms_norm_again(kept.middle, kept.middle_inverse, weight)
@@ -191,29 +186,14 @@ class FusedLayer:
 
         assert kept.out is not None and kept.lse is not None and kept.qkv is not None and kept.inverse is not None
         arriving = self._arriving(self.o, grad)
-        self._add(arriving, kept.out.flatten(1))
+        add_gradients(arriving, kept.out.flatten(1), self.decoder)
         grad_qkv = self._attention_backward(arriving.of_input().view_as(kept.out), kept, attention)
         weight = view.values[m.input_norm]
         arriving = self._arriving(self.qkv, grad_qkv)
-        self._add(arriving, rms_norm_again(kept.hidden, kept.inverse, weight))
+        add_gradients(arriving, rms_norm_again(kept.hidden, kept.inverse, weight), self.decoder)
         grad_normed = arriving.of_input()
         sums = gradient_of([m.masters[m.input_norm]])
         return add_rms_norm_backward(grad_normed, grad, kept.hidden, kept.inverse, weight, sums)
-
-    def _mlp_backward(self, grad: Tensor, kept: Kept) -> Tensor:
-        """The gradient of the MLP's input (T, H), from that of its output."""
-        assert kept.gate_up is not None and kept.middle is not None and kept.middle_inverse is not None
-        arriving = self._arriving(self.down, grad)
-        grad_gate_up, product = swiglu_backward(arriving.of_input(), kept.gate_up, True, into=kept.gate_up)
-        assert product is not None, "it was asked for"
-        self._add(arriving, product)
-        del product
-        kept.gate_up = None
-        arriving = self._arriving(self.gate_up, grad_gate_up)
-        del grad_gate_up
-        weight = self.view.values[self.modules.mlp_norm]
-        self._add(arriving, rms_norm_again(kept.middle, kept.middle_inverse, weight))
-        return arriving.of_input()
 
     def _attention_backward(self, grad: Tensor, kept: Kept, attention: PackedAttention) -> Tensor:
         """The gradient of `qkv`, from that of the attention's output (T, H, D)."""
@@ -252,9 +232,3 @@ class FusedLayer:
 
     def _arriving(self, projection: Projection, dy: Tensor) -> ArrivingGradient:
         return projection.arriving(dy, self.decoder.backward)
-
-    def _add(self, arriving: ArrivingGradient, x: Tensor) -> None:
-        """Add the gradients of a projection's weights and biases. x: (T, K), the values that it read."""
-        arriving.add_of_weight(x, rounded=self.decoder.dequantize_input)
-        if biases := arriving.projection.stack.biases:
-            column_sum(arriving.dy, gradient_of(biases))

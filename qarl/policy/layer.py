@@ -25,10 +25,11 @@ class LayerModules:
     """Sizes, parameter names and masters of one layer.
 
     module: the layer itself, whose linears, norms and activation `qarl.policy.modules` has put in place. masters: of
-    the norms and the router, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names of their weights, the last
-    two or None. whole_norms: whether those two are over all heads at once. stacks: of q, k, v; o; gate, up; down, the
-    last two of all experts where there are experts: gate and up of the first, of the second, .... experts: None where
-    the layer has an MLP. window: tokens that a query sees, None: all. scale: of the scores.
+    the norms, the router and the shared expert's gate, by parameter name. input_norm, mlp_norm, q_norm, k_norm: names
+    of norms' weights, the last two or None. whole_norms: whether those two are over all heads at once. stacks: of q, k,
+    v; o; gate, up; down, the last two of all experts where there are experts: gate and up of the first, of the second,
+    ...; behind them gate, up; down of the shared expert, where there is one. experts: None where the layer has an MLP.
+    window: tokens that a query sees, None: all. scale: of the scores.
     """
 
     index: int
@@ -45,7 +46,7 @@ class LayerModules:
     k_norm: str | None
     whole_norms: bool
     masters: Mapping[str, nn.Parameter]
-    stacks: tuple[Stack, Stack, Stack, Stack]
+    stacks: tuple[Stack, ...]
     experts: ExpertLayer | None = None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -70,8 +71,9 @@ def read_layers(model: HFModule) -> list[LayerModules]:
 
 
 def _read_experts(config: PreTrainedConfig, layer: str, names: ExpertNames, number: int) -> ExpertLayer:
-    router = f"{layer}.{names.router()}.weight"
-    return ExpertLayer(number, router, config.num_experts, config.num_experts_per_tok, normalizes(config), names)
+    router, *shared = (f"{layer}.{gate}.weight" for gate in names.gates())
+    experts = config.num_experts, config.num_experts_per_tok, normalizes(config)
+    return ExpertLayer(number, router, *experts, names, *shared)
 
 
 def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts: ExpertLayer | None) -> LayerModules:
@@ -81,13 +83,15 @@ def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts:
     window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
     masters = {norm: modules[leaf].weight for leaf, norm in norms.items()}
     mlp: tuple[tuple[str, ...], ...] = MLP
+    shared: tuple[tuple[str, ...], ...] = ()
     if experts is not None:
         of, count = experts.names, range(experts.count)
         mlp = (
             tuple(of.expert(i, leaf) for i in count for leaf in (of.gate, of.up)),
             tuple(of.expert(i, of.down) for i in count),
         )
-        masters[experts.router] = modules[of.router()].weight
+        shared = of.shared_stacks()
+        masters |= zip(experts.gates, (modules[gate].weight for gate in of.gates()), strict=True)
     qkv, o = (_stack(name, leaves, modules) for leaves in ATTENTION)
     gate_up, down = (_stack(name, leaves, modules, None if experts is None else experts.count) for leaves in mlp)
     q_norm = modules.get("self_attn.q_norm")
@@ -106,7 +110,7 @@ def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts:
         k_norm=norms.get("self_attn.k_norm"),
         whole_norms=q_norm is not None and q_norm.weight.numel() != attention.head_dim,
         masters=masters,
-        stacks=(qkv, o, gate_up, down),
+        stacks=(qkv, o, gate_up, down, *(_stack(name, leaves, modules) for leaves in shared)),
         experts=experts,
     )
 

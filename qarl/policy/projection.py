@@ -71,6 +71,13 @@ class Projection:
             found.append(operand.of_codes(codes, scale, bias, dtype))
         return _beside(found)
 
+    def of(self, x: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Of codes where there are some, else of values."""
+        if codes is None or scale is None:
+            assert x is not None, "activations come as values or as codes"
+            return self(x)
+        return self.of_codes(codes, scale, dtype)
+
     def grouped(self, x: Tensor, groups: Groups, gathered: bool) -> Tensor:
         """The product of rows with the weights of their experts, of a stack of experts; see `PreparedWeight.grouped`.
 

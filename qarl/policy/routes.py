@@ -100,7 +100,8 @@ NO_ROUTES = Routes()
 @dataclass(frozen=True)
 class ExpertLayer:
     """The experts of one layer. number: among the layers with experts. router: the name of its weight. count: E.
-    per_token: k. normalize: whether the weights of a token's experts are divided by their sum. names: of modules."""
+    per_token: k. normalize: whether the weights of a token's experts are divided by their sum. names: of modules.
+    shared_gate: the name of the weight that says how much of the shared expert a token takes; None: there is none."""
 
     number: int
     router: str
@@ -108,3 +109,9 @@ class ExpertLayer:
     per_token: int
     normalize: bool
     names: ExpertNames
+    shared_gate: str | None = None
+
+    @property
+    def gates(self) -> list[str]:
+        """The names of the weights that are no linear's."""
+        return [self.router] if self.shared_gate is None else [self.router, self.shared_gate]

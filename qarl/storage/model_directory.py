@@ -40,7 +40,8 @@ def config_document(
     config: PreTrainedConfig, dtype: torch.dtype, scheme: Scheme, ignore: list[str], unpacked: bool = False
 ) -> dict[str, Any]:
     """config.json of a checkpoint in `scheme`. config: of the unquantized model, not changed. unpacked: see
-    `qarl_formats.compressed.tensor_specs`. Routers, which no scheme quantizes, are ignored beside `ignore`."""
+    `qarl_formats.compressed.tensor_specs`. Routers and gates of shared experts, which no scheme quantizes, are ignored
+    beside `ignore`."""
     config = type(config).from_dict(config.to_dict())
     config.dtype = dtype
     if not config.architectures:  # GGUF headers do not name the class
@@ -49,7 +50,7 @@ def config_document(
     values = json.loads(config.to_json_string())
     if scheme.quantized:
         experts = EXPERT_NAMES.get(config.model_type)
-        if experts is not None and experts.unquantized() not in ignore:
-            ignore = [*ignore, experts.unquantized()]
+        if experts is not None:
+            ignore = [*ignore, *(entry for entry in experts.unquantized() if entry not in ignore)]
         values["quantization_config"] = quantization_config(scheme, ignore, unpacked)
     return values

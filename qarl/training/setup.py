@@ -141,7 +141,7 @@ def _asked_and_scored(
         if limit is None:
             raise UserError(
                 f"model.path: '{config.model.path}' does not say its max_position_embeddings; supported "
-                "families are Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and OLMoE"
+                "families are Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE"
             )
         context = min(config.model.max_length or limit, limit)
         shape = load_architecture(config.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 
@@ -34,12 +35,33 @@ LARGE = {
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
+# Qwen1.5-MoE-A2.7B, as published.
+WITH_SHARED = {
+    "model_type": "qwen2_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 
 
 @pytest.fixture
 def read(tmp_path):
-    def architecture(**changes) -> Architecture:
-        (tmp_path / "config.json").write_text(json.dumps(LARGE | changes))
+    def architecture(base=LARGE, **changes) -> Architecture:
+        (tmp_path / "config.json").write_text(json.dumps(base | changes))
         return read_config_json(tmp_path / "config.json")
 
     return architecture
@@ -51,6 +73,37 @@ def test_a_published_model_has_its_parameters(read):
     assert len(found.linears()) == 48 * (4 + 3 * 128)
     assert found.matrix_parameters == 48 * (2 * 32 * 128 + 2 * 4 * 128 + 128 * 3 * 768) * 2048
     assert sum(1 for name, _ in found.tensors() if name.endswith("mlp.gate.weight")) == 48
+
+
+def test_a_shared_expert_is_a_layers_own_mlp_with_a_gate(read):
+    found = read(WITH_SHARED)
+    assert found.parameters == 14_315_784_192
+    assert found.multiplied_parameters + found.embedding_parameters == pytest.approx(2.7e9, rel=0.01)
+    shapes = dict(found.tensors())
+    block = "model.layers.23.mlp"
+    assert shapes[f"{block}.shared_expert.up_proj.weight"] == (5632, 2048)
+    assert shapes[f"{block}.shared_expert.down_proj.weight"] == (2048, 5632)
+    assert shapes[f"{block}.shared_expert_gate.weight"] == (1, 2048)
+    assert shapes[f"{block}.experts.59.down_proj.weight"] == (2048, 1408)
+    assert shapes["model.layers.0.self_attn.k_proj.bias"] == (2048,)
+    assert sum(math.prod(shape) for shape in shapes.values()) == found.parameters
+    of_default = {key: value for key, value in WITH_SHARED.items() if "expert" not in key and "moe_" not in key}
+    assert read(of_default | {"model_type": "qwen2_moe"}) == found  # what transformers takes where a key is missing
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"qkv_bias": False}, "qkv_bias"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+        ({"layer_types": ["sliding_attention"] * 24}, "it is 0 or use_sliding_window is false"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "it is 0 or use_sliding_window is false"),
+    ],
+)
+def test_what_no_model_with_a_shared_expert_has_is_refused(read, changes, says):
+    with pytest.raises(ValueError, match=says):
+        read(WITH_SHARED, **changes)
+    assert read(WITH_SHARED, sliding_window=0).mixture  # as transformers writes it where no layer has a window
 
 
 def test_layers_with_an_mlp_are_those_that_the_config_names(read):
@@ -91,6 +144,25 @@ def test_a_layer_of_experts_keeps_the_rows_of_each(read):
         "products": stream + out + lse + routed,
         "layer": stream + routed,
     }
+
+
+def test_a_shared_expert_is_kept_and_computed_again_as_the_others_are(read):
+    stream, gate_up = 2 * 2048, 2 * 2 * 5632
+    passes = {
+        (mode, base["model_type"]): fused(read(base), train={"recompute": mode})
+        for mode in ("elementwise", "mlp")
+        for base in (WITH_SHARED, {**WITH_SHARED, "model_type": "qwen3_moe", "head_dim": 128})
+    }
+    more = {mode: passes[mode, "qwen2_moe"].kept - passes[mode, "qwen3_moe"].kept for mode in ("elementwise", "mlp")}
+    assert more == {"elementwise": gate_up + stream + 4, "mlp": 0}
+    section = {"quant": {"scheme": "w4a16", "group_size": 128}, "train": {"recompute": "layer"}}
+    part = "backward of a layer"
+    few, many = (
+        fused(read(WITH_SHARED, shared_expert_intermediate_size=size), **section).temporaries()[part]
+        for size in (100_000, 200_000)
+    )
+    # Gate and up of all tokens and the values of their weights, beside it what is computed again.
+    assert many - few == 100_000 * (2 * 2 * 2048 + 100 * 2 * 2)
 
 
 def test_a_backward_has_the_values_of_all_experts_at_once(read):

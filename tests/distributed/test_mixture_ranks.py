@@ -13,7 +13,7 @@ from qarl.training.zero_updates import build_zero
 
 COUNT = 2
 ROWS = {
-    "mixtral in rows": ("mixtral", Case("", steps=2)),
+    "qwen2_moe in rows": ("qwen2_moe", Case("", steps=2)),  # whose gate is one row
     "qwen3_moe in rows, a scale that all experts share": ("qwen3_moe", Case("", {"quant": {"scheme": "nvfp4a16"}})),
 }
 STAGE = {"distributed": {"engine": "deepspeed", "zero_stage": 3}}

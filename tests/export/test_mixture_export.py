@@ -46,13 +46,15 @@ def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, fam
     }
     names = EXPERT_NAMES[family]
     ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-    assert ignore == ["lm_head", f"re:.*{names.router()}$"]
+    gates = [names.router(), *(["mlp.shared_expert_gate"] if family == "qwen2_moe" else [])]
+    assert ignore == ["lm_head", *(f"re:.*{gate}$" for gate in gates)]
     with safe_open(out / "model.safetensors", framework="pt") as file:
         stored = set(file.keys())
     layer = "model.layers.1"
-    assert f"{layer}.{names.router()}.weight" in stored
+    assert {f"{layer}.{gate}.weight" for gate in gates} <= stored
     for leaf in (names.gate, names.up, names.down):
         assert f"{layer}.{names.expert(3, leaf)}.weight_packed" in stored
+        assert (f"{layer}.mlp.shared_expert.{leaf}.weight_packed" in stored) == (family == "qwen2_moe")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
-MIXTURES = [("mixtral", "w4a16", 32), ("qwen3_moe", "fp8", None), ("olmoe", "bf16", None)]
+MIXTURES = [("mixtral", "w4a16", 32), ("qwen3_moe", "fp8", None), ("olmoe", "bf16", None), ("qwen2_moe", "w8a8", None)]
 RUNS = [("qwen3", *scheme) for scheme in SCHEMES] + MIXTURES
 
 

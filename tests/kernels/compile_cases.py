@@ -44,7 +44,9 @@ from qarl_kernels.logprob import Truncation
 from qarl_kernels.moe import combine as moe_combine
 from qarl_kernels.moe import dispatch as moe_dispatch
 from qarl_kernels.moe import routing as moe_routing
+from qarl_kernels.moe import shared as moe_shared
 from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.routed import Shared
 from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -466,6 +468,9 @@ def moe_combinations() -> Iterator[str]:
         moe_combine.combine(d, weights, groups)
         moe_combine.combine_backward(y, d, weights, groups, d)
         moe_dispatch.rows_in_order(y, groups)
+        shared = Shared(y, moe_shared.shared_gate(y, empty(1, hidden), kernels=True))
+        moe_combine.combine(d, weights, groups, shared)
+        moe_combine.shared_backward(y, shared, y)
         for added in (None, y):
             moe_combine.sum_over_slots(d, groups, added)
         yield f"combine {experts}x{hidden}"

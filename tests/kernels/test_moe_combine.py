@@ -7,8 +7,9 @@ import torch
 from mixtures import all_to, grouped
 from products import random
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import combine, reference
+from qarl_kernels.moe import combine, reference, shared
 from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.routed import Shared
 from torch import Tensor
 
 pytestmark = [
@@ -78,14 +79,71 @@ def test_a_gathered_inputs_gradient_is_the_sum_of_its_rows(device, tokens, slots
         torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
 
 
+def shared_expert(tokens: int, columns: int, device: torch.device, dtype: torch.dtype = BF16) -> Shared:
+    output = random(tokens, columns + 8, seed=4, device=device, dtype=dtype)[:, :columns]
+    return Shared(output, torch.rand(tokens, generator=torch.Generator().manual_seed(5)).to(device))
+
+
+@pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
+def test_what_the_shared_expert_gives_is_added_last(device, tokens, slots, experts, columns) -> None:
+    groups = grouped(tokens, slots, experts, device)
+    for dtype in (BF16, torch.float16):
+        _, d, weights = inputs(groups, columns, dtype)
+        beside = shared_expert(tokens, columns, device, dtype)
+        result = combine.combine(d, weights, groups, beside)
+        assert result.dtype == dtype and torch.equal(result, reference.combine(d, weights, groups, beside))
+        expected = (by_token(d, groups) * weights.double()[:, :, None]).sum(1)
+        expected += beside.output.double() * beside.gate.double()[:, None]
+        torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("tokens", "slots", "experts", "columns"), SHAPES)
+def test_gradients_of_the_shared_expert_and_its_gate(device, tokens, slots, experts, columns, in_place) -> None:
+    dy = random(tokens, columns + 16, seed=1, device=device, dtype=BF16)[:, :columns]
+    beside = shared_expert(tokens, columns, device)
+    expected, expected_logit = reference.shared_backward(dy, beside)
+    gate = beside.gate.double()
+    wide = dy.double() * gate[:, None]
+    torch.testing.assert_close(expected.double(), wide, rtol=2**-8, atol=1e-30)
+    exact = (dy.double() * beside.output.double()).sum(1) * gate * (1 - gate)
+    torch.testing.assert_close(expected_logit.double(), exact, rtol=1e-5, atol=1e-4)
+    grad, logit = combine.shared_backward(dy, beside, beside.output if in_place else None)
+    assert torch.equal(grad, expected) and (grad is beside.output) == in_place
+    torch.testing.assert_close(logit.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(13, 100), (3, 1100), (1, 33), (0, 64)])
+def test_the_gate_of_the_shared_expert(device, tokens, columns) -> None:
+    for dtype in (BF16, torch.float16):
+        x = random(tokens, columns + 8, seed=6, device=device, dtype=dtype)[:, :columns]
+        weight = random(1, columns, seed=7, device=device, dtype=dtype) / 8
+        exact = (x.double() @ weight.double().t())[:, 0].sigmoid()
+        gates = [shared.shared_gate(x, weight, kernels) for kernels in (True, False)]
+        for gate in gates:
+            assert gate.dtype == torch.float32 and gate.is_contiguous()
+            torch.testing.assert_close(gate.double(), exact, rtol=2e-5, atol=1e-30)
+        for token in range(0, tokens, 5):
+            assert torch.equal(shared.shared_gate(x[token:][:1], weight, True), gates[0][token : token + 1])
+
+
+def test_a_gate_far_from_0_is_0_or_1(device) -> None:
+    x = torch.tensor([[300.0], [-300.0], [torch.nan]], device=device, dtype=BF16)
+    for kernels in (True, False):
+        gate = shared.shared_gate(x, torch.ones_like(x[:1]), kernels)
+        assert gate[:2].tolist() == [1.0, 0.0] and gate[2].isnan()
+
+
 def test_a_token_has_the_same_bits_in_every_batch(device) -> None:
     groups = grouped(20, 3, 5, device)
     _, d, weights = inputs(groups, 70)
-    whole = combine.combine(d, weights, groups)
+    beside = shared_expert(20, 70, device)
+    whole = combine.combine(d, weights, groups, beside)
     for token in (0, 11, 19):
         rows = groups.place[token * 3 : token * 3 + 3].long()
         alone = reference.groups_of(torch.arange(3, device=device).view(1, 3), 3)
-        assert torch.equal(combine.combine(d[rows], weights[token][None], alone)[0], whole[token])
+        own = Shared(beside.output[token][None], beside.gate[token][None])
+        assert torch.equal(combine.combine(d[rows], weights[token][None], alone, own)[0], whole[token])
 
 
 def test_a_row_that_is_not_finite_spoils_only_its_token(device) -> None:
@@ -101,6 +159,7 @@ def test_a_row_that_is_not_finite_spoils_only_its_token(device) -> None:
 def test_errors_name_what_is_wrong(device) -> None:
     groups = all_to(1, 4, 3, device)
     dy, d, weights = inputs(groups, 8)
+    gate = weights[:, 0].clone()
     for call, message in (
         (lambda: combine.combine(d[:3], weights, groups), "d must have 4 rows for these groups, not 3"),
         (lambda: combine.combine(d.float(), weights, groups), "d must be a 16-bit matrix"),
@@ -108,6 +167,12 @@ def test_errors_name_what_is_wrong(device) -> None:
         (lambda: combine.combine_backward(dy[:, :7], d, weights, groups), "dy must be a 16-bit matrix of 8 columns"),
         (lambda: combine.combine_backward(dy, d, weights, groups, d[:3]), "into must have 4 rows"),
         (lambda: combine.sum_over_slots(d, groups, dy[:2]), "added must have 4 rows"),
+        (lambda: combine.combine(d, weights, groups, Shared(dy[:3], gate)), "the shared expert's output must have 4"),
+        (lambda: combine.combine(d, weights, groups, Shared(dy, gate[:3])), r"gate must be contiguous float32 \(4,\)"),
+        (lambda: combine.shared_backward(dy, Shared(dy, gate.double())), r"gate must be contiguous float32 \(4,\)"),
+        (lambda: combine.shared_backward(dy[:, :7], Shared(dy, gate)), "dy must be a 16-bit matrix of 8 columns"),
+        (lambda: shared.shared_gate(dy, dy[:2]), r"the gate's weight must be \[1, 8\]"),
+        (lambda: shared.shared_gate(dy, dy[:1].float(), True), "operands of one dtype"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

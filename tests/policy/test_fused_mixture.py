@@ -112,11 +112,13 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 EVERY = [
     *((*scheme, "mixtral", {}) for scheme in SCHEMES),
-    *(("bf16", None, family, {}) for family in ("qwen3_moe", "olmoe")),
+    *(("bf16", None, family, {}) for family in ("qwen2_moe", "qwen3_moe", "olmoe")),
+    ("w4a16", 32, "qwen2_moe", {}),
+    ("w8a8", None, "qwen2_moe", {}),
     ("w8a8", None, "olmoe", {}),
     ("w8a8", None, "qwen3_moe", {"learner": "fake_quant", "ste_input": "dequantized"}),
 ]
-SOME = [("w4a16", 32, "mixtral", {}), *EVERY[-2:]]
+SOME = [("w4a16", 32, "mixtral", {}), *EVERY[-3:]]
 
 
 @pytest.mark.parametrize(("scheme", "group", "family", "quant"), EVERY if ON_GPU else SOME)
@@ -133,9 +135,22 @@ def test_log_probs_and_gradients_agree_with_plain_layers(make, scheme, group, fa
 
 @pytest.mark.parametrize("recompute", ["mlp", "products", "layer"] if ON_GPU else ["mlp", "layer"])
 def test_what_is_computed_again_has_the_same_bits(make, own_gradients, recompute) -> None:
-    policy = make(True, "w8a8")  # which quantizes anew what it computes again
+    policy = make(True, "w8a8", None, "qwen2_moe")  # which quantizes anew what it computes again
     (logp, kept), (same, again) = own_gradients(policy), gradients(policy, Routes(), recompute)
     assert torch.equal(same, logp) and all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+def test_the_shared_expert_alone_has_an_fp8_backward(make, own_gradients, monkeypatch) -> None:
+    policy = make(True, "w8a8", None, "qwen2_moe")
+    logp, exact = own_gradients(policy)
+    monkeypatch.setattr(policy.decoder, "backward", "fp8")
+    same, found = gradients(policy, Routes())
+    assert torch.equal(same, logp)
+    assert_near(found, exact, 0.98)  # e4m3 errs by 2.6 % of each value
+    last = f"model.layers.{len(policy.decoder.layers) - 1}.mlp"
+    of_last = [name for name in exact if name.startswith(last)]
+    other = {name for name in of_last if not torch.equal(found[name], exact[name])}
+    assert other == {f"{last}.shared_expert.{leaf}_proj.weight" for leaf in ("gate", "up", "down")}
 
 
 def test_one_expert_may_have_every_token_and_routers_have_losses_of_their_own(make) -> None:
@@ -170,7 +185,7 @@ def test_replay_of_the_own_choice_changes_no_bit_and_of_another_does(make, monke
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES if ON_GPU else [("w8a8", None)])
 def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
     """Alone and with neighbours; whole, in a chunk and as a token over a KV cache."""
-    policy = make(True, scheme, group)
+    policy = make(True, scheme, group, "qwen2_moe")
     policy.sampler.install(policy.current)
     with torch.no_grad():
         whole, alone = logprobs(policy, Routes()), logprobs(policy, Routes(), PROMPTS[2:], RESPONSES[2:])
@@ -192,7 +207,7 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
 
 @pytest.mark.parametrize(("scheme", "group"), SCHEMES if ON_GPU else [("w8a8", None)])
 def test_what_is_published_lies_where_the_products_read_it(make, scheme, group) -> None:
-    policy, plain = make(True, scheme, group), make(False, scheme, group)
+    policy, plain = (make(fused, scheme, group, "qwen2_moe") for fused in BOTH)
     policy.sampler.install(policy.current)
     held = dict(policy.sampler.held())
     assert held.keys() == policy.current.tensors.keys() == plain.current.tensors.keys()

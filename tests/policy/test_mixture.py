@@ -19,8 +19,8 @@ FAMILIES = tuple(EXPERT_NAMES)
 FP32_GRADIENT = 1e-5
 
 
-def hugging_face(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+def hugging_face(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 def by_expert(model: PreTrainedModel, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,6 +49,18 @@ def test_float32_policy_is_the_hugging_face_model(tiny_model, family: str) -> No
     for name, gradient in wanted.items():
         scale = gradient.abs().max()
         assert (found[name] - gradient).abs().max() <= 10 * FP32_GRADIENT * max(scale, 1e-3), name
+
+
+@torch.no_grad()
+def test_bf16_is_off_by_rounding_alone(tiny_model) -> None:
+    directory = tiny_model("qwen2_moe")
+    expected = hf_logprobs(hugging_face(directory, torch.bfloat16)).float()
+    difference = (logprobs(make_policy(directory, dtype=torch.bfloat16)) - expected).abs()
+    assert difference.mean() < 0.02 and difference.max() < 0.15  # seen: 0.010 and 0.031
+    policy = make_policy(directory, dtype=torch.bfloat16)
+    for layer in range(2):  # a gate of 1/2, whatever a token says
+        policy.learner_view.values[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].zero_()
+    assert (logprobs(policy) - expected).abs().mean() > 0.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)

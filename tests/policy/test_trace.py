@@ -12,8 +12,8 @@ from qarl.policy.attention import Span
 from qarl.policy.packing import pack
 from qarl.policy.trace import OPERATIONS, Context, Parting, Tracer, apart, digest, parting
 
-ELSEWHERE = ("embedding", "router", "final_stream", "final_norm", "head")  # in no layer, or in those of experts
-LAYER = [name for name in OPERATIONS if name not in ELSEWHERE]
+MIXTURE = [name for name in OPERATIONS if name not in ("embedding", "final_stream", "final_norm", "head")]
+LAYER = [name for name in MIXTURE if name != "router" and not name.startswith("shared")]
 
 
 def test_a_digest_tells_any_one_value_apart_and_knows_no_sign_of_zero():
@@ -113,24 +113,27 @@ def traced(policy, run, contexts, tokens) -> Tracer:
     return tracer
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(tiny_model, monkeypatch, fused):
+def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(tiny_model, monkeypatch, fused, family):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if fused and not (INTERPRETED or device.type == "cuda"):
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: fused)
-    policy = make_policy(tiny_model("llama", num_hidden_layers=1), "bf16", torch.bfloat16, None, device)
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    policy = make_policy(tiny_model(family, **small), "bf16", torch.bfloat16, None, device)
+    operations = LAYER if family == "llama" else MIXTURE
     policy.sampler.install(policy.current)
     prompt, response = [7, 11, 13], [17, 19]
     contexts = pack([prompt], [response]).contexts([prompt], [response])
     tokens = prompt + response[:-1]
     learner = traced(policy, lambda: policy.logprobs([prompt], [response], Truncation(), 128), contexts, tokens)
     ends = [(1, "final_stream"), (1, "final_norm")]
-    assert list(learner.found) == [(-1, "embedding"), *((0, name) for name in LAYER), *ends]
+    assert list(learner.found) == [(-1, "embedding"), *((0, name) for name in operations), *ends]
     assert all(set(places) == set(range(4)) for step, places in learner.found.items() if step[0] == 0)
 
     config = policy.config
-    shape = (1, config.num_key_value_heads, 64, config.head_dim)
+    shape = (1, config.num_key_value_heads, 64, policy.decoder.layers[0].head_dim)
     caches = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")]
     tracer = Tracer(tokens)
     with policy.sampler.traced(tracer), policy.sampler.running():

@@ -64,7 +64,9 @@ LAYOUTS = [{"max_batched_tokens": 7, "max_num_seqs": 3}, {"kv_cache_tokens": 192
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["chunks", "few pages"])
-@pytest.mark.parametrize(("family", "scheme"), [("mixtral", "w8a8"), ("qwen3_moe", "w4a16"), ("olmoe", "bf16")])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("mixtral", "w8a8"), ("qwen2_moe", "w8a8"), ("qwen3_moe", "w4a16"), ("olmoe", "bf16")]
+)
 def test_plain_layers(tiny_model, tokenizer, family, scheme, layout) -> None:
     policy = make(tiny_model, family, scheme, False)
     engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(**layout))
@@ -75,7 +77,7 @@ def test_plain_layers(tiny_model, tokenizer, family, scheme, layout) -> None:
 @pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a CUDA device, or TRITON_INTERPRET=1")
 def test_layers_of_triton_kernels(tiny_model, tokenizer) -> None:
     """Decodes beside a prefill, and a step of one size done again: on a GPU a graph."""
-    policy = make(tiny_model, "mixtral", "bf16", True, **SMALL)
+    policy = make(tiny_model, "qwen2_moe", "bf16", True, **SMALL)
     engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_batched_tokens=9))
     prompts = [Prompt(i, tokens(length, i), "", {}) for i, length in enumerate([9, 2])]
     check(policy, engine, prompts, SamplingParams(1, 3, 4, record_routing=True))

@@ -1,7 +1,7 @@
 """From a row for each (token, slot) back to a row a token: the weighted sum over slots, its gradients, and a plain sum.
 
-Slots add up in their order, from the first product on, each product and each sum rounded to float32, and the result is
-rounded once. A token's bits depend on its own rows alone.
+Slots add up in their order, from the first product on, then what the shared expert gives, each product and each sum
+rounded to float32, and the result is rounded once. A token's bits depend on its own rows alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.moe.groups import Groups
+from qarl_kernels.moe.routed import Shared
 from qarl_kernels.rows import check_rows
 
 COLUMNS, WARPS = 1024, 4  # of a program: features of one token
@@ -26,6 +27,7 @@ def _combine_kernel(
     d,  # (R, columns) bf16 or fp16
     weights,  # (T, SLOTS) f32, or None
     added,  # (T, columns), or None
+    gate,  # (T,) f32, what `added` is multiplied by, or None
     place,  # (R,) i32
     out,  # (T, columns)
     columns,
@@ -47,7 +49,10 @@ def _combine_kernel(
         else:
             total += value
     if added is not None:
-        total += widen(tl.load(added + token * stride_added + column, mask=keep, other=0.0))
+        value = widen(tl.load(added + token * stride_added + column, mask=keep, other=0.0))
+        if gate is not None:
+            value *= tl.load(gate + token)
+        total += value
     tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=keep)
 
 
@@ -56,7 +61,7 @@ def _combine_backward_kernel(
     dy,  # (T, columns) bf16 or fp16
     d,  # (R, columns)
     weights,  # (T, slots) f32
-    place,  # (R,) i32
+    place,  # (R,) i32, or None: rows stand as their pairs do
     grad_d,  # (R, columns), may be d: a value is written by the program that read it, afterwards
     grad_weights,  # (T, slots) f32
     slots,
@@ -71,7 +76,8 @@ def _combine_backward_kernel(
     slot = tl.arange(0, SLOTS)
     there = slot < slots
     pair = token * slots + slot
-    row = tl.load(place + pair, mask=there, other=0).to(tl.int64)[:, None]
+    row = pair if place is None else tl.load(place + pair, mask=there, other=0)
+    row = row.to(tl.int64)[:, None]
     weight = tl.load(weights + pair, mask=there, other=0.0)[:, None]
     total = tl.zeros([SLOTS, COLUMNS], tl.float32)
     for start in range(0, columns, COLUMNS):
@@ -85,7 +91,7 @@ def _combine_backward_kernel(
     tl.store(grad_weights + pair, tl.sum(total, axis=1), mask=there)
 
 
-def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups) -> Tensor:
+def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups, gate: Tensor | None = None) -> Tensor:
     tokens, columns = groups.rows // groups.slots, d.shape[1]
     out = torch.empty(tokens, columns, dtype=d.dtype, device=d.device)
     width = min(COLUMNS, max(16, next_power_of_2(columns)))
@@ -96,6 +102,7 @@ def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups
         d=d,
         weights=weights,
         added=added,
+        gate=gate,
         place=groups.place,
         out=out,
         columns=columns,
@@ -107,19 +114,25 @@ def _sum(d: Tensor, weights: Tensor | None, added: Tensor | None, groups: Groups
     return out
 
 
-def combine(d: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-    """y = sum over a token's slots of float32(d) * weight, (T, H) of d's dtype.
+def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = None) -> Tensor:
+    """y = sum over a token's slots of float32(d) * weight, and of the shared expert's output * gate: (T, H), d's dtype.
 
     Args:
         d: (R, H) bf16 or fp16, in sorted order, rows contiguous, any distance apart.
         weights: (T, k) float32, contiguous, of each token's slots.
+        shared: its output 16-bit, rows contiguous, any distance apart; its gate contiguous. None: there is none.
 
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
     _check("d", d, groups.rows)
     _check_weights(weights, groups)
-    return _sum(d, weights, None, groups)
+    if shared is None:
+        return _sum(d, weights, None, groups)
+    tokens = groups.rows // groups.slots
+    _check("the shared expert's output", shared.output, tokens, d.shape[1])
+    _check_gate(shared.gate, tokens)
+    return _sum(d, weights, shared.output, groups, shared.gate)
 
 
 def combine_backward(
@@ -141,8 +154,35 @@ def combine_backward(
     if into is None:
         into = torch.empty(groups.rows, columns, dtype=d.dtype, device=d.device)
     _check("into", into, groups.rows, columns)
-    grad_weights = torch.empty(tokens, groups.slots, dtype=torch.float32, device=d.device)
-    lanes = next_power_of_2(groups.slots)
+    return into, _backward(dy, d, weights, groups.place, into)
+
+
+def shared_backward(dy: Tensor, shared: Shared, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of what the shared expert gives and of its gate's logit: (T, H) of its dtype, gate * dy; (T,) float32.
+
+    Args:
+        dy: (T, H) 16-bit, rows contiguous, any distance apart. shared: as for `combine`.
+        into: (T, H), where the output's gradient goes, which may be the output itself; None: a new tensor.
+
+    Raises:
+        ValueError: shapes or dtypes are not as above.
+    """
+    output, gate = shared.output, shared.gate
+    check_rows("dy", dy, output.shape[1])
+    _check("the shared expert's output", output, len(dy))
+    _check_gate(gate, len(dy))
+    if into is None:
+        into = torch.empty_like(output, memory_format=torch.contiguous_format)
+    _check("into", into, *output.shape)
+    grad_gate = _backward(dy, output, gate[:, None], None, into)[:, 0]
+    return into, grad_gate * (gate * (1.0 - gate))
+
+
+def _backward(dy: Tensor, d: Tensor, weights: Tensor, place: Tensor | None, into: Tensor) -> Tensor:
+    """Fills `into` and returns (T, k). place: None where d's rows stand as the tokens' slots do."""
+    (tokens, slots), columns = weights.shape, d.shape[1]
+    grad_weights = torch.empty(tokens, slots, dtype=torch.float32, device=d.device)
+    lanes = next_power_of_2(slots)
     launch(
         _combine_backward_kernel,
         (tokens,),
@@ -150,10 +190,10 @@ def combine_backward(
         dy=dy,
         d=d,
         weights=weights,
-        place=groups.place,
+        place=place,
         grad_d=into,
         grad_weights=grad_weights,
-        slots=groups.slots,
+        slots=slots,
         columns=columns,
         stride_dy=dy.stride(0),
         stride_d=d.stride(0),
@@ -161,7 +201,7 @@ def combine_backward(
         SLOTS=lanes,
         COLUMNS=min(BACKWARD_LANES // lanes, max(16, next_power_of_2(columns))),
     )
-    return into, grad_weights
+    return grad_weights
 
 
 def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None = None) -> Tensor:
@@ -190,3 +230,8 @@ def _check_weights(weights: Tensor, groups: Groups) -> None:
     expected = (groups.rows // groups.slots, groups.slots)
     if weights.shape != expected or weights.dtype != torch.float32 or not weights.is_contiguous():
         raise ValueError(f"weights must be contiguous float32 {expected}, not {weights.dtype} {tuple(weights.shape)}")
+
+
+def _check_gate(gate: Tensor, tokens: int) -> None:
+    if gate.shape != (tokens,) or gate.dtype != torch.float32 or not gate.is_contiguous():
+        raise ValueError(f"gate must be contiguous float32 ({tokens},), not {gate.dtype} {tuple(gate.shape)}")

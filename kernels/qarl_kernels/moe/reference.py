@@ -15,7 +15,7 @@ from torch import Tensor
 from qarl_kernels import backward, invariant, reference
 from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.routed import Routed
+from qarl_kernels.moe.routed import Routed, Shared
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -107,13 +107,21 @@ def grouped_weight_grad(dy: Tensor, x: Tensor, groups: Groups, gathered: bool, i
         backward.weight_grad(dy[rows], _sorted_rows(x, groups, gathered, rows), own)
 
 
-def combine(d: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = None) -> Tensor:
     """`qarl_kernels.moe.combine.combine`, for float32 too."""
     place = groups.place.view(-1, groups.slots).long()
     total = d[place[:, 0]].float() * weights[:, :1]
     for slot in range(1, groups.slots):
         total = total + d[place[:, slot]].float() * weights[:, slot : slot + 1]
+    if shared is not None:
+        total = total + shared.output.float() * shared.gate[:, None]
     return total.to(d.dtype)
+
+
+def shared_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """`qarl_kernels.moe.shared.shared_gate`, for float32 too."""
+    logit = (x.float() * weight.float()).sum(1)  # not a matrix product, whose bits depend on the number of rows
+    return logit.neg_().exp_().add_(1.0).reciprocal_()
 
 
 def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -122,6 +130,13 @@ def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups) -> 
     arriving = dy[order // groups.slots].float()
     grad_weights = (arriving * d.float()).sum(1)[place].view(-1, groups.slots)
     return (arriving * weights.flatten()[order][:, None]).to(d.dtype), grad_weights
+
+
+def shared_backward(dy: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    """`qarl_kernels.moe.combine.shared_backward`, for float32 too."""
+    wide, gate = dy.float(), shared.gate
+    grad_gate = (wide * shared.output.float()).sum(1)
+    return (wide * gate[:, None]).to(shared.output.dtype), grad_gate * (gate * (1.0 - gate))
 
 
 def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None) -> Tensor:

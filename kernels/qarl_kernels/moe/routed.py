@@ -1,4 +1,4 @@
-"""What a router says of each token."""
+"""What a router says of each token, and what an expert that all tokens go through gives."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ class Routed:
     logits: Tensor
     experts: Tensor
     weights: Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Of the shared expert, for T tokens. output: (T, H). gate: (T,) float32, what it is multiplied by."""
+
+    output: Tensor
+    gate: Tensor

@@ -45,12 +45,12 @@ def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tens
     units = load_units(model)
     embedding = modules[decoder.embedding_name.removesuffix(".weight")]
     values = {decoder.embedding_name: embedding.weight.data[: embedding.org_vocab_size]}
-    norms = [decoder.norm_name]  # and routers
+    norms = [decoder.norm_name]  # and routers, and gates of shared experts
     operands: dict[str, Operand] = {}
     projections = {}
     for layer in decoder.layers:
         norms += [name for name in (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if name is not None]
-        norms += [layer.experts.router] if layer.experts is not None else []
+        norms += layer.experts.gates if layer.experts is not None else []
         for stack in layer.stacks:
             held = modules[units[stack.names[0]].name]
             parts, kernels = _operands(held, units[stack.names[0]], stack, dtype)
