@@ -29,7 +29,8 @@ class Exchange(ABC):
     """Collectives of one run on its device. All ranks call the same ones in the same order.
 
     rank: of this process. count: of all. sent, received: bytes that went to and came from other ranks since the start,
-    by kind: "gradients", "codes", or what a caller names.
+    by kind: "gradients", "codes", or what a caller names. parts: pieces of memory that left for another rank, or for all
+    of them in one gather, by kind.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Exchange(ABC):
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.parts: Counter[str] = Counter()
 
     def begin_sum(self, tensor: Tensor, cut: Sequence[range]) -> Pending:
         """`begin_sums` of one tensor."""
@@ -157,6 +159,7 @@ class GroupExchange(Exchange):
         )
         if self.count > 1 and own.numel() and all(len(some) == len(cut[0]) for some in cut):
             work = _all_gather(_bytes(out), _bytes(own), group=self._group, async_op=True)
+            self.parts[kind] += 1
             self.sent[kind] += own.nbytes * (self.count - 1)
             self.received[kind] += out.nbytes - own.nbytes
             return _Gathered(_Messages([work]), own, out)
@@ -201,6 +204,7 @@ class GroupExchange(Exchange):
             for other, tensor in pairs
             if tensor.numel()
         ]
+        self.parts[kind] += sum(tensor.numel() > 0 for _, tensor in sends)
         self.sent[kind] += sum(tensor.nbytes for _, tensor in sends)
         self.received[kind] += sum(tensor.nbytes for _, tensor in receives)
         return _Messages(dist.batch_isend_irecv(operations) if operations else [])

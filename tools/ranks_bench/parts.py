@@ -24,6 +24,7 @@ from ranks_bench.shapes import SHAPES, Shape, Shapes, head_shapes, layer_shapes,
 Record = dict[str, Any]
 CHECKED = ("bf16", "w4a16", "fp8", "nvfp4a16")
 IN_FLIGHT = 2  # layers whose sums are under way, as in training
+WARMUP = 2  # calls before those that are timed
 _reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )  # its name up to torch 2.12
@@ -40,7 +41,7 @@ class Bench:
         self.iterations, self.layer_products = iterations, layer_products
 
     def timed(self, call: Callable[[], object]) -> Record:
-        return timed(call, self.device, 2, self.iterations, prepare=lambda: dist.barrier(self.group))
+        return timed(call, self.device, WARMUP, self.iterations, prepare=lambda: dist.barrier(self.group))
 
     def random(self, shapes: Shapes, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator(self.device).manual_seed(seed)
