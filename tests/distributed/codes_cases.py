@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.group import Group
-from qarl.distributed.rows import RowPlan, row_unit
+from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.errors import UserError
 from qarl.fused import shared_scales
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
@@ -90,7 +90,8 @@ class Gathering:
 
     def __init__(self, group: Group | None, scheme: Scheme, shapes: dict[str, tuple[int, ...]]) -> None:
         self.exchange, self.of = exchange_of(group), scheme_by_name(scheme)
-        self.plan = RowPlan(shapes, lambda name: row_unit(self.of(name)), self.exchange.count)
+        stacks = stacked_experts(shapes, self.of)
+        self.plan = RowPlan(shapes, lambda name: row_unit(self.of(name)), self.exchange.count, stacks)
 
     def of_masters(self, masters: dict[str, Tensor], kernels: bool) -> Snapshot:
         rows = {name: self.plan.cut(name)[self.exchange.rank] for name in masters}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import GroupExchange
-from qarl.distributed.rows import RowPlan, row_unit
+from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.fused import shared_scales
 from qarl.weight_sync.snapshot import Quantizer, quantize_parameters
 from ranks_bench.shapes import SHAPES, Shape, Shapes, head_shapes, layer_shapes, model_shapes
@@ -50,7 +50,8 @@ class Bench:
         }
 
     def plan(self, shapes: Shapes, scheme: Scheme | None) -> RowPlan:
-        return RowPlan(shapes, lambda name: row_unit(scheme_of(scheme, name)), self.exchange.count)
+        stacks = stacked_experts(shapes, lambda name: scheme_of(scheme, name))
+        return RowPlan(shapes, lambda name: row_unit(scheme_of(scheme, name)), self.exchange.count, stacks)
 
     # --- results
 
