@@ -124,9 +124,10 @@ class _CodeGather:
         shape = self._plan.block_shape(block)
         if scheme is None:
             return {"": torch.empty(shape, dtype=self._quantizer.dtype, device=device)}
+        n, k = shape
         return {
             suffix: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-            for suffix, spec in scheme.tensor_specs(*shape).items()
+            for suffix, spec in scheme.tensor_specs(n, k).items()
             if rows_of(scheme, suffix) is not None
         }
 

@@ -15,24 +15,24 @@ _WORD = 8  # bytes that are copied as one element, where everything is a multipl
 
 
 class _Runs(NamedTuple):
-    """`count` runs of `length` bytes each, `step` apart, the first at `first`."""
+    """`number` runs of `length` bytes each, `step` apart, the first at `first`."""
 
-    count: int
+    number: int
     length: int
     first: int
     step: int
 
     def whole_words(self, memory: Tensor) -> bool:
-        numbers = self.length, self.first, self.step, memory.storage_offset()
-        return all(number % _WORD == 0 for number in numbers)
+        sizes = self.length, self.first, self.step, memory.storage_offset()
+        return all(size % _WORD == 0 for size in sizes)
 
     def of(self, memory: Tensor, words: bool) -> Tensor:
-        """(count, elements of a run). memory: flat uint8, of which words are taken as int64."""
+        """(number, elements of a run). memory: flat uint8, of which words are taken as int64."""
         size = _WORD if words else 1
         if words:
             memory = memory[: len(memory) // size * size].view(torch.int64)
         start = memory.storage_offset() + self.first // size
-        return memory.as_strided((self.count, self.length // size), (self.step // size, 1), start)
+        return memory.as_strided((self.number, self.length // size), (self.step // size, 1), start)
 
 
 class Layout:

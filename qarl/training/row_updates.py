@@ -154,7 +154,8 @@ def rounded_values(
     rows: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """All rows of the masters in a learner's dtype, which reads them where it is not aligned."""
-    gathers, found = Gathers(exchange), {}
+    gathers = Gathers(exchange)
+    found: dict[str, Tensor] = {}
     for block in plan.blocks:
         whole: Tensor | None = None
         for places, own in own_rows(block, plan, exchange.rank, rows):
