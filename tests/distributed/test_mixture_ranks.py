@@ -16,6 +16,9 @@ ROWS = {
     "mixtral in rows": ("mixtral", Case("", steps=2)),
     "qwen3_moe in rows, a scale that all experts share": ("qwen3_moe", Case("", {"quant": {"scheme": "nvfp4a16"}})),
 }
+UNEVEN = Case(
+    "", {"optim": {"name": "muon", "lr": 1e-3}, "quant": {"scheme": "w4a16", "group_size": 32, "symmetric": False}}
+)
 STAGE = {"distributed": {"engine": "deepspeed", "zero_stage": 3}}
 
 
@@ -68,3 +71,28 @@ def test_steps_have_the_bits_of_one_process(found, cases, number) -> None:
     assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
     experts = [what for what in covered if ".experts.3." in what]
     assert len(experts) == (2 if number != 1 else 1) * 3 * 4  # master, two moments and a count of steps
+
+
+def uneven(group: Any, case: dict[str, Any]) -> dict[str, Any]:
+    found, _, updates = trained(group, Case(**case))
+    held = [name for name, rows in updates.shards.items() if ".experts." in name and len(rows)]
+    return {**found, "held": held, "parts": dict(updates.exchange.parts), "blocks": len(updates.plan.blocks)}
+
+
+def test_three_ranks_whose_cuts_go_through_experts(tiny_model) -> None:
+    case = Case(str(tiny_model("mixtral")), UNEVEN.sections, steps=1)
+    expected, tensors = twin(case, 3)
+    found = run_ranks(3, f"{__file__}:uneven", {"case": asdict(case)}, limit_s=240)
+    covered = dict.fromkeys(tensors, 0)
+    for rank in found:
+        assert rank["norms"] == expected["norms"] and rank["digests"] == expected["digests"]
+        for what, (start, stop, _, digest) in rank["pieces"].items():
+            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
+            covered[what] += stop - start
+        others = 2
+        assert rank["blocks"] == 3 + 2 * (4 + 2 + 1 + 2)  # of a layer: attention, norms, router, experts' two stacks
+        assert rank["parts"]["gradients"] <= len(rounds(3)) * others * rank["blocks"]
+        assert rank["parts"]["codes"] <= 2 * others  # of two versions, each in one message
+    assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
+    held = [name for rank in found for name in rank["held"]]
+    assert {held.count(name) for name in held} == {1, 2}  # some experts are cut, the others are one rank's
