@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from ranks import run_ranks
 from row_runs import CPU, Case, held, loss_of, rounds, sha, trained, twin
 
+from qarl.training.optim import is_hidden_matrix
 from qarl.training.zero_updates import build_zero
 
 COUNT = 2
@@ -76,7 +78,10 @@ def test_steps_have_the_bits_of_one_process(found, cases, number) -> None:
 def uneven(group: Any, case: dict[str, Any]) -> dict[str, Any]:
     found, _, updates = trained(group, Case(**case))
     held = [name for name, rows in updates.shards.items() if ".experts." in name and len(rows)]
-    return {**found, "held": held, "parts": dict(updates.exchange.parts), "blocks": len(updates.plan.blocks)}
+    exchange, shapes = updates.exchange, updates.plan.shapes
+    hidden = {name: math.prod(shapes[name]) for name, rows in updates.shards.items() if is_hidden_matrix(name, rows)}
+    told = {"parts": exchange.parts, "muon": exchange.received["muon"], "blocks": len(updates.plan.blocks)}
+    return {**found, **told, "held": held, "hidden": hidden}
 
 
 def test_three_ranks_whose_cuts_go_through_experts(tiny_model) -> None:
@@ -96,3 +101,6 @@ def test_three_ranks_whose_cuts_go_through_experts(tiny_model) -> None:
     assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
     held = [name for rank in found for name in rank["held"]]
     assert {held.count(name) for name in held} == {1, 2}  # some experts are cut, the others are one rank's
+    elsewhere = sum(size for name, size in found[0]["hidden"].items() if held.count(name) != 1)
+    there_and_back = 2 * 2  # in 16 bits
+    assert 0 < sum(rank["muon"] for rank in found) <= there_and_back * elsewhere
