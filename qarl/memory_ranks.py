@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from qarl_formats.scheme import is_ignored
+from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
-from qarl.distributed.rows import most_rows, row_unit
+from qarl.distributed.rows import most_rows, row_unit, stacked_experts
 
 Phase = Literal["always", "update", "publish"]
 VECTOR = 64  # `qarl.training.row_setup.VECTOR`, which imports torch
@@ -43,11 +43,18 @@ def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
     """Of the first rank, which has the most."""
     quant, scheme = config.quant, scheme_of(config.quant)
     matrices, others = 0, 0
-    inner = {f"{name}.weight" for name, _, _ in architecture.linears()}
-    for name, shape in architecture.tensors():
+    inner, shapes = {f"{name}.weight" for name, _, _ in architecture.linears()}, dict(architecture.tensors())
+
+    def of(name: str) -> Scheme | None:
         quantized = name in inner and scheme.quantized and not is_ignored(name.removesuffix(".weight"), quant.ignore)
-        unit = row_unit(scheme if quantized else None) if len(shape) > 1 else VECTOR
-        elements = most_rows(shape[0], unit, ranks) * math.prod(shape[1:])
+        return scheme if quantized else None
+
+    stacks = [tuple(stack) for stack in stacked_experts(shapes, of)]
+    together = {name for stack in stacks for name in stack}
+    for block in [*stacks, *((name,) for name in shapes if name not in together)]:
+        name, shape = block[0], shapes[block[0]]
+        unit = row_unit(of(name)) if len(shape) > 1 else VECTOR
+        elements = most_rows(sum(shapes[one][0] for one in block), unit, ranks) * math.prod(shape[1:])
         if name in inner:
             matrices += elements
         else:

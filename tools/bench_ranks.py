@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 sys.path[:0] = SOURCES
 
-SHAPE_NAMES = ("tiny", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
+SHAPE_NAMES = ("tiny", "tiny-moe", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
 PARTS = ("check", "sum", "overlap", "gather", "learn")
 LOG_LINES = 30  # shown of a rank that failed
 Record = dict[str, Any]

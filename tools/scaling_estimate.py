@@ -2,9 +2,8 @@
 
     python tools/scaling_estimate.py
 
-For each model and number of GPUs: memory of one of them, and what it receives in an optimizer step. Models of experts,
-which qarl does not train, are counted by their shapes: a token goes through few of their parameters, and masters,
-gradients, optimizer state and codes are those of all.
+For each model and number of GPUs: memory of one of them, and what it receives in an optimizer step. A token goes
+through few of a mixture's parameters; masters, gradients, optimizer state and codes are those of all.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ of one process that quantizes the whole masters.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from qarl_formats.quantize import QuantizedWeight
@@ -17,17 +16,16 @@ from qarl_formats.scheme import Scheme
 from qarl_formats.stacked import Form, rows_of, slices
 from torch import Tensor
 
-from qarl.distributed.exchange import Exchange, Pending
-from qarl.distributed.rows import RowPlan
-from qarl.experts import experts_of
-from qarl.fused import fused_groups, shared_scales
-from qarl.weight_sync.joined import RUN_BYTES
+from qarl.distributed.exchange import Exchange
+from qarl.distributed.gathers import Gathers, own_rows
+from qarl.distributed.rows import Block, RowPlan
+from qarl.fused import shared_scales
 from qarl.weight_sync.snapshot import Quantizer, Snapshot, build_snapshot, not_finite
 
 SchemeOf = Callable[[str], Scheme | None]
-IN_FLIGHT = 2  # masters whose codes are under way while the next one is quantized
 
 
+@torch.no_grad()
 def gather_codes(
     shards: Mapping[str, Tensor],
     plan: RowPlan,
@@ -39,72 +37,55 @@ def gather_codes(
 ) -> Snapshot:
     """The whole snapshot on every rank, equal to what `quantize_parameters` makes of the whole masters. A collective.
 
-    shards: this rank's rows of each master by name, in the plan's order, float32; asked for one at a time, and twice
+    shards: this rank's rows of each master by name, float32; asked for block by block in the plan's order, and twice
     where a scheme has one scale for a tensor. The rest is as `quantize_parameters` takes it. Raises UserError as that
     does, on every rank the same one.
     """
     shared = shared_over_ranks(shards, plan, exchange, scheme_of)
-    gather = CodeGather(plan, exchange, scheme_of, dtype, version, kernels, shared)
-    runs = {run[0]: run for run in even_runs(plan, scheme_of)}
-    rest = {name for run in runs.values() for name in run[1:]}
-    for name in plan.shapes:
-        if name in runs:
-            gather.add_run(runs[name], [shards[one] for one in runs[name]])
-        elif name not in rest:
-            gather.add(name, shards[name])
-    return gather.snapshot(shards.__getitem__)
+    gather = _CodeGather(shards, plan, exchange, scheme_of, Quantizer(dtype, version, kernels), shared)
+    for block in plan.blocks:
+        gather.add(block)
+    return gather.snapshot()
 
 
-def even_runs(plan: RowPlan, scheme_of: SchemeOf, most: int = RUN_BYTES) -> Iterator[list[str]]:
-    """Experts' weights of a layer, in runs of at least two, that are gathered in one message: those of one shape and
-    scheme, of which every rank holds as many rows. most: bytes of one rank's float32 rows."""
-    quantized = [name for name in plan.shapes if scheme_of(name) is not None]
-    for group in fused_groups(name.removesuffix(".weight") for name in quantized):
-        names = [f"{module}.weight" for module in group]
-        cut, shape, scheme = plan.cut(names[0]), plan.shapes[names[0]], scheme_of(names[0])
-        if experts_of(group[0].rpartition(".")[0]) is None or len({len(rows) for rows in cut}) > 1 or not cut[0]:
-            continue
-        if any(plan.shapes[name] != shape or scheme_of(name) != scheme for name in names):
-            continue
-        count = max(most // (4 * len(cut[0]) * shape[1]), 1)
-        for start in range(0, len(names), count):
-            if len(run := names[start : start + count]) > 1:
-                yield run
-
-
-@torch.no_grad()
 def shared_over_ranks(
     shards: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, scheme_of: SchemeOf
 ) -> dict[str, Tensor]:
-    """By name what each weight is quantized with in common with the rest of it and with those it is fused with.
+    """What each block's weights are quantized with in common, and with those they are fused with, by the block's first
+    name.
 
     Weights of schemes that share nothing over a tensor are left out. A collective, of the largest magnitudes alone.
     """
-    schemes = {name: scheme for name in plan.shapes if (scheme := scheme_of(name)) is not None}
-    schemes = {name: scheme for name, scheme in schemes.items() if scheme.shared([torch.zeros(1, 1)]) is not None}
+    schemes = {block: scheme for block in plan.blocks if (scheme := scheme_of(block[0])) is not None}
+    schemes = {block: scheme for block, scheme in schemes.items() if scheme.shared([torch.zeros(1, 1)]) is not None}
     if not schemes:
         return {}
-    own = torch.stack([_largest(shards[name].detach()) for name in schemes])
+    own = torch.stack([_largest(block, plan, exchange.rank, shards) for block in schemes])
     # All that a scheme makes of weights in common depends on their largest magnitude, so that may stand for them.
-    largest = dict(zip(schemes, exchange.largest(own.nan_to_num(torch.inf, torch.inf)).split(1), strict=True))
+    names = [block[0] for block in schemes]
+    largest = dict(zip(names, exchange.largest(own.nan_to_num(torch.inf, torch.inf)).split(1), strict=True))
     found: dict[str, Tensor] = {}
-    for name, scheme in schemes.items():
+    for name, scheme in zip(names, schemes.values(), strict=True):
         alone = scheme.shared([largest[name]])
         assert alone is not None
         found[name] = alone
-    for scheme in dict.fromkeys(schemes.values()):
-        modules = (name.removesuffix(".weight") for name, its in schemes.items() if its == scheme)
-        found |= shared_scales(modules, scheme, largest.__getitem__)
+    for scheme in dict.fromkeys(schemes.values()):  # a stack has all that it is fused with
+        lone = [block[0] for block, its in schemes.items() if its == scheme and len(block) == 1]
+        found |= shared_scales((name.removesuffix(".weight") for name in lone), scheme, largest.__getitem__)
     return found
 
 
-def _largest(rows: Tensor) -> Tensor:
-    """The largest magnitude, float32 []; 0 of no rows."""
-    return torch.linalg.vector_norm(rows, torch.inf) if rows.numel() else rows.new_zeros(())
+def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor]) -> Tensor:
+    """The largest magnitude of this rank's rows, float32 []; 0 of no rows."""
+    found = [
+        torch.linalg.vector_norm(rows.detach(), torch.inf) if rows.numel() else rows.new_zeros(())
+        for _, rows in own_rows(block, plan, rank, shards)
+    ]
+    return torch.stack(found).amax()
 
 
-class CodeGather:
-    """A snapshot that is gathered one master after the other, in any order that is the same on all ranks.
+class _CodeGather:
+    """A snapshot that is gathered one block of masters after the other, in an order that is the same on all ranks.
 
     shared: what `shared_over_ranks` gave. The rest is as `gather_codes` takes it. Raises UserError where a scheme does
     not fit a master.
@@ -112,129 +93,94 @@ class CodeGather:
 
     def __init__(
         self,
+        shards: Mapping[str, Tensor],
         plan: RowPlan,
         exchange: Exchange,
         scheme_of: SchemeOf,
-        dtype: torch.dtype,
-        version: int,
-        kernels: bool = False,
-        shared: Mapping[str, Tensor] | None = None,
+        quantizer: Quantizer,
+        shared: Mapping[str, Tensor],
     ) -> None:
-        self.plan, self.exchange, self.scheme_of = plan, exchange, scheme_of
-        self._shared = shared or {}
-        self._quantizer = Quantizer(dtype, version, kernels)
+        self._shards, self._plan, self._exchange, self._scheme_of = shards, plan, exchange, scheme_of
+        self._quantizer, self._shared = quantizer, shared
         for name, shape in plan.shapes.items():
-            self._quantizer.check(name, shape, scheme_of(name))
-        self._under_way: deque[tuple[list[str], dict[str, Pending]]] = deque()
-        self._forms: dict[str, Form] = {}
-        self._runs: dict[str, list[str]] = {}  # by their first
+            quantizer.check(name, shape, scheme_of(name))
+        self._gathers = Gathers(exchange)
+        self._stored: dict[Block, dict[str, Tensor]] = {}  # what has rows, by suffix; of no scheme the values, by ""
 
-    @torch.no_grad()
-    def add(self, name: str, rows: Tensor) -> None:
-        """Quantize this rank's rows of a master, float32 on the exchange's device, and begin to gather their codes."""
-        cut, scheme = self.plan.cut(name), self.scheme_of(name)
-        assert len(rows) == len(cut[self.exchange.rank]), (
-            f"{name}: {len(rows)} rows of {cut}, rank {self.exchange.rank}"
-        )
+    def add(self, block: Block) -> None:
+        """Quantize this rank's rows of a block, and begin to gather their codes."""
+        scheme = self._scheme_of(block[0])
+        for places, rows in own_rows(block, self._plan, self._exchange.rank, self._shards):
+            if block not in self._stored:
+                self._stored[block] = self._empty(block, scheme, rows.device)
+            made = self._made(block, rows.detach(), scheme)
+            for suffix, out in self._stored[block].items():
+                features = 1 if scheme is None else rows_of(scheme, suffix) or 1
+                cut = [range(math.ceil(some.start / features), math.ceil(some.stop / features)) for some in places]
+                self._gathers.add(made[suffix].contiguous() if made else out[:0], cut, out)
+
+    def _empty(self, block: Block, scheme: Scheme | None, device: torch.device) -> dict[str, Tensor]:
+        """Memory for what is stored of all rows."""
+        shape = self._plan.block_shape(block)
         if scheme is None:
-            value = self._quantizer.form(name, rows, None, None)
-            assert isinstance(value, Tensor)
-            gathering = {name: self.exchange.begin_gather(value, cut)}
-        else:
-            gathering = dict(self._stored(name, rows, scheme))
-        self._begun([name], gathering)
+            return {"": torch.empty(shape, dtype=self._quantizer.dtype, device=device)}
+        n, k = shape
+        return {
+            suffix: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for suffix, spec in scheme.tensor_specs(n, k).items()
+            if rows_of(scheme, suffix) is not None
+        }
 
-    @torch.no_grad()
-    def add_run(self, names: list[str], rows: list[Tensor]) -> None:
-        """As `add` of each, in one message. names, rows: a run of `even_runs`."""
-        first, scheme = names[0], self.scheme_of(names[0])
-        assert scheme is not None, f"{first} is not quantized"
-        form = self._quantizer.form(first, torch.cat(rows), scheme, self._shared.get(first))
-        assert isinstance(form, QuantizedWeight)
-        self._runs[first] = names
-        gathering = {}
-        for suffix, own in form.tensors.items():
-            if rows_of(scheme, suffix) is not None:
-                cut = [range(rank * len(own), (rank + 1) * len(own)) for rank in range(self.exchange.count)]
-                gathering[suffix] = self.exchange.begin_gather(own.contiguous(), cut)
-        self._begun(names, gathering)
+    def _made(self, block: Block, rows: Tensor, scheme: Scheme | None) -> Mapping[str, Tensor]:
+        """What is stored of rows, by suffix; nothing of no rows of a scheme."""
+        if scheme is not None and not len(rows):
+            self._quantizer.nothing(block[0], rows.device)
+            return {}
+        form = self._quantizer.form(block[0], rows, scheme, self._shared.get(block[0]))
+        return {"": form} if isinstance(form, Tensor) else form.tensors
 
-    def _begun(self, names: list[str], gathering: dict[str, Pending]) -> None:
-        self._under_way.append((names, gathering))
-        if len(self._under_way) > IN_FLIGHT:
-            self._finish()
+    def snapshot(self) -> Snapshot:
+        """What was gathered, of all masters of the plan. A collective, which waits for the device once.
 
-    def _stored(self, name: str, rows: Tensor, scheme: Scheme) -> Iterator[tuple[str, Pending]]:
-        """The stored tensors that have rows, on their way, by suffix."""
-        own: dict[str, Tensor] = {}
-        if len(rows):
-            form = self._quantizer.form(name, rows, scheme, self._shared.get(name))
-            assert isinstance(form, QuantizedWeight)
-            own = form.tensors
-        else:
-            self._quantizer.nothing(name, rows.device)
-        cut, (n, k) = self.plan.cut(name), self.plan.shapes[name]
-        for suffix, spec in scheme.tensor_specs(n, k).items():
-            features = rows_of(scheme, suffix)
-            if features is None:
-                continue
-            if not own:
-                own_rows = torch.empty(0, *spec.shape[1:], dtype=getattr(torch, spec.dtype), device=rows.device)
-            else:
-                own_rows = own[suffix].contiguous()
-            stored = [range(math.ceil(some.start / features), math.ceil(some.stop / features)) for some in cut]
-            yield suffix, self.exchange.begin_gather(own_rows, stored)
+        Raises UserError for the first master in the plan's order that is not finite, on every rank the same one.
+        """
+        self._gathers.finish()
+        names, flags = self._quantizer.faults()
+        members = {block[0]: block for block in self._plan.blocks}
+        told = zip(names, self._exchange.largest(flags).tolist(), strict=True)
+        faulty = {one for name, flag in told if flag for one in members[name]}
+        for name in filter(faulty.__contains__, self._plan.shapes):
+            self._refuse(name)
+        assert not faulty, "a value that is not finite and was not found again"
+        forms: dict[str, Form] = {}
+        for block in self._plan.blocks:
+            whole = self._whole(block)
+            rows = [self._plan.shapes[name][0] for name in block]
+            forms |= zip(block, slices(whole, rows) if len(block) > 1 else [whole], strict=True)
+        return build_snapshot(self._quantizer.version, ((name, forms[name]) for name in self._plan.shapes))
 
-    def _finish(self) -> None:
-        """Wait for the oldest codes, of a master or of a run of them."""
-        names, gathering = self._under_way.popleft()
-        name, scheme = names[0], self.scheme_of(names[0])
+    def _whole(self, block: Block) -> Form:
+        """What is published of a block's weights as one."""
+        scheme, stored = self._scheme_of(block[0]), self._stored.pop(block)
         if scheme is None:
-            self._forms[name] = gathering[name].rows()
-            return
-        n, k = self.plan.shapes[name]
-        n *= len(names)
+            return stored[""]
+        n, k = self._plan.block_shape(block)
         tensors: dict[str, Tensor] = {}
         for suffix in scheme.tensor_specs(n, k):
-            if suffix in gathering:
-                found = gathering[suffix].rows()
-                if len(names) > 1:  # ranks, and in each the masters: to masters, and in each the ranks
-                    parts = found.view(self.exchange.count, len(names), -1, *found.shape[1:])
-                    found = parts.transpose(0, 1).contiguous().view(found.shape)
-                tensors[suffix] = found
+            if suffix in stored:
+                tensors[suffix] = stored[suffix]
             elif suffix == "weight_shape":
                 tensors[suffix] = torch.tensor((n, k))
             else:
-                device = next(iter(tensors.values())).device
-                tensors[suffix] = self._shared[name].to(device, copy=True)
-        whole = QuantizedWeight(scheme, tensors, (n, k))
-        if len(names) == 1:
-            self._forms[name] = whole
-        else:
-            self._forms |= zip(names, slices(whole, [n // len(names)] * len(names)), strict=True)
+                device = next(iter(stored.values())).device
+                tensors[suffix] = self._shared[block[0]].to(device, copy=True)
+        return QuantizedWeight(scheme, tensors, (n, k))
 
-    @torch.no_grad()
-    def snapshot(self, rows_of_master: Callable[[str], Tensor]) -> Snapshot:
-        """What was gathered, of all masters of the plan. A collective, which waits for the device once.
-
-        rows_of_master: what `add` was given; asked for of a master that is not finite, to count.
-        Raises UserError for the first master in the plan's order that is not finite, on every rank the same one.
-        """
-        while self._under_way:
-            self._finish()
-        names, flags = self._quantizer.faults()
-        told = zip(names, self.exchange.largest(flags).tolist(), strict=True)
-        faulty = {one for name, flag in told if flag for one in self._runs.get(name, [name])}
-        for name in filter(faulty.__contains__, self.plan.shapes):
-            self._refuse(name, rows_of_master(name))
-        assert not faulty, "a value that is not finite and was not found again"
-        return build_snapshot(self._quantizer.version, ((name, self._forms[name]) for name in self.plan.shapes))
-
-    def _refuse(self, name: str, rows: Tensor) -> None:
+    def _refuse(self, name: str) -> None:
         """Raise UserError where the master has values that are not finite, on every rank."""
-        scheme, count = self.scheme_of(name), self.exchange.count
-        own = self._quantizer.bad_values(rows, scheme).reshape(1)
-        bad = int(self.exchange.gather_rows(own, [range(rank, rank + 1) for rank in range(count)]).sum())
-        total = math.prod(self.plan.shapes[name])
-        if bad:  # of a run any may have been meant
+        scheme, count = self._scheme_of(name), self._exchange.count
+        own = self._quantizer.bad_values(self._shards[name], scheme).reshape(1)
+        bad = int(self._exchange.gather_rows(own, [range(rank, rank + 1) for rank in range(count)]).sum())
+        total = math.prod(self._plan.shapes[name])
+        if bad:  # of a stack any may have been meant
             raise not_finite(self._quantizer.version, name, scheme, self._quantizer.dtype, bad, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from qarl.distributed.packed import Layout
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
 
@@ -29,7 +32,8 @@ class Exchange(ABC):
     """Collectives of one run on its device. All ranks call the same ones in the same order.
 
     rank: of this process. count: of all. sent, received: bytes that went to and came from other ranks since the start,
-    by kind: "gradients", "codes", or what a caller names.
+    by kind: "gradients", "codes", or what a caller names. parts: pieces of memory that left, for one rank, or in a
+    gather for all.
     """
 
     rank: int
@@ -38,6 +42,7 @@ class Exchange(ABC):
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.parts: Counter[str] = Counter()
 
     def begin_sum(self, tensor: Tensor, cut: Sequence[range]) -> Pending:
         """`begin_sums` of one tensor."""
@@ -58,7 +63,6 @@ class Exchange(ABC):
         """What `begin_gather` gives."""
         return self.begin_gather(own, cut, out).rows()
 
-    @abstractmethod
     def begin_gather(
         self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
     ) -> Pending:
@@ -66,6 +70,19 @@ class Exchange(ABC):
 
         own: this rank's rows (len(cut[rank]), ...), contiguous; it must stay as it is until `rows` was called. out:
         where they go, contiguous; None makes a new tensor.
+        """
+        out = own.new_empty(cut[-1].stop, *own.shape[1:]) if out is None else out
+        return self.begin_gathers([own], [cut], [out], kind)[0]
+
+    @abstractmethod
+    def begin_gathers(
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+    ) -> list[Pending]:
+        """Begin to put the rows of all ranks where they belong in several tensors, of any dtypes: one message.
+
+        own: of each tensor what is of this rank, (len(cut[rank]), ...), contiguous; it must stay as it is until `rows`
+        was called of all. cuts: for each tensor the rows of `out` that each rank fills, in order; some may be empty,
+        and rows that are no rank's stay as they are. outs: contiguous, (N, ...), given back by `rows`.
         """
 
     @abstractmethod
@@ -103,10 +120,12 @@ class AloneExchange(Exchange):
     ) -> list[Pending]:
         return [_Rows(tensor.clone()) for tensor in tensors]
 
-    def begin_gather(
-        self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
-    ) -> Pending:
-        return _Rows(own.clone() if out is None else out.copy_(own))
+    def begin_gathers(
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+    ) -> list[Pending]:
+        for rows, (place,), out in zip(own, cuts, outs, strict=True):
+            out[place.start : place.stop].copy_(rows)
+        return [_Rows(out) for out in outs]
 
     def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
         return
@@ -116,7 +135,10 @@ class AloneExchange(Exchange):
 
 
 class GroupExchange(Exchange):
-    """That of a process group, whose messages carry rows as they lie in memory: nothing is packed, copied or padded.
+    """That of a process group.
+
+    Sums carry rows as they lie in memory, and so does a gather of one tensor: nothing is packed, copied or padded. Rows
+    of several tensors are packed for one message, and unpacked (`qarl.distributed.packed`).
 
     process_group: NCCL for a GPU, gloo for the CPU. rank, count: in it. device: of the tensors.
     Sums are made here of rows that were sent, not by the backend, whose order depends on its algorithm; a rank
@@ -143,35 +165,68 @@ class GroupExchange(Exchange):
             parts.append([own if other == self.rank else torch.empty_like(own) for other in range(self.count)])
             sends += [(other, rows[other]) for other in self._others]
             receives += [(other, parts[-1][other]) for other in self._others]
+        self.sent[kind] += sum(tensor.nbytes for _, tensor in sends)
+        self.received[kind] += sum(tensor.nbytes for _, tensor in receives)
         messages = self._begin(sends, receives, kind)
         return [_Sum(messages, some, self.rank) for some in parts]
 
-    def begin_gather(
-        self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
-    ) -> Pending:
-        if out is None:
-            out = own.new_empty(cut[-1].stop, *own.shape[1:])
-        rows = self._parts(out, cut)
-        assert own.is_contiguous() and own.dtype == out.dtype and own.shape == rows[self.rank].shape, (
-            f"{own.dtype} {tuple(own.shape)} are not rows {cut[self.rank]} of {out.dtype} {tuple(out.shape)}"
-        )
-        if self.count > 1 and own.numel() and all(len(some) == len(cut[0]) for some in cut):
-            work = _all_gather(_bytes(out), _bytes(own), group=self._group, async_op=True)
-            self.sent[kind] += own.nbytes * (self.count - 1)
-            self.received[kind] += out.nbytes - own.nbytes
-            return _Gathered(_Messages([work]), own, out)
-        messages = self._begin(
-            [(other, _bytes(own)) for other in self._others],
-            [(other, _bytes(rows[other])) for other in self._others],
-            kind,
-        )
-        rows[self.rank].copy_(own)
-        return _Gathered(messages, own, out)
+    def begin_gathers(
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+    ) -> list[Pending]:
+        for rows, cut, out in zip(own, cuts, outs, strict=True):
+            assert out.is_contiguous() and len(cut) == self.count and cut[-1].stop <= len(out), (
+                f"{cut} does not fill a contiguous tensor {tuple(out.shape)} for {self.count} ranks"
+            )
+            shape = len(cut[self.rank]), *out.shape[1:]
+            assert rows.is_contiguous() and rows.dtype == out.dtype and rows.shape == shape, (
+                f"{rows.dtype} {tuple(rows.shape)} are not rows {cut[self.rank]} of {out.dtype} {tuple(out.shape)}"
+            )
+        if not own:
+            return []
+        widths = [out.itemsize * math.prod(out.shape[1:]) for out in outs]
+        mine = sum(rows.nbytes for rows in own)
+        self.sent[kind] += mine * (self.count - 1)
+        self.received[kind] += sum(w * sum(map(len, cut)) for w, cut in zip(widths, cuts, strict=True)) - mine
+        if len(own) == 1 and (messages := self._begin_in_place(own[0], cuts[0], outs[0], kind)) is not None:
+            return [_Gathered(messages, own[0], outs[0])]
+        layout = Layout(cuts, widths)
+        message = layout.pack(own, self.rank)
+        if layout.even:
+            arrived = message.new_empty(self.count * len(message))
+            messages = self._all_gather(arrived, message, kind)
+        else:
+            arrived = message.new_empty(sum(layout.sizes))
+            slots = arrived.split(layout.sizes)
+            slots[self.rank].copy_(message)
+            sends = [(other, message) for other in self._others]
+            messages = self._begin(sends, [(other, slots[other]) for other in self._others], kind)
+        unpacking = _Unpacking(messages, layout, own, message, arrived, outs)
+        return [_Unpacked(unpacking, out) for out in outs]
+
+    def _begin_in_place(self, own: Tensor, cut: Sequence[range], out: Tensor, kind: str) -> _Messages | None:
+        """Begin to gather one tensor as it lies in memory; None where its rows come into place only afterwards."""
+        if any(len(rows) != len(cut[0]) for rows in cut):
+            places = [_bytes(out[rows.start : rows.stop]) for rows in cut]
+            sends = [(other, _bytes(own)) for other in self._others]
+            messages = self._begin(sends, [(other, places[other]) for other in self._others], kind)
+            places[self.rank].copy_(_bytes(own))
+            return messages
+        if cut[-1].stop - cut[0].start != self.count * len(own):
+            return None
+        return self._all_gather(_bytes(out[cut[0].start : cut[-1].stop]), _bytes(own), kind)
+
+    def _all_gather(self, out: Tensor, own: Tensor, kind: str) -> _Messages:
+        if not own.numel():
+            return _Messages([])
+        self.parts[kind] += 1
+        return _Messages([_all_gather(out, own, group=self._group, async_op=True)])
 
     def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
         out, into = (
             [(other, _bytes(tensor)) for other, tensor in pairs if other != self.rank] for pairs in (sends, receives)
         )
+        self.sent[kind] += sum(tensor.nbytes for _, tensor in out)
+        self.received[kind] += sum(tensor.nbytes for _, tensor in into)
         self._begin(out, into, kind).wait()
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -201,8 +256,7 @@ class GroupExchange(Exchange):
             for other, tensor in pairs
             if tensor.numel()
         ]
-        self.sent[kind] += sum(tensor.nbytes for _, tensor in sends)
-        self.received[kind] += sum(tensor.nbytes for _, tensor in receives)
+        self.parts[kind] += sum(tensor.numel() > 0 for _, tensor in sends)
         return _Messages(dist.batch_isend_irecv(operations) if operations else [])
 
 
@@ -243,6 +297,37 @@ class _Gathered(Pending):
         out = self._out
         del self._own, self._out  # held until now, because messages read and wrote them
         return out
+
+
+class _Unpacking:
+    """A message of several tensors' rows, which are put into place once."""
+
+    def __init__(
+        self,
+        messages: _Messages,
+        layout: Layout,
+        own: Sequence[Tensor],
+        message: Tensor,
+        arrived: Tensor,
+        outs: Sequence[Tensor],
+    ) -> None:
+        self._messages, self._layout, self._outs = messages, layout, outs
+        self._held: tuple[Sequence[Tensor], Tensor, Tensor] | None = (own, message, arrived)  # what messages use
+
+    def wait(self) -> None:
+        if self._held is not None:
+            self._messages.wait()
+            self._layout.unpack(self._held[-1], self._outs)
+            self._held = None
+
+
+class _Unpacked(Pending):
+    def __init__(self, unpacking: _Unpacking, out: Tensor) -> None:
+        self._unpacking, self._out = unpacking, out
+
+    def rows(self) -> Tensor:
+        self._unpacking.wait()
+        return self._out
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -3,26 +3,85 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qarl_formats.scheme import Scheme
+
+from qarl.experts import experts_of
+from qarl.fused import fused_groups
+
+Block = tuple[str, ...]
 
 
 class RowPlan:
     """The cut of every master into runs of whole rows, one a rank.
 
     shapes: of the masters by name. unit_of: rows of a master that may not be separated (a scheme's block of rows, or of
-    packed zero points). count: of ranks. Rank r holds rows [r * c, (r + 1) * c) of a tensor with N rows, where
-    c = ceil(ceil(N / unit) / count) * unit; the last ranks may hold none.
+    packed zero points). count: of ranks. stacks: names of masters that are cut as one tensor, their rows under one
+    another, as `stacked_experts` gives them. Rank r holds rows [r * c, (r + 1) * c) of N
+    rows, where c = ceil(ceil(N / unit) / count) * unit; the last ranks may hold none.
+
+    blocks: the stacks, and all other masters by themselves, in the order of `shapes`.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], unit_of: Callable[[str], int], count: int) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        unit_of: Callable[[str], int],
+        count: int,
+        stacks: Iterable[Sequence[str]] = (),
+    ) -> None:
         self.shapes, self.count = {name: tuple(shape) for name, shape in shapes.items()}, count
-        self._cuts = {name: cut(shape[0], unit_of(name), count) for name, shape in self.shapes.items()}
+        stack_of = {name: tuple(stack) for stack in stacks for name in stack}
+        self.blocks: list[Block] = list(dict.fromkeys(stack_of.get(name, (name,)) for name in self.shapes))
+        self._of_blocks: dict[Block, list[range]] = {}
+        self._units = {block: unit_of(block[0]) for block in self.blocks}
+        self._cuts: dict[str, list[range]] = {}
+        for block in self.blocks:
+            sizes = [self.shapes[name][0] for name in block]
+            self._of_blocks[block] = whole = cut(sum(sizes), self._units[block], count)
+            first = 0
+            for name, rows in zip(block, sizes, strict=True):
+                self._cuts[name] = [
+                    range(*(min(max(end - first, 0), rows) for end in (own.start, own.stop))) for own in whole
+                ]
+                first += rows
 
     def cut(self, name: str) -> list[range]:
         """The rows of each rank."""
         return self._cuts[name]
+
+    def block_cut(self, block: Block) -> list[range]:
+        """The rows of each rank, of a block's masters under one another."""
+        return self._of_blocks[block]
+
+    def unit(self, block: Block) -> int:
+        """Rows of a block that are not separated."""
+        return self._units[block]
+
+    def block_shape(self, block: Block) -> tuple[int, ...]:
+        """Of a block's masters under one another."""
+        return sum(self.shapes[name][0] for name in block), *self.shapes[block[0]][1:]
+
+
+def stacked_experts(
+    shapes: Mapping[str, Sequence[int]], scheme_of: Callable[[str], Scheme | None]
+) -> Iterable[list[str]]:
+    """Weights of a layer's experts that are one tensor to a plan: gate and up of all of them, and down of all.
+
+    Those of one scheme and of one number of columns, where no unit of rows is of two of them.
+    """
+    by_scheme: dict[Scheme | None, list[str]] = {}
+    for name in shapes:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and experts_of(module.rpartition(".")[0]) is not None:
+            by_scheme.setdefault(scheme_of(name), []).append(module)
+    for scheme, modules in by_scheme.items():
+        for group in fused_groups(modules):
+            names = [f"{module}.weight" for module in group]
+            rows, unit = [shapes[name][0] for name in names], row_unit(scheme)
+            if len({tuple(shapes[name][1:]) for name in names}) == 1 and all(one % unit == 0 for one in rows):
+                yield names
 
 
 def most_rows(rows: int, unit: int, count: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.stacked import Form, slices, stack, stackable
+from qarl_formats.stacked import Form, rows_of, slices, stack, stackable
 from torch import Tensor
 
 from qarl.config import QuantConfig
@@ -144,9 +144,22 @@ def restack(snapshot: Snapshot, stacks: Iterable[Stack]) -> None:
     Values stay; a stack's tensors of their own go before the next are copied, where the snapshot alone holds them.
     """
     for one in stacks:
-        found = _stacked([_form(snapshot, name) for name in one.names])
-        if len(found) == 1 < len(one.names):
+        forms = [_form(snapshot, name) for name in one.names]
+        found = _stacked(forms)
+        if len(found) == 1 < len(one.names) and not _same_memory(found[0], forms[0]):
             for name, form in zip(one.names, slices(found[0], one.widths), strict=True):
                 snapshot.tensors.update(named_tensors(f"{name}.weight", form))
                 if isinstance(form, QuantizedWeight):
                     snapshot.weights[name] = form
+
+
+def _same_memory(whole: Form, first: Form) -> bool:
+    """Whether a stack is in the memory of its members, of which one is the first."""
+    places = [[tensor.data_ptr() for tensor in _with_rows(form)] for form in (whole, first)]
+    return places[0] == places[1]
+
+
+def _with_rows(form: Form) -> list[Tensor]:
+    if isinstance(form, Tensor):
+        return [form]
+    return [tensor for suffix, tensor in form.tensors.items() if rows_of(form.scheme, suffix) is not None]

@@ -75,19 +75,21 @@ def orthogonalized(stack: Tensor, coefficients: tuple[float, float, float], step
     return x.mT if tall else x
 
 
-def batches(of: Sequence[torch.Size], budget: int, ranks: int = 1) -> Iterator[list[int]]:
-    """Places of matrices of one shape, as many at a time as the budget of each rank holds, and at least one for each.
-
-    of: their shapes.
-    """
+def batches(of: Sequence[torch.Size], budget: int) -> Iterator[list[int]]:
+    """Places of matrices of one shape, as many at a time as the budget holds. of: their shapes."""
     shapes: dict[torch.Size, list[int]] = {}
     for place, shape in enumerate(of):
         shapes.setdefault(shape, []).append(place)
     for shape, places in shapes.items():
-        least = min(shape)
-        each = 2 * (3 * shape.numel() + 2 * least * least)  # the stack, x and the next x; gram and polynomial
-        count = max(1, budget // each) * ranks
+        count = at_once(shape, budget)
         yield from (places[first : first + count] for first in range(0, len(places), count))
+
+
+def at_once(shape: torch.Size, budget: int) -> int:
+    """How many matrices of a shape the budget holds, at least one."""
+    least = min(shape)
+    each = 2 * (3 * shape.numel() + 2 * least * least)  # the stack, x and the next x; gram and polynomial
+    return max(1, budget // each)
 
 
 def _gradient(parameter: Parameter) -> Tensor:

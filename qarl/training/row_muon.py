@@ -2,6 +2,7 @@
 
 Momentum and masters stay where their rows are. Of what Muon makes its update of the rows go to the matrix's rank in
 bf16, as it rounds them anyway, and come back orthogonalized: 4 bytes a parameter in each step, spread over the ranks.
+An expert that a rank has all rows of is that rank's, and goes nowhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import RowPlan
-from qarl.training.muon import BATCH_BYTES, adjusted, batches, orthogonalized
+from qarl.training.muon import BATCH_BYTES, adjusted, at_once, orthogonalized
 
 
 class RowMuon(torch.optim.Muon):
@@ -37,6 +38,13 @@ class RowMuon(torch.optim.Muon):
     ) -> None:
         super().__init__(groups, **options)
         self._matrices, self._plan, self._exchange, self._budget = matrices, plan, exchange, budget
+        self._everyone = range(exchange.count)
+        self._owners = {name: self._everyone for name in matrices}  # a matrix is one's of these who has fewest
+        for block in plan.blocks:
+            for name in block if len(block) > 1 else ():  # each rank has as many of a stack's as any other
+                holders = [rank for rank, rows in enumerate(plan.cut(name)) if rows]
+                if len(holders) == 1 and name in matrices:
+                    self._owners[name] = range(holders[0], holders[0] + 1)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -47,13 +55,18 @@ class RowMuon(torch.optim.Muon):
 
     def _waves(self) -> Iterator[list[list[str]]]:
         """Matrices of one shape with a gradient, a batch for each rank; some may be empty."""
-        names = [name for name, rows in self._matrices.items() if rows.grad is not None]
-        count = self._exchange.count
-        for batch in batches([torch.Size(self._plan.shapes[name]) for name in names], self._budget, count):
-            yield [[names[place] for place in batch[rank::count]] for rank in range(count)]
+        shapes: dict[torch.Size, list[list[str]]] = {}
+        for name, rows in self._matrices.items():
+            if rows.grad is not None:
+                of_ranks = shapes.setdefault(torch.Size(self._plan.shapes[name]), [[] for _ in self._everyone])
+                min((of_ranks[rank] for rank in self._owners[name]), key=len).append(name)
+        for shape, of_ranks in shapes.items():
+            count = at_once(shape, self._budget)
+            for first in range(0, max(map(len, of_ranks)), count):
+                yield [names[first : first + count] for names in of_ranks]
 
     def _update(self, wave: list[list[str]], group: dict[str, Any]) -> None:
-        shape = torch.Size(self._plan.shapes[wave[0][0]])
+        shape = torch.Size(self._plan.shapes[next(name for names in wave for name in names)])
         rank = self._exchange.rank
         inputs = {name: self._input(self._matrices[name], group) for names in wave for name in names}
         stack = next(iter(inputs.values())).new_empty(len(wave[rank]), *shape)

@@ -14,7 +14,7 @@ from qarl.config.quant import scheme_of
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.ranks import Ranks
-from qarl.distributed.rows import RowPlan, row_unit
+from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.inference.masters import plain_config
 from qarl.policy.device import DTYPES
 from qarl.policy.handles import stand_in
@@ -31,7 +31,8 @@ VECTOR = 64  # elements of which processors update whole runs; one that is cut m
 
 def plan_of(shapes: Mapping[str, Sequence[int]], of: Callable[[str], Scheme | None], count: int) -> RowPlan:
     """Which rows of each master a rank holds. shapes: by name. of: what a parameter is quantized in."""
-    return RowPlan(shapes, lambda name: row_unit(of(name)) if len(shapes[name]) > 1 else VECTOR, count)
+    stacks = stacked_experts(shapes, of)
+    return RowPlan(shapes, lambda name: row_unit(of(name)) if len(shapes[name]) > 1 else VECTOR, count, stacks)
 
 
 def build_rows(
@@ -90,7 +91,7 @@ def policy_of_rows(
     plan = plan_of({name: parameter.shape for name, parameter in model.named_parameters()}, of, count)
     rows = read(plan)
     round_masters(rows.values(), DTYPES[config.optim.master_dtype])
-    rows = {name: own.to(device) for name, own in rows.items()}
+    rows = _placed(rows, plan, device)
     kernels = use_kernels(config.quant, scheme, dtype, device)
     snapshot = gather_codes(rows, plan, exchange, of, dtype, 0, kernels)
     stand_in(model, device)
@@ -101,3 +102,13 @@ def policy_of_rows(
         model, scheme, config.quant, dtype, device, max_length, snapshot, learner_dtype=learner_dtype, values=values
     )
     return policy, rows, plan
+
+
+def _placed(rows: dict[str, Tensor], plan: RowPlan, device: torch.device) -> dict[str, Tensor]:
+    """The rows on the device, those of a stack under one another there; taken out of `rows`."""
+    found: dict[str, Tensor] = {}
+    for block in plan.blocks:
+        own = [rows.pop(name) for name in block]
+        together = own[0] if len(own) == 1 else torch.cat(own)
+        found |= zip(block, together.to(device).split(list(map(len, own))), strict=True)
+    return {name: found[name] for name in plan.shapes}

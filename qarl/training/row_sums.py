@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
+from qarl_formats.stacked import under_one_another
 from torch import Tensor, nn
 
 from qarl.distributed.exchange import Exchange, Pending
-from qarl.distributed.rows import RowPlan
+from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.policy import Policy
 
 IN_FLIGHT = 2  # groups whose sums are under way, and whose gradients are whole
@@ -24,23 +25,35 @@ IN_FLIGHT = 2  # groups whose sums are under way, and whose gradients are whole
 class Rounds(ABC):
     """Gradients of one micro-batch after the other, sent on in the order in which a backward completes them.
 
-    policy: its masters may be handles; their `.grad` is used in a `round` alone.
+    policy: its masters may be handles; their `.grad` is used in a `round` alone. blocks: names of all masters, those
+    together whose gradients are sent as one, under one another.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, blocks: Iterable[Block]) -> None:
         self._device = policy.device
         self._names = {parameter: name for name, parameter in policy.named_parameters()}  # a hash is its identity
         self._groups = backward_order(policy)
+        block_of, named = {name: block for block in blocks for name in block}, dict(policy.named_parameters())
+        self._blocks = [  # of each group
+            [
+                (block, [named[name] for name in block])
+                for block in dict.fromkeys(block_of[self._names[p]] for p in group)
+            ]
+            for group in self._groups
+        ]
         self._norm, self._head = policy.decoder.norm.weight, None if policy.tied else policy.head_master
         assert {p for group in self._groups for p in group} == self._names.keys(), "a master in no group"
+        assert len({b for group in self._blocks for b, _ in group}) == sum(map(len, self._blocks)), (
+            "a block of two groups"
+        )
         self._begun, self._complete, self._running = 0, set[nn.Parameter](), False
         policy.decoder.on_gradients = self._completed
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(lambda one: self._completed([one]))
 
     @abstractmethod
-    def send(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """A group's gradients of one round, whole and contiguous, which are the receiver's from now on."""
+    def send(self, blocks: Sequence[Block], gradients: Sequence[Tensor]) -> None:
+        """A group's gradients of one round, each whole and contiguous, which are the receiver's from now on."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -57,8 +70,8 @@ class Rounds(ABC):
         try:
             if loss is not None:
                 loss.backward()
-            for group in self._groups[self._begun :]:
-                self._begin(group)
+            while self._begun < len(self._groups):
+                self._begin()
             self.settle()
         finally:
             self._running = False
@@ -66,7 +79,6 @@ class Rounds(ABC):
             for master in self._names:
                 master.grad = None
 
-    @torch.no_grad()
     def _completed(self, masters: Iterable[nn.Parameter]) -> None:
         if not self._running:
             return
@@ -74,36 +86,55 @@ class Rounds(ABC):
         if self._head is not None and self._norm in self._complete:
             self._complete.add(self._head)  # the output layer's backward is over before the last norm's begins
         while self._begun < len(self._groups) and self._complete.issuperset(self._groups[self._begun]):
-            self._begin(self._groups[self._begun])
+            self._begin()
 
     @torch.no_grad()
-    def _begin(self, group: Sequence[nn.Parameter]) -> None:
+    def _begin(self) -> None:
+        """Send the next group's gradients."""
+        blocks = self._blocks[self._begun]
         self._begun += 1
-        gradients = []
-        for master in group:
-            whole = torch.zeros(master.shape, device=self._device) if master.grad is None else master.grad
-            gradients.append(whole.contiguous())
+        gradients = [self._taken(masters) for _, masters in blocks]
+        self.send([block for block, _ in blocks], gradients)
+
+    def _taken(self, masters: Sequence[nn.Parameter]) -> Tensor:
+        """The gradients of a block, zeros where there are none, under one another; the masters have none afterwards."""
+        found = [master.grad for master in masters]
+        if all(grad is None for grad in found):
+            return torch.zeros(sum(map(len, masters)), *masters[0].shape[1:], device=self._device)
+        whole = under_one_another(
+            [
+                torch.zeros(master.shape, device=self._device) if grad is None else grad.contiguous()
+                for master, grad in zip(masters, found, strict=True)
+            ]
+        )
+        for master in masters:
             master.grad = None
-        self.send([self._names[master] for master in group], gradients)
+        return whole
 
 
 class RowSums(Rounds):
     """The gradient's rows of one rank."""
 
     def __init__(self, policy: Policy, plan: RowPlan, exchange: Exchange) -> None:
-        super().__init__(policy)
+        super().__init__(policy, plan.blocks)
         self._plan, self._exchange = plan, exchange
-        self._sums: dict[str, Tensor] = {}
-        self._flight: deque[list[tuple[str, Tensor, Pending]]] = deque()
+        self._sums: dict[Block, Tensor] = {}
+        self._rows = {block: [len(plan.cut(name)[exchange.rank]) for name in block] for block in plan.blocks}
+        self._flight: deque[list[tuple[Block, Tensor, Pending]]] = deque()
 
     def take(self) -> dict[str, Tensor]:
-        """The sums by name, (rows, ...) float32; none before the first round. They are forgotten here."""
+        """The sums by name, (rows, ...) float32, a stack's under one another; none before the first round. They are
+        forgotten here."""
         sums, self._sums = self._sums, {}
-        return sums
+        return {
+            name: rows
+            for block, whole in sums.items()
+            for name, rows in zip(block, whole.split(self._rows[block]), strict=True)
+        }
 
-    def send(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        pending = self._exchange.begin_sums(gradients, [self._plan.cut(name) for name in names])
-        self._flight.append(list(zip(names, gradients, pending, strict=True)))
+    def send(self, blocks: Sequence[Block], gradients: Sequence[Tensor]) -> None:
+        pending = self._exchange.begin_sums(gradients, [self._plan.block_cut(block) for block in blocks])
+        self._flight.append(list(zip(blocks, gradients, pending, strict=True)))
         while len(self._flight) > IN_FLIGHT:
             self._land()
 
@@ -116,9 +147,9 @@ class RowSums(Rounds):
 
     @torch.no_grad()
     def _land(self) -> None:
-        for name, _, pending in self._flight.popleft():
-            rows, held = pending.rows(), self._sums.get(name)
-            self._sums[name] = rows if held is None else held.add_(rows)
+        for block, _, pending in self._flight.popleft():
+            rows, held = pending.rows(), self._sums.get(block)
+            self._sums[block] = rows if held is None else held.add_(rows)
 
 
 def backward_order(policy: Policy) -> list[list[nn.Parameter]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qarl.config import Config
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import Exchange
+from qarl.distributed.gathers import Gathers, own_rows
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
 from qarl.policy.handles import empty
@@ -95,7 +96,7 @@ class RowUpdates(Updates):
             name, _, key = full_name.rpartition("/")
             if key != "step":
                 found.append(self._piece("optimizer", full_name, name, value))
-            elif self.ranks.first:  # the same on all ranks, and the first has rows of every master
+            elif self._start(name) == 0:  # the same on all ranks that have rows, and one of them has the first
                 found.append(Piece("optimizer", full_name, (), 0, value.reshape(1)))
         names = {name for own in self.ranks.gather(meta["tensors"]) for name in own}
         return found, {**meta, "tensors": sorted(names)}
@@ -153,4 +154,14 @@ def rounded_values(
     rows: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """All rows of the masters in a learner's dtype, which reads them where it is not aligned."""
-    return {name: exchange.gather_rows(own.to(dtype), plan.cut(name)) for name, own in rows.items()}
+    gathers = Gathers(exchange)
+    found: dict[str, Tensor] = {}
+    for block in plan.blocks:
+        whole: Tensor | None = None
+        for places, own in own_rows(block, plan, exchange.rank, rows):
+            whole = own.new_empty(plan.block_shape(block), dtype=dtype) if whole is None else whole
+            gathers.add(own.to(dtype), places, whole)
+        assert whole is not None, "rows come at least once"
+        found |= zip(block, whole.split([plan.shapes[name][0] for name in block]), strict=True)
+    gathers.finish()
+    return found

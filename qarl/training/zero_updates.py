@@ -18,7 +18,7 @@ from qarl.config import Config
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import AloneExchange
 from qarl.distributed.ranks import Alone, Ranks
-from qarl.distributed.rows import RowPlan
+from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.device import DTYPES
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.handles import empty
@@ -205,14 +205,14 @@ class _Rounds(Rounds):
     """Gradients on their way to a stage."""
 
     def __init__(self, policy: Policy, stage: Stage) -> None:
-        super().__init__(policy)
+        super().__init__(policy, [(name,) for name in stage.masters])
         self._stage, self._open = stage, False
 
-    def send(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+    def send(self, blocks: Sequence[Block], gradients: Sequence[Tensor]) -> None:
         if not self._open:
             self._stage.begin()
             self._open = True
-        for name, gradient in zip(names, gradients, strict=True):
+        for (name,), gradient in zip(blocks, gradients, strict=True):
             self._stage.add(name, gradient)
 
     def settle(self) -> None:

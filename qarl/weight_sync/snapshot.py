@@ -143,22 +143,26 @@ class Quantizer:
                 raise UserError(f"quantize version {self.version}: {error}") from error
 
     def form(self, name: str, master: Tensor, scheme: Scheme | None, shared: Tensor | None) -> QuantizedWeight | Tensor:
-        """What is published of a master, or of whole units of its rows; those of a scheme must not be empty."""
+        """What is published of a master, or of whole units of its rows, which may come in several calls; those of a
+        scheme must not be empty."""
         master = master.detach()
         if scheme is not None:
             try:
                 tensors, bad = scheme.quantize(master.contiguous(), self.kernels, shared)
             except ValueError as error:
                 raise UserError(f"quantize version {self.version}: {name}: {error}") from error
-            self._counts[name] = bad.reshape(())
+            bad = bad.reshape(())
+            self._counts[name] = self._counts[name] + bad if name in self._counts else bad
             return QuantizedWeight(scheme, tensors, (master.shape[0], master.shape[1]))
         value = master.to(self.dtype, copy=True)
-        self._largest[name] = torch.linalg.vector_norm(value, torch.inf) if value.numel() else value.new_zeros(())
+        largest = torch.linalg.vector_norm(value, torch.inf) if value.numel() else value.new_zeros(())
+        self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
         return value
 
     def nothing(self, name: str, device: torch.device) -> None:
-        """Takes note of a quantized weight of which there are no rows here."""
-        self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
+        """Takes note of a quantized weight of which there are no rows here, or no more."""
+        if name not in self._counts:
+            self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
 
     def faults(self) -> tuple[list[str], Tensor]:
         """(names of all parameters so far, float32 (names,) on their device: 1 where a value is not finite, else 0).

@@ -7,7 +7,6 @@ together), so a stack's stored tensors are the layers' under one another, and ea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -56,7 +55,15 @@ def slices(weight: Form, widths: Sequence[int]) -> list[Form]:
     """The weights of a stack, which share its memory. widths: their output features, in order."""
     if isinstance(weight, Tensor):
         return list(weight.split(list(widths)))
-    parts = [tensors_of(weight.scheme, weight.tensors, start, width) for start, width in _places(widths)]
+    parts: list[dict[str, Tensor]] = [{} for _ in widths]
+    for suffix, tensor in weight.tensors.items():
+        rows = rows_of(weight.scheme, suffix)
+        if suffix == "weight_shape":
+            own = [torch.tensor((width, weight.shape[1])) for width in widths]
+        else:
+            own = [tensor] * len(widths) if rows is None else tensor.split([-(-width // rows) for width in widths])
+        for part, its in zip(parts, own, strict=True):
+            part[suffix] = its
     return [
         QuantizedWeight(weight.scheme, part, (width, weight.shape[1]))
         for part, width in zip(parts, widths, strict=True)
@@ -73,10 +80,6 @@ def tensors_of(scheme: Scheme, tensors: dict[str, Tensor], start: int, width: in
         else:
             found[suffix] = tensor if rows is None else tensor[start // rows : -(-(start + width) // rows)]
     return found
-
-
-def _places(widths: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(accumulate(widths[:-1], initial=0), widths, strict=True))
 
 
 def under_one_another(tensors: Sequence[Tensor]) -> Tensor:

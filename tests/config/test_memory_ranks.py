@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from estimates import TINY, config
 
 from qarl import memory
 from qarl.config.architecture import Architecture
+from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
 from qarl.distributed.rows import RowPlan, most_rows, row_unit
+from qarl.experts import EXPERT_NAMES
 from qarl.memory_ranks import (
     VECTOR,
     received_in_rows,
@@ -19,6 +24,7 @@ from qarl.memory_ranks import (
     zero_elements,
 )
 from qarl.sizes import decide_sizes
+from qarl.training.row_setup import plan_of
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
 OTHERS = 2 * 2 * 64 + 64 + 100 * 64
@@ -58,6 +64,19 @@ def test_the_first_rank_holds_the_rows_of_its_plan(ranks, quant):
     held = {name: rows[name][0] * (shape[1] if len(shape) == 2 else 1) for name, shape in shapes.items()}
     assert share.matrices == sum(size for name, size in held.items() if name in inner)
     assert share.parameters == sum(held.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_experts_are_cut_as_one_tensor(ranks):
+    of = Mixture(5, 2, 48, frozenset({1}), True, EXPERT_NAMES["qwen3_moe"])
+    mixture = replace(TINY, family="qwen3_moe", mixture=of)
+    scheme, inner = scheme_of(config().quant), {f"{name}.weight" for name, _, _ in mixture.linears()}
+    plan = plan_of(dict(mixture.tensors()), lambda name: scheme if name in inner else None, ranks)
+    assert [len(block) for block in plan.blocks if len(block) > 1] == [10, 5]
+    held = [[math.prod(plan.shapes[n][1:]) * len(plan.cut(n)[rank]) for n in plan.shapes] for rank in range(ranks)]
+    share = row_share(config(), mixture, ranks)
+    assert share.parameters == sum(held[0]) == max(map(sum, held)) and sum(map(sum, held)) == mixture.parameters
+    assert share.matrices == sum(size for name, size in zip(plan.shapes, held[0], strict=True) if name in inner)
 
 
 def test_rows_share_masters_gradients_and_state():

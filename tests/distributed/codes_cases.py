@@ -2,17 +2,21 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from exchange_cases import exchange_of
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
+from qarl_formats.stacked import adjacent
 from torch import Tensor
 
+from qarl.distributed import codes
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.group import Group
-from qarl.distributed.rows import RowPlan, row_unit
+from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.errors import UserError
 from qarl.fused import shared_scales
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
@@ -34,6 +38,7 @@ SCHEMES = {
     "w4a16 channel asymmetric": make_scheme("w4a16", -1, symmetric=False),
 }
 assert {scheme.name for scheme in SCHEMES.values()} == set(scheme_names())
+IN_PIECES = ["bf16", "fp8_block", "nvfp4a16", "w4a16 g32 asymmetric"]
 BY_KERNELS = ["nvfp4a16", "w4a16 g32 asymmetric"]  # on few numbers: Triton's interpreter is slow
 
 
@@ -56,8 +61,8 @@ def shapes_of(scheme: Scheme, few: bool = False) -> dict[str, tuple[int, ...]]:
             f"{mlp}.down_proj.weight": (hidden, 256),
             f"model.layers.{layer}.input_layernorm.weight": (hidden,),
         }
-    rows = 768 if scheme.row_block > 1 else 48  # cut evenly over two ranks and over three; those of down are not
-    for expert in (f"model.layers.2.mlp.experts.{index}" for index in range(3)):
+    rows = 384 if scheme.row_block > 1 else 48  # on three ranks a cut goes through gate, up and down of an expert
+    for expert in (f"model.layers.2.mlp.experts.{index}" for index in range(4)):
         shapes |= {f"{expert}.{leaf}_proj.weight": (rows, 128) for leaf in ("gate", "up")}
         shapes[f"{expert}.down_proj.weight"] = (256, 128)
     return shapes | {"model.norm.weight": (1,), "model.nothing.weight": (0, 4)}
@@ -90,7 +95,8 @@ class Gathering:
 
     def __init__(self, group: Group | None, scheme: Scheme, shapes: dict[str, tuple[int, ...]]) -> None:
         self.exchange, self.of = exchange_of(group), scheme_by_name(scheme)
-        self.plan = RowPlan(shapes, lambda name: row_unit(self.of(name)), self.exchange.count)
+        stacks = stacked_experts(shapes, self.of)
+        self.plan = RowPlan(shapes, lambda name: row_unit(self.of(name)), self.exchange.count, stacks)
 
     def of_masters(self, masters: dict[str, Tensor], kernels: bool) -> Snapshot:
         rows = {name: self.plan.cut(name)[self.exchange.rank] for name in masters}
@@ -99,6 +105,12 @@ class Gathering:
         found = gather_codes(shards, self.plan, self.exchange, self.of, torch.bfloat16, 5, kernels)
         assert all(torch.equal(shards[name], kept[name]) for name in shards)
         return found
+
+    def in_pieces(self, masters: dict[str, Tensor]) -> Snapshot:
+        """As `of_masters`, with stacks of a few rows at a time, and messages of a few tensors."""
+        few = partial(codes.own_rows, most=10_000), partial(codes.Gathers, most=10_000)
+        with patch.object(codes, "own_rows", few[0]), patch.object(codes, "Gathers", few[1]):
+            return self.of_masters(masters, False)
 
 
 def digests(group: Group | None) -> list[tuple[str, int, int]]:
@@ -122,9 +134,21 @@ def digests(group: Group | None) -> list[tuple[str, int, int]]:
             other = found.weights[name]
             assert (other.scheme, other.shape) == (weight.scheme, weight.shape), (label, name)
             assert all(other.tensors[suffix] is found.tensors[f"{name}.{suffix}"] for suffix in weight.tensors)
+        once, again = gathering.exchange.parts["codes"], found
+        if in_pieces := label in IN_PIECES and not kernels:
+            again = gathering.in_pieces(masters)
+            assert gathering.exchange.count == 1 or gathering.exchange.parts["codes"] > 10 * once, label
+        assert again.manifest() == expected.manifest(), label
+        for names in stacked_experts(shapes, gathering.of):
+            forms = [again.weights.get(name.removesuffix(".weight")) for name in names]
+            stored = [
+                again.tensors[name] if form is None else next(iter(form.tensors.values()))
+                for name, form in zip(names, forms, strict=True)
+            ]
+            assert adjacent(stored), label
         gathered = [name for name in found.tensors if not name.endswith(("_shape", "_global_scale"))]
         sizes = sum(found.tensors[name].nbytes for name in gathered)
-        done.append((label, gathering.exchange.received["codes"], sizes))
+        done.append((label, gathering.exchange.received["codes"], (1 + in_pieces) * sizes))
     return done
 
 

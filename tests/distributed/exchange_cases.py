@@ -57,6 +57,7 @@ def everything(group: Group | None) -> dict[str, Any]:
         "maxima": maxima(exchange),
         "several": several(exchange),
         "gathers": gathers(exchange),
+        "together": together(exchange),
         "moves": moves(exchange),
     }
 
@@ -119,6 +120,34 @@ def gathers(exchange: Exchange) -> dict[str, dict[str, int]]:
                 assert found.data_ptr() == memory[1].data_ptr() and same(memory[1], whole), (shape, dtype, some)
                 assert same(memory[0], torch.full(shape, -1.0).to(dtype))
     return {"sent": dict(exchange.sent), "received": dict(exchange.received)}
+
+
+def together(exchange: Exchange) -> dict[str, list[int]]:
+    """Many tensors in one message: [bytes received, those of all, pieces of memory] of each kind of cut."""
+    count, rank = exchange.count, exchange.rank
+    found, pending = {}, []
+    for number, kind in enumerate(("rows", "blocks", "whole", "odd", "inner")):
+        own, cuts, outs, expected = [], [], [], []
+        for case, shape in enumerate(SHAPES):
+            some = cuts_of(shape[0], count)[number % 4]
+            if kind == "inner":  # the first of each rank's rows alone
+                some = [range(rows.start, min(rows.start + 1, rows.stop)) for rows in some]
+            dtype = DTYPES[(case + number) % len(DTYPES)]
+            whole = (values_of(shape, case, number) * 7).clamp(-100, 100).to(dtype)
+            own.append(whole[some[rank].start : some[rank].stop].clone())
+            cuts.append(some)
+            outs.append(torch.zeros_like(whole))
+            expected.append(torch.zeros_like(whole))
+            for rows in some:
+                expected[-1][rows.start : rows.stop] = whole[rows.start : rows.stop]
+        pending.append((kind, outs, expected, exchange.begin_gathers(own, cuts, outs, kind)))
+        size = sum(len(rows) * out[:1].nbytes for some, out in zip(cuts, outs, strict=True) for rows in some)
+        found[kind] = [exchange.received[kind], size, exchange.parts[kind]]
+    for kind, outs, expected, arriving in reversed(pending):
+        for out, right, some in list(zip(outs, expected, arriving, strict=True))[::-1]:
+            assert some.rows() is out and same(out, right), kind
+    assert exchange.begin_gathers([], [], []) == []
+    return found
 
 
 def same(found: Tensor, expected: Tensor) -> bool:

@@ -40,6 +40,14 @@ def test_bytes_of_rows_of_all_ranks(count: int) -> None:
         assert sum(one["gathers"][way].get("codes", 0) for one in found_on(count)) == each * max(count - 1, 0), way
 
 
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_tensors_that_are_gathered_together_are_one_message(count: int) -> None:
+    for kind, first in found_on(count)[0]["together"].items():
+        of_ranks = [one["together"][kind] for one in found_on(count)]
+        assert sum(received for received, _, _ in of_ranks) == first[1] * max(count - 1, 0), kind
+        assert all(parts in ((1, count - 1, 0) if count else (0,)) for _, _, parts in of_ranks), kind
+
+
 def test_maxima() -> None:
     assert [one["maxima"] for one in found_on(3)] == [[1.0, 2.0, 0.5, float("inf")]] * 3
 

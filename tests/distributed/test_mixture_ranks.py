@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from ranks import run_ranks
 from row_runs import CPU, Case, held, loss_of, rounds, sha, trained, twin
 
+from qarl.training.optim import is_hidden_matrix
 from qarl.training.zero_updates import build_zero
 
 COUNT = 2
@@ -16,6 +18,9 @@ ROWS = {
     "qwen2_moe in rows": ("qwen2_moe", Case("", steps=2)),  # whose gate is one row
     "qwen3_moe in rows, a scale that all experts share": ("qwen3_moe", Case("", {"quant": {"scheme": "nvfp4a16"}})),
 }
+UNEVEN = Case(
+    "", {"optim": {"name": "muon", "lr": 1e-3}, "quant": {"scheme": "w4a16", "group_size": 32, "symmetric": False}}
+)
 STAGE = {"distributed": {"engine": "deepspeed", "zero_stage": 3}}
 
 
@@ -68,3 +73,34 @@ def test_steps_have_the_bits_of_one_process(found, cases, number) -> None:
     assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
     experts = [what for what in covered if ".experts.3." in what]
     assert len(experts) == (2 if number != 1 else 1) * 3 * 4  # master, two moments and a count of steps
+
+
+def uneven(group: Any, case: dict[str, Any]) -> dict[str, Any]:
+    found, _, updates = trained(group, Case(**case))
+    held = [name for name, rows in updates.shards.items() if ".experts." in name and len(rows)]
+    exchange, shapes = updates.exchange, updates.plan.shapes
+    hidden = {name: math.prod(shapes[name]) for name, rows in updates.shards.items() if is_hidden_matrix(name, rows)}
+    told = {"parts": exchange.parts, "muon": exchange.received["muon"], "blocks": len(updates.plan.blocks)}
+    return {**found, **told, "held": held, "hidden": hidden}
+
+
+def test_three_ranks_whose_cuts_go_through_experts(tiny_model) -> None:
+    case = Case(str(tiny_model("mixtral")), UNEVEN.sections, steps=1)
+    expected, tensors = twin(case, 3)
+    found = run_ranks(3, f"{__file__}:uneven", {"case": asdict(case)}, limit_s=240)
+    covered = dict.fromkeys(tensors, 0)
+    for rank in found:
+        assert rank["norms"] == expected["norms"] and rank["digests"] == expected["digests"]
+        for what, (start, stop, _, digest) in rank["pieces"].items():
+            assert digest == sha(tensors[what].reshape(-1)[start:stop]), what
+            covered[what] += stop - start
+        others = 2
+        assert rank["blocks"] == 3 + 2 * (4 + 2 + 1 + 2)  # of a layer: attention, norms, router, experts' two stacks
+        assert rank["parts"]["gradients"] <= len(rounds(3)) * others * rank["blocks"]
+        assert rank["parts"]["codes"] <= 2 * others  # of two versions, each in one message
+    assert covered == {what: tensor.numel() for what, tensor in tensors.items()}
+    held = [name for rank in found for name in rank["held"]]
+    assert {held.count(name) for name in held} == {1, 2}  # some experts are cut, the others are one rank's
+    elsewhere = sum(size for name, size in found[0]["hidden"].items() if held.count(name) != 1)
+    there_and_back = 2 * 2  # in 16 bits
+    assert 0 < sum(rank["muon"] for rank in found) <= there_and_back * elsewhere

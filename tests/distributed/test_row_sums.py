@@ -15,6 +15,7 @@ from qarl.distributed.exchange import AloneExchange, Pending
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.handles import empty
 from qarl.policy.policy import Policy
+from qarl.policy.projection import gradient_of
 from qarl.training.row_setup import plan_of
 from qarl.training.row_sums import RowSums, backward_order
 
@@ -55,7 +56,7 @@ def loss_of(policy: Policy) -> Tensor:
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_kernels)])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mixtral"])
 @pytest.mark.parametrize("recompute", ["elementwise", "layer"])
 def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, family, fused, recompute) -> None:
     slow = fused and not ON_GPU  # the interpreter takes seconds for each forward
@@ -76,8 +77,11 @@ def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, fam
     sums = RowSums(policy, plan, exchange)
     sums.round(loss_of(policy))
     layers = len(policy.decoder.layers)
-    sizes = [len(group) for group in backward_order(policy)]
-    assert [size for size, _ in exchange.begun] == sizes and sum(sizes) == len(named)
+    names, block_of = {p: name for name, p in named.items()}, {name: b for b in plan.blocks for name in b}
+    sizes = [len({block_of[names[p]] for p in group}) for group in backward_order(policy)]
+    experts = policy.config.num_local_experts if family == "mixtral" else 0
+    assert sum(sizes) == len(named) - layers * max(3 * experts - 2, 0)  # two tensors are what all experts have
+    assert [size for size, _ in exchange.begun] == sizes and sum(sizes) == len(plan.blocks)
     assert [during for _, during in exchange.begun] == [True] * (layers + 2)
     sums.round(None)  # in the same order
     assert [size for size, _ in exchange.begun] == 2 * sizes
@@ -89,3 +93,42 @@ def test_rounds_have_the_bits_of_backwards_added_up(tiny_model, monkeypatch, fam
     if not slow:
         loss_of(policy).backward()  # of somebody else: nothing leaves
         assert len(exchange.begun) == 3 * len(sizes) and all(master.grad is not None for master in named.values())
+
+
+class Accumulated:
+    """A loss whose backward makes gradients where layers of Triton kernels do, and tells of each layer."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.decoder, self.made = policy.decoder, []
+
+    def backward(self) -> None:
+        for layer in reversed(self.decoder.layers):
+            for stack in layer.stacks:
+                self.made.append(gradient_of(stack.masters).add_(len(self.made) + 1))
+            for master in layer.masters.values():
+                gradient_of([master])
+            self.decoder.on_gradients(layer.parameters())
+
+
+def test_what_experts_add_their_gradients_to_is_sent_as_it_is(tiny_model) -> None:
+    policy = make_policy(tiny_model("mixtral"), "w4a16", torch.bfloat16, 32, DEVICE, kernels="reference")
+    empty(dict(policy.named_parameters()).values(), DEVICE)
+    plan = plan_of({name: master.shape for name, master in policy.named_parameters()}, policy.scheme_of, 1)
+    sent: dict[tuple[str, ...], Tensor] = {}
+
+    class Keeping(RowSums):
+        def send(self, blocks, gradients) -> None:
+            sent.update(zip(blocks, gradients, strict=True))
+
+    loss = Accumulated(policy)
+    Keeping(policy, plan, AloneExchange()).round(loss)
+    stacks = [stack for layer in reversed(policy.decoder.layers) for stack in layer.stacks]
+    of_experts = 0
+    for stack, whole in zip(stacks, loss.made, strict=True):
+        if stack.experts is not None:
+            of_experts += 1
+            found = sent[tuple(f"{name}.weight" for name in stack.names)]
+            assert found.data_ptr() == whole.data_ptr() and torch.equal(found, whole) and found.shape == whole.shape
+    assert of_experts == 2 * len(policy.decoder.layers)
+    lone = sent[("model.embed_tokens.weight",)]
+    assert not lone.any() and lone.shape == plan.shapes["model.embed_tokens.weight"]  # nothing came to it

@@ -44,11 +44,14 @@ class ThreadExchange(AloneExchange):
         super().__init__()
         self.rank, self.count, self._ranks = ranks.rank, ranks.count, ranks
 
-    def begin_gather(
-        self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
-    ) -> Pending:
-        whole = torch.cat(self._ranks.gather_tensors(own))
-        return super().begin_gather(whole, cut, out)
+    def begin_gathers(
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+    ) -> list[Pending]:
+        pending = []
+        for rows, cut, out in zip(own, cuts, outs, strict=True):
+            for place, part in zip(cut, self._ranks.gather_tensors(rows), strict=True):
+                pending += super().begin_gathers([part], [[place]], [out], kind)
+        return pending[:: self.count]
 
     def largest(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._ranks.gather_tensors(tensor)).amax(0)

@@ -232,6 +232,9 @@ def test_the_experts_of_a_layer_lie_under_one_another_and_keep_their_values(tiny
     for stack in policy._stacks:
         codes = [policy.current.weights[name].tensors[suffix] for name in stack.names for suffix in CODES[scheme]]
         assert stack.experts is None or adjacent(codes)
+    stacked = dict(policy.current.tensors)
+    restack(policy.current, policy._stacks)  # nothing is left to do
+    assert all(policy.current.tensors[name] is tensor for name, tensor in stacked.items())
 
 
 def test_experts_that_are_no_one_weight_are_refused(make) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from qarl_kernels.logprob import Truncation
 from step_bench.measure import timed
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from qarl.config import Config
 from qarl.config.load import make_config
@@ -20,7 +20,7 @@ from qarl.distributed.ranks import Alone
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
 from qarl.training.row_setup import from_rows
-from ranks_bench.parts import Bench, Record
+from ranks_bench.parts import WARMUP, Bench, Record
 from ranks_bench.shapes import Shape
 
 LENGTH = 1024  # of a sequence
@@ -104,32 +104,42 @@ def _records(
     found = bench.timed(backward)
     yield labels | {"what": "micro-batch", "tokens": tokens, "tokens_per_s": tokens / found["seconds"]} | found
     if what == "with messages":
-        yield labels | {"what": "idle round"} | bench.timed(lambda: updates.backward(None))
+        before = exchange.parts["gradients"]
+        found = bench.timed(lambda: updates.backward(None))
+        parts = (exchange.parts["gradients"] - before) // (WARMUP + bench.iterations)
+        yield labels | {"what": "idle round", "parts": parts} | found
 
         def prepare() -> None:
             backward()
             dist.barrier(bench.group)
 
-        yield labels | {"what": "update"} | timed(update, device, 2, bench.iterations, prepare=prepare)
+        before = exchange.parts["codes"]
+        found = timed(update, device, WARMUP, bench.iterations, prepare=prepare)
+        parts = (exchange.parts["codes"] - before) // (WARMUP + bench.iterations)
+        yield labels | {"what": "update", "parts": parts} | found
         moved = {kind: count - received[kind] for kind, count in exchange.received.items()}
         yield labels | {"what": "all of these", "received_bytes_by_kind": moved}
     updates.clear()
     dist.barrier(bench.group)
 
 
-def _model_config(shape: Shape) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=4096,
-        tie_word_embeddings=shape.tied,
-        pad_token_id=2,
-    )
+def _model_config(shape: Shape) -> Qwen3Config | Qwen3MoeConfig:
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": shape.tied,
+        "pad_token_id": 2,
+    }
+    if not shape.experts:
+        return Qwen3Config(**sizes)
+    experts = {"num_experts": shape.experts, "num_experts_per_tok": shape.per_token, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**sizes, moe_intermediate_size=shape.inner, **experts)
 
 
 def _config(shape: Shape, scheme: str, tokens: int, offload: str | bool, device: torch.device) -> Config:

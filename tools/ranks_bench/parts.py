@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import GroupExchange
-from qarl.distributed.rows import RowPlan, row_unit
+from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.fused import shared_scales
 from qarl.weight_sync.snapshot import Quantizer, quantize_parameters
 from ranks_bench.shapes import SHAPES, Shape, Shapes, head_shapes, layer_shapes, model_shapes
@@ -24,6 +25,7 @@ from ranks_bench.shapes import SHAPES, Shape, Shapes, head_shapes, layer_shapes,
 Record = dict[str, Any]
 CHECKED = ("bf16", "w4a16", "fp8", "nvfp4a16")
 IN_FLIGHT = 2  # layers whose sums are under way, as in training
+WARMUP = 2  # calls before those that are timed
 _reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )  # its name up to torch 2.12
@@ -40,7 +42,7 @@ class Bench:
         self.iterations, self.layer_products = iterations, layer_products
 
     def timed(self, call: Callable[[], object]) -> Record:
-        return timed(call, self.device, 2, self.iterations, prepare=lambda: dist.barrier(self.group))
+        return timed(call, self.device, WARMUP, self.iterations, prepare=lambda: dist.barrier(self.group))
 
     def random(self, shapes: Shapes, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -49,13 +51,15 @@ class Bench:
         }
 
     def plan(self, shapes: Shapes, scheme: Scheme | None) -> RowPlan:
-        return RowPlan(shapes, lambda name: row_unit(scheme_of(scheme, name)), self.exchange.count)
+        stacks = stacked_experts(shapes, lambda name: scheme_of(scheme, name))
+        return RowPlan(shapes, lambda name: row_unit(scheme_of(scheme, name)), self.exchange.count, stacks)
 
     # --- results
 
     def check(self) -> Iterator[Record]:
         """Sums and codes against one process, to the bit, on odd shapes."""
         shapes = layer_shapes(SHAPES["tiny"], 0) | {"model.layers.0.mlp.up_proj.weight": (130, 64), "odd": (7, 5)}
+        shapes |= layer_shapes(replace(SHAPES["tiny-moe"], experts=3), 1)  # a cut goes through the second one
         rank, count = self.exchange.rank, self.exchange.count
         parts = [list(self.random(shapes, seed).values()) for seed in range(count)]
         cuts = [self.plan(shapes, None).cut(name) for name in shapes]
@@ -85,8 +89,7 @@ class Bench:
         """A layer's gradients, and the largest matrix alone, beside the backend's reduce-scatter of the same bytes."""
         table = {"model.embed_tokens.weight": head_shapes(self.shape)["model.embed_tokens.weight"]}
         for what, shapes in (("a layer", layer_shapes(self.shape, 0)), ("embedding", table)):
-            tensors, plan = list(self.random(shapes, self.exchange.rank).values()), self.plan(shapes, None)
-            cuts = [plan.cut(name) for name in shapes]
+            tensors, cuts = self._gradients(shapes)
             received = sum(tensor.nbytes for tensor in tensors) * (self.exchange.count - 1) / self.exchange.count
             ways: dict[str, Callable[[], object]] = {
                 "rows in order, one message": lambda t=tensors, c=cuts: self._add(t, c),
@@ -101,6 +104,12 @@ class Bench:
                 found = self.timed(call)
                 speed = {"received_bytes": received, "received_gb_per_s": 1e-9 * received / found["seconds"]}
                 yield {"part": "sum", "what": what, "way": way} | found | speed
+
+    def _gradients(self, shapes: Shapes) -> tuple[list[Tensor], list[list[range]]]:
+        """Tensors as a backward sends them, and their cuts."""
+        plan = self.plan(shapes, None)
+        sizes = {block[0]: plan.block_shape(block) for block in plan.blocks}
+        return list(self.random(sizes, self.exchange.rank).values()), [plan.block_cut(block) for block in plan.blocks]
 
     def _add(self, tensors: list[Tensor], cuts: list[list[range]]) -> None:
         for pending in self.exchange.begin_sums(tensors, cuts):
@@ -117,8 +126,7 @@ class Bench:
     def overlap(self) -> Iterator[Record]:
         """Four layers of matrix products alone, their sums alone, and both at once, two layers' sums under way."""
         shapes = layer_shapes(self.shape, 0)
-        tensors, plan = list(self.random(shapes, self.exchange.rank).values()), self.plan(shapes, None)
-        cuts = [plan.cut(name) for name in shapes]
+        tensors, cuts = self._gradients(shapes)
         on_gpu = self.device.type == "cuda"
         x = torch.randn(16_384 if on_gpu else 64, self.shape.hidden, device=self.device).bfloat16()
         weight = torch.randn(self.shape.hidden, self.shape.inner, device=self.device).bfloat16()

@@ -9,7 +9,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, as Qwen3 has them. group_size: of int4 weights."""
+    """A model's sizes, as Qwen3 has them. group_size: of int4 weights. experts: of a layer, 0: it has an MLP; inner: of
+    each of them. per_token: experts that a token goes through."""
 
     hidden: int
     inner: int
@@ -20,13 +21,17 @@ class Shape:
     tied: bool
     vocabulary: int = 151_936
     group_size: int = 128
+    experts: int = 0
+    per_token: int = 0
 
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, True, 512, 32),
+    "tiny-moe": Shape(128, 64, 4, 4, 2, 32, True, 512, 32, 128, 8),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, False),
     "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, False),
+    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, False, experts=128, per_token=8),
 }
 
 
@@ -39,10 +44,13 @@ def layer_shapes(shape: Shape, layer: int) -> Shapes:
         "self_attn.k_proj.weight": (key, hidden),
         "self_attn.v_proj.weight": (key, hidden),
         "self_attn.o_proj.weight": (hidden, query),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
     } | {f"{name}.weight": (size,) for name, size in norms.items()}
+    blocks = [f"mlp.experts.{index}" for index in range(shape.experts)] or ["mlp"]
+    for block in blocks:
+        found |= {f"{block}.{leaf}_proj.weight": (inner, hidden) for leaf in ("gate", "up")}
+        found[f"{block}.down_proj.weight"] = (hidden, inner)
+    if shape.experts:
+        found["mlp.gate.weight"] = (shape.experts, hidden)
     return {f"model.layers.{layer}.{name}": size for name, size in found.items()}
 
 

@@ -1,0 +1,90 @@
+"""Many tensors of which all ranks shall have all rows, gathered in few messages."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from qarl_formats.stacked import under_one_another
+from torch import Tensor
+
+from qarl.distributed.exchange import Exchange, Pending
+from qarl.distributed.rows import Block, RowPlan
+from qarl.weight_sync.joined import RUN_BYTES
+
+MESSAGE_BYTES = 2**26  # of all ranks' rows, after which a message leaves
+IN_FLIGHT = 2  # messages under way while the rows of the next one are made
+
+
+class Gathers:
+    """Rows on their way to all ranks; all ranks add the same tensors in the same order.
+
+    most: bytes of a message, see MESSAGE_BYTES; a tensor of as many has one of its own, and is not packed. A message
+    takes its bytes three times at most: packed, unpacked and in place.
+    """
+
+    def __init__(self, exchange: Exchange, most: int = MESSAGE_BYTES) -> None:
+        self._exchange, self._most = exchange, most
+        self._waiting: list[tuple[Tensor, Sequence[range], Tensor]] = []
+        self._bytes = 0
+        self._under_way: deque[list[Pending]] = deque()
+
+    def add(self, own: Tensor, cut: Sequence[range], out: Tensor) -> None:
+        """This rank's rows, the rows of `out` that each rank fills, and `out`, as `Exchange.begin_gathers` takes them.
+
+        `out` is complete after `finish`.
+        """
+        size = out.nbytes * sum(map(len, cut)) // max(len(out), 1)
+        if size >= self._most:
+            self._send()
+        self._waiting.append((own, cut, out))
+        self._bytes += size
+        if self._bytes >= self._most:
+            self._send()
+
+    def finish(self) -> None:
+        """Send what is left, and wait for all."""
+        self._send()
+        while self._under_way:
+            self._land()
+
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        own, cuts, outs = zip(*self._waiting, strict=True)
+        self._waiting, self._bytes = [], 0
+        self._under_way.append(self._exchange.begin_gathers(own, cuts, outs))
+        if len(self._under_way) > IN_FLIGHT:
+            self._land()
+
+    def _land(self) -> None:
+        for pending in self._under_way.popleft():
+            pending.rows()
+
+
+def own_rows(
+    block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor], most: int = RUN_BYTES
+) -> Iterator[tuple[list[range], Tensor]]:
+    """A rank's rows of a block, as many at a time as all ranks take at once: (the block's rows that each rank has of
+    them, this rank's under one another, contiguous). Those of a stack come `most` bytes at a time, a lone master whole.
+
+    shards: the rank's rows of each master by name, asked for when they are needed; adjacent ones are not copied.
+    """
+    cut = plan.block_cut(block)
+    longest, step = max(map(len, cut)), len(cut[0])
+    if len(block) > 1:
+        width = 4 * math.prod(plan.block_shape(block)[1:])
+        step = max(most // (width * plan.unit(block)), 1) * plan.unit(block)
+    for start in range(0, longest, step) if longest else [0]:
+        places = [range(*(min(own.start + end, own.stop) for end in (start, start + step))) for own in cut]
+        parts, first = [], 0
+        for name in block:
+            rows, own = plan.shapes[name][0], plan.cut(name)[rank]
+            begin, end = max(places[rank].start - first, own.start), min(places[rank].stop - first, own.stop)
+            if begin < end or len(block) == 1:
+                shard = shards[name]
+                assert len(shard) == len(own), f"{name}: {len(shard)} rows of {own}, rank {rank}"
+                parts.append(shard[begin - own.start : end - own.start])
+            first += rows
+        yield places, under_one_another(parts) if parts else shards[block[0]][:0]
