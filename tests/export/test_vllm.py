@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -70,19 +70,17 @@ def first_layers(exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Callable[..., subprocess.CompletedProcess]]:
+@pytest.fixture
+def forked(vllm_server: ForkServer) -> Callable[..., subprocess.CompletedProcess]:
     """`subprocess.run` of a probe as `read_vllm` calls it, which runs in a fork of the server."""
-    server = ForkServer(Path(__file__).with_name("probe_server.py"))
 
     def run(command: list[str], *, stdout: IO[str], check: bool, **rest) -> subprocess.CompletedProcess:
         assert command[:3] == [sys.executable, "-m", "qarl.exporting.vllm_probe"] and check
-        if code := server.run(stdout.name, stdout.name, argv=command[3:]):
+        if code := vllm_server.run(stdout.name, stdout.name, program=command[2], argv=command[3:]):
             raise subprocess.CalledProcessError(code, command)
         return subprocess.CompletedProcess(command, code)
 
-    yield run
-    server.close()
+    return run
 
 
 def test_smollm2_is_quantized_and_loads_in_transformers(exports):

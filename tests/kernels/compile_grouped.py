@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from compile_cases import BF16, FP32, empty, for_this_gpu, is_wgmma, tiled_fp4
+from qarl_kernels import tuning
 from qarl_kernels.launch import capability_of
 from qarl_kernels.moe import codes, fp8_block, nvfp4a16, starting, w4a8, w4a16
 from qarl_kernels.moe.groups import Groups
@@ -15,16 +16,21 @@ EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672
 
 
 def _grouped(family: str) -> Iterator[str]:
-    """Grouped products of few, some and many rows an expert."""
+    """Grouped products of few, some and many rows an expert; where x is not gathered, of many alone.
+
+    The number of experts changes where a program begins: no tile is compiled for two of them.
+    """
+    done: set[tuple[tuning.Tile, bool]] = set()
     for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
-        for tokens in (16, 256, 4096, 65_536):
+        for tokens in (65_536, 4096, 256, 16):
             rows = tokens * slots
             order = empty(rows, dtype=torch.int32)
             given = Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
             x, width = empty(tokens if gathered else rows, k), experts * n
             tile_ = starting.tile_for(family, given, x)
-            if tile_.way == "dequantized":
+            if tile_.way == "dequantized" or (tile_, gathered) in done:
                 continue
+            done.add((tile_, gathered))
             blocks = k // 128
             tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
             byte = torch.int8 if family.startswith("w") else torch.float8_e4m3fn
@@ -45,6 +51,8 @@ def _grouped(family: str) -> Iterator[str]:
             yield f"experts {family} {experts}x{n}x{k} {tokens} {tile_}" + " wgmma" * (
                 capability_of(x) >= (9, 0) and is_wgmma(tile_)
             )
+            if not gathered:
+                break
 
 
 def int8() -> Iterator[str]:

@@ -154,11 +154,10 @@ class Finished:
 
 
 class Qarl:
-    """`qarl` command lines, one at a time, in `cwd`."""
+    """`qarl` command lines, one at a time, in `cwd`. server: of `fork_server.py`, or one that takes its orders."""
 
-    def __init__(self, cwd: Path) -> None:
-        self.cwd = cwd
-        self._server = ForkServer(Path(__file__).with_name("fork_server.py"))
+    def __init__(self, cwd: Path, server: ForkServer) -> None:
+        self.cwd, self._server = cwd, server
 
     def start(self, *argv: object, before: str = "", cwd: Path | None = None) -> Started:
         out, err = self.cwd / "output.out", self.cwd / "output.err"
@@ -167,9 +166,6 @@ class Qarl:
 
     def run(self, *argv: object, before: str = "", cwd: Path | None = None) -> Finished:
         return self.start(*argv, before=before, cwd=cwd).wait()
-
-    def close(self) -> None:
-        self._server.close()
 
 
 def write_config(path: Path, data: dict[str, Any]) -> Path:
