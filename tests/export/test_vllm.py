@@ -20,6 +20,7 @@ from typing import IO
 import pytest
 import torch
 from forks import ForkServer
+from gguf_once import parsed_once
 from safetensors.torch import save_file
 from tiny_exports import save_run, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,14 +40,15 @@ SCHEMES = {
 
 
 OWN_PROCESS = "bf16"
-LAYERS = 6
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def exports(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """SmolLM2 from its GGUF as bf16 and w4a16. The GGUF is opened once: that takes longer than the rest."""
     places: dict[str, Path] = {}
-    masters = job.open_masters(resolve_target(smollm2))
+    with parsed_once():
+        masters = job.open_masters(resolve_target(smollm2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "open_masters", lambda target: masters)
         for name in ("bf16", "w4a16"):
