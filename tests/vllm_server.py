@@ -7,11 +7,10 @@ Orders are {argv, cwd, before, program}: a `qarl` command line, or the arguments
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from pathlib import Path
 
-from forks import serve
+from forks import run_program, serve
 
 from qarl import cli
 from qarl.rollout.vllm.settings import ENVIRONMENT
@@ -36,10 +35,8 @@ def run(argv: list[str], cwd: str = ".", before: str = "", program: str = "qarl"
     if program == "qarl":
         forked_worker.install()
         cli.main(argv)
-    elif program.endswith(".py"):
-        runpy.run_path(program, run_name="__main__")
     else:
-        runpy.run_module(program, run_name="__main__")
+        run_program(program, argv)
 
 
 if __name__ == "__main__":
