@@ -22,6 +22,11 @@ for folder in ("training", "policy", "distributed", "export"):
     sys.path.append(str(Path(__file__).parent / folder))
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # for tiny_models, which tools/fuzz.py reads too
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreting import repeat_less
+
+    repeat_less()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
