@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that it repeats: a third of the time of a test that runs kernels."""
+"""Triton's interpreter without work that it repeats: more than half of the time of a test that runs kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 def repeat_less() -> None:
     """Patch triton.language once a launch and module, look numpy's dtypes up once, and compute no overflow for nobody.
 
-    A launch patches triton.language for the interpreter and restores it at its end. Triton 3.6 to 3.9 does the first
-    again for every call of one kernel's function in another, where it finds little to do but takes a millisecond. Sums of
-    integers are computed twice, to find an overflow that is told only in debug mode.
+    A launch patches triton.language for the interpreter and restores it at its end. Triton does the first again for
+    every call of one kernel's function in another, where it finds little to do but takes a millisecond. Integers' sums
+    are computed twice, to find an overflow that is told only in debug mode.
     """
     from triton import language
     from triton.runtime import interpreter

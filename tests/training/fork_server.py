@@ -11,6 +11,8 @@ import sys
 import torch.utils.tensorboard  # noqa: F401 - imported for the forks
 from forks import run_program, serve
 
+import qarl.exporting.verify
+import qarl.report.run_report
 import qarl.training.loop  # noqa: F401
 from qarl import cli
 
