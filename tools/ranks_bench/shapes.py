@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from model_sizes import SIZES, Sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model's sizes, as Qwen3 has them. group_size: of int4 weights."""
+class Shape(Sizes):
+    """A model as Qwen3 is built. group_size: of int4 weights."""
 
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
     vocabulary: int = 151_936
     group_size: int = 128
 
 
+def _shape(name: str, **more: Any) -> Shape:
+    return Shape(**vars(SIZES[name]), **more)
+
+
 SHAPES = {
-    "tiny": Shape(64, 128, 2, 4, 2, 16, True, 512, 32),
-    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
-    "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, False),
-    "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, False),
+    "tiny": _shape("tiny", vocabulary=512, group_size=32),
+    **{name: _shape(name) for name in ("qwen3-1.7b", "qwen3-8b", "qwen3-32b")},
 }
 
 
