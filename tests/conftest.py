@@ -22,6 +22,11 @@ for folder in ("training", "policy", "distributed", "export"):
     sys.path.append(str(Path(__file__).parent / folder))
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # for tiny_models, which tools/fuzz.py reads too
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreting import repeat_less
+
+    repeat_less()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -52,11 +57,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def qarl(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """Whole runs, in forks of one server: a `tiny_runs.Qarl`."""
+    from forks import ForkServer
     from tiny_runs import Qarl
 
-    runner = Qarl(tmp_path_factory.mktemp("qarl"))
-    yield runner
-    runner.close()
+    server = ForkServer(Path(__file__).parent / "training" / "fork_server.py")
+    yield Qarl(tmp_path_factory.mktemp("qarl"), server)
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator:
+    """Programs in forks of a process that has vLLM imported: a `forks.ForkServer` of `vllm_server.py`."""
+    from forks import ForkServer
+
+    server = ForkServer(Path(__file__).with_name("vllm_server.py"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def qarl_with_vllm(vllm_server, tmp_path_factory: pytest.TempPathFactory):
+    """As `qarl`, for runs whose sampler is vLLM: each has it imported, and so has a sampler that it starts."""
+    from tiny_runs import Qarl
+
+    return Qarl(tmp_path_factory.mktemp("qarl"), vllm_server)
 
 
 @pytest.fixture(scope="session")

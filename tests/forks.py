@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import subprocess
 import sys
 import traceback
@@ -50,6 +51,16 @@ def _run(work: Callable[..., None], out: str, err: str, **order: Any) -> Never:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_program(program: str, argv: list[str]) -> None:
+    """What `python program argv` runs: a file by its path, or a module by its name."""
+    sys.argv = [program, *argv]
+    if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__")
 
 
 def redirect(places: Mapping[int, str]) -> None:

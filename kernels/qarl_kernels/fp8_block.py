@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
 from qarl_kernels.casts import narrow
+from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
+from qarl_kernels.launch import descriptor, launch, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
 
@@ -96,10 +97,7 @@ def fp8_block(
     qx: (M, K) float8_e4m3fn; s_x: (M, ceil(K / 128)) fp32; codes: (N, K) float8_e4m3fn; s_w: (ceil(N / 128),
     ceil(K / 128)); bias: (N,). out: (M, N), any row stride, is filled if given. Returns (M, N) of out_dtype.
     """
-    if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"fp8_block needs float8_e4m3fn codes, not {qx.dtype} and {codes.dtype}; quantize x first")
-    if capability_of(qx) < (8, 9):
-        raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
+    check_e4m3("fp8_block", qx, codes)
     m, k = qx.shape
     n = codes.shape[0]
     if codes.shape[1] != k or s_w.shape != (-(-n // 128), -(-k // 128)) or s_x.shape != (m, -(-k // 128)):

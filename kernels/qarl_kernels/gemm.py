@@ -145,13 +145,18 @@ def fp8(
     qx: (M, K) float8_e4m3fn; s_x: (M, 1) fp32; codes: (N, K) float8_e4m3fn; s_w: (N, 1). out: as in `dense`. Returns
     (M, N).
     """
+    check_e4m3("fp8", qx, codes)
+    return _run("fp8", qx, codes, s_x, s_w, bias, out_dtype, out)
+
+
+def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
+    """Raise ValueError, which names the scheme, unless both are e4m3 codes, on a GPU that multiplies them."""
     if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"fp8 needs float8_e4m3fn codes, not {qx.dtype}, {codes.dtype}; quantize the activations first"
+            f"{name} needs float8_e4m3fn codes, not {qx.dtype} and {codes.dtype}; quantize the activations first"
         )
     if capability_of(qx) < (8, 9):
         raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
-    return _run("fp8", qx, codes, s_x, s_w, bias, out_dtype, out)
 
 
 def _run(

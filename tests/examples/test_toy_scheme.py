@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import Qarl
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def out(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(qarl: Qarl, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("toy") / "out"
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "quant_formats")]
-    child = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "toy_scheme.py"), str(tiny_model()), str(directory)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=560,
-        cwd=directory.parent,
-    )
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
+    program = ROOT / "examples" / "toy_scheme.py"
+    done = qarl.run(tiny_model(), directory, cwd=directory.parent, program=program)
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
     return directory
 
 

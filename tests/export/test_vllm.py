@@ -13,13 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import pytest
 import torch
 from forks import ForkServer
+from gguf_once import parsed_once
 from safetensors.torch import save_file
 from tiny_exports import save_run, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,14 +40,15 @@ SCHEMES = {
 
 
 OWN_PROCESS = "bf16"
-LAYERS = 6
+LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def exports(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """SmolLM2 from its GGUF as bf16 and w4a16. The GGUF is opened once: that takes longer than the rest."""
     places: dict[str, Path] = {}
-    masters = job.open_masters(resolve_target(smollm2))
+    with parsed_once():
+        masters = job.open_masters(resolve_target(smollm2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "open_masters", lambda target: masters)
         for name in ("bf16", "w4a16"):
@@ -70,19 +72,17 @@ def first_layers(exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Callable[..., subprocess.CompletedProcess]]:
+@pytest.fixture
+def forked(vllm_server: ForkServer) -> Callable[..., subprocess.CompletedProcess]:
     """`subprocess.run` of a probe as `read_vllm` calls it, which runs in a fork of the server."""
-    server = ForkServer(Path(__file__).with_name("probe_server.py"))
 
     def run(command: list[str], *, stdout: IO[str], check: bool, **rest) -> subprocess.CompletedProcess:
         assert command[:3] == [sys.executable, "-m", "qarl.exporting.vllm_probe"] and check
-        if code := server.run(stdout.name, stdout.name, argv=command[3:]):
+        if code := vllm_server.run(stdout.name, stdout.name, program=command[2], argv=command[3:]):
             raise subprocess.CalledProcessError(code, command)
         return subprocess.CompletedProcess(command, code)
 
-    yield run
-    server.close()
+    return run
 
 
 def test_smollm2_is_quantized_and_loads_in_transformers(exports):

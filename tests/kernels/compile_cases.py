@@ -150,7 +150,7 @@ def norms() -> Iterator[str]:
 
 
 def rotaries() -> Iterator[str]:
-    for head_dim, normed in for_this_gpu(((80, False), (256, False), (128, True))):
+    for head_dim, normed in for_this_gpu(((80, False), (128, True))):
         qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
         positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim)
         norm = empty(head_dim) if normed else None
@@ -177,9 +177,9 @@ def gates() -> Iterator[str]:
 def fused_quantization(activations: tuple[rows.Activation, ...]) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
     for activation in activations:
-        for h in for_this_gpu((1000, 16_384)):
-            fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation)
-            fused_norm.add_rms_norm(empty(4096, h), None, empty(h), 1e-6, activation, False)
+        for h, added in for_this_gpu(((1000, False), (16_384, True))):
+            residual = empty(4096, h) if added else None
+            fused_norm.add_rms_norm(empty(4096, h), residual, empty(h), 1e-6, activation, added)
             yield f"norm {activation} {h}"
         for i in for_this_gpu((1000, 32_768)):
             swiglu.swiglu(empty(4096, 2 * i), activation)
@@ -252,16 +252,15 @@ def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def groups_and_dtypes() -> Iterator[str]:
-    """The fused int4 kernels with every group size, one of them also in float16."""
+    """The fused int4 kernels with every group size, one of them in float16."""
     n, k = 4096, 4096
-    for group in (32, 64):
+    for group, dtype in ((32, BF16), (64, torch.float16)):
         tiled = empty(n // 16, k // 128, 16, 16, dtype=torch.int32)
         rows = k // 128 * (128 // group)
         for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
-            for dtype in (BF16, torch.float16)[: 2 if group == 32 else 1]:
-                x = empty(4096, k, dtype=dtype)
-                w4a16.fused(x, tiled, empty(rows, n, dtype=torch.int32), n, empty(n, dtype=dtype), dtype, way)
-                yield f"w4a16 group {group} {way.way} {dtype}"
+            x = empty(4096, k, dtype=dtype)
+            w4a16.fused(x, tiled, empty(rows, n, dtype=torch.int32), n, empty(n, dtype=dtype), dtype, way)
+            yield f"w4a16 group {group} {way.way} {dtype}"
         x, scale_x = empty(4096, k, dtype=torch.int8), empty(4096, 1, dtype=FP32)
         tile_ = tuning.Tile("wide", 64, 64, stages=3)
         w4a8.tiled_product(x, scale_x, tiled, empty(rows, n, dtype=FP32), n, None, BF16, False, tile_)
@@ -315,42 +314,48 @@ def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Te
     return q, k, v
 
 
-def _attention_heads() -> list[tuple[int, torch.dtype]]:
-    """Every head size, one of them in float16; 256, which spills before Hopper, on Hopper alone."""
-    return [(64, BF16), (96, torch.float16), (128, BF16)] + [(256, BF16)] * on_hopper()
+def _attention_heads() -> list[tuple[int, torch.dtype, int | None]]:
+    """Head sizes with dtype and window. A window adds to a kernel, so that one without compiles where one with it does.
+
+    On Hopper all, one in float16; before it those of most models: 256 spills there.
+    """
+    if not on_hopper():
+        return [(64, BF16, None), (128, BF16, 300)]
+    return [(64, BF16, None), (96, torch.float16, None), (128, BF16, None), (128, BF16, 300), (256, BF16, None)]
 
 
 def attention_forward() -> Iterator[str]:
-    """Packed forward, with every head size; of 128 also short sequences, and a window."""
-    short, long = (flash_layout.packed_layout([(p, [500] * 8)], torch.device("cpu")) for p in (96, 600))
-    for dim, dtype in _attention_heads():
-        for layout, window in ((long, None), (short, None), (long, 300))[: 3 if dim == 128 else 1]:
-            q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
-            flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
-            yield f"attention forward {dim} {dtype} window {window}" + " wgmma" * (capability_of(q) >= (9, 0))
+    """Packed forward, in one chunk and in several."""
+    layout = flash_layout.packed_layout([(600, [500] * 8)], torch.device("cpu"))
+    for dim, dtype, window in _attention_heads():
+        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
+        flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
+        yield f"attention forward {dim} {dtype} window {window}" + " wgmma" * on_hopper()
 
 
 def attention_backward() -> Iterator[str]:
-    """Every head size, one with a window; heads of 256 with one spill 120 bytes with Triton 3.9, none with 3.6."""
+    """Heads of 256 with a window would spill 120 bytes with Triton 3.9, none with 3.6."""
     layout = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu"))
-    for dim, dtype in _attention_heads():
+    for dim, dtype, window in _attention_heads():
         q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
         out, lse = empty(*q.shape, dtype=dtype), empty(16, layout.tokens, dtype=FP32)
-        for window in (None, 300) if (dim, dtype) == (128, BF16) else (None,):
-            flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, window)
-            yield f"attention backward {dim} {dtype} window {window}"
+        flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, window)
+        yield f"attention backward {dim} {dtype} window {window}"
 
 
 def attention_decode() -> Iterator[str]:
     """Decodes whose chunks are shared out, and of so many sequences that they are not; heads of every model known."""
-    for dim, heads, kv_heads in ((64, 9, 3), (128, 16, 8), (128, 32, 8), (256, 16, 8)):
-        for sequences in (8, 512):
-            cache, lengths = empty(300, kv_heads, 64, dim), empty(sequences, dtype=torch.int32)
-            table = empty(sequences, 128, dtype=torch.int32)
-            for window in (None, 300) if (dim, heads) == (128, 32) else (None,):
-                q = empty(sequences, heads, dim)
-                flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, window, 8192)
-                yield f"decode {dim} {heads} {sequences} window {window}"
+    for dim, heads, kv_heads, sequences, window in (
+        (64, 9, 3, 8, None),
+        *[(128, 16, 8, 8, None), (128, 16, 8, 512, None)] * on_hopper(),
+        (128, 32, 8, 512, 300),
+        (256, 16, 8, 8, None),
+    ):
+        cache, lengths = empty(300, kv_heads, 64, dim), empty(sequences, dtype=torch.int32)
+        table = empty(sequences, 128, dtype=torch.int32)
+        q = empty(sequences, heads, dim)
+        flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, window, 8192)
+        yield f"decode {dim} {heads} {sequences} window {window}"
 
 
 def attention_paged() -> Iterator[str]:
@@ -360,28 +365,21 @@ def attention_paged() -> Iterator[str]:
         flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu"))[0]
         for n in (1, 2)
     ]
-    for dim in sorted({dim for dim, _ in _attention_heads()} - {96}):  # 96 spills 84 bytes on sm_80
-        for axis, shape in ((2, (8, 16)), (1, (32, 8)))[: 2 if dim == 128 else 1]:
-            cache = empty(300, *shape, dim)
-            for window in (None, 300) if (dim, axis) == (128, 2) else (None,):
-                layout = layouts[dim > 128]
-                flash_paged.paged_attention(
-                    empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, window, axis
-                )
-                yield f"attention paged {dim} axis {axis} window {window}"
+    for dim, _, window in _attention_heads():
+        if dim == 96:
+            continue
+        axis, shape = (1, (32, 8)) if dim == 64 else (2, (8, 16))
+        cache, layout = empty(300, *shape, dim), layouts[dim > 128]
+        flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, window, axis)
+        yield f"attention paged {dim} axis {axis} window {window}"
 
 
 def head_statistics() -> Iterator[str]:
     """Log-probs and entropies from hidden states, with the tile that runs; vocabularies with and without a rest."""
     targets = empty(4096, dtype=torch.int64)
-    for vocabulary in (151_936, 128_000):
-        head.statistics(empty(4096, 2048), empty(vocabulary, 2048), targets, head.Logits(1.0, -3.0))
-        yield f"head {vocabulary}"
-    for vocabulary, truncation in (
-        (151_936, Truncation(min_p=0.05)),
-        (128_000, Truncation(0.7)),
-        (151_936, Truncation()),
-    ):
+    head.statistics(empty(4096, 2048), empty(151_936, 2048), targets, head.Logits(1.0, -3.0))
+    yield "head 151936"
+    for vocabulary, truncation in ((128_000, Truncation(min_p=0.05)), (151_936, Truncation(0.7))):
         head.fused_distribution(empty(64, 2048), empty(vocabulary, 2048), truncation)
         yield f"distribution {vocabulary} {truncation}"
     fp16 = {"dtype": torch.float16}
@@ -395,7 +393,7 @@ def head_gradients() -> Iterator[str]:
     rows = 4096
     targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     found = head.Statistics(row, row, row, row)
-    arriving = ((row, None, None), (None, row, None), (row, row, None), (row, row, -3.0))
+    arriving = ((row, None, None), (row, row, None), (row, row, -3.0))
     for grad, grad_entropy, log_min_p in arriving:
         parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found, None
         head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
@@ -444,7 +442,7 @@ def moe_routing_and_order() -> Iterator[str]:
         for tokens in (64, 8192) if whole else (64,):
             x, weight = empty(tokens, hidden), empty(experts, hidden)
             routed = moe_routing.route(x, weight, slots, True, kernels=True)
-            if whole:
+            if whole and tokens == 64:
                 moe_routing.route(x, weight, slots, False, empty(tokens, slots, dtype=torch.int64), kernels=True)
                 moe_routing.route_backward(routed.weights, routed, True, kernels=True)
             moe_dispatch.groups_of(routed.experts, experts, kernels=True)

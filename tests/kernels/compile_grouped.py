@@ -48,13 +48,21 @@ def _label(family: str, experts: int, n: int, k: int, tile_: Tile) -> str:
 
 
 def _defaults(family: str) -> Iterator[str]:
-    """Products of few, some and many rows an expert, with tiles that no table has chosen."""
+    """Products of few, some and many rows an expert, with tiles that no table has chosen.
+
+    The number of experts changes where a program begins: no tile is compiled for two of them.
+    """
+    done: set[tuple[Tile, bool]] = set()
     for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
-        for tokens in (16, 256, 4096, 65_536):
+        for tokens in (65_536, 4096, 256, 16):
             tile_ = default_tile(family, tokens * slots, experts, not on_hopper())
-            if tile_.way != "dequantized":
-                _product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
-                yield _label(family, experts, n, k, tile_)
+            if tile_.way == "dequantized" or (tile_, gathered) in done:
+                continue
+            done.add((tile_, gathered))
+            _product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
+            yield _label(family, experts, n, k, tile_)
+            if not gathered:
+                break
 
 
 def _tabled(family: str) -> Iterator[str]:

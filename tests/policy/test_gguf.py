@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from damaged_models import Weights, gguf_of
+from gguf_once import parsed_once
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
@@ -132,6 +133,7 @@ def same_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
 
 
 @pytest.mark.slow
+@parsed_once()
 def test_smollm2_is_the_same_from_its_conversion(smollm2, another_process, monkeypatch, tmp_path):
     config = ModelConfig(path=smollm2)
     load_model(config), load_tokenizer(config), load_model_config(config)  # converted now, unless the suite has

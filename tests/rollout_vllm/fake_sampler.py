@@ -7,29 +7,23 @@ its operation is carried out the next time. Every process writes its pid beside 
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import math
 import os
 import pickle
 import random
-import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
+import forked_worker
 from safetensors import safe_open
 from torch import Tensor
 
-from qarl.rollout.vllm import process, worker
+from qarl.rollout.vllm import process
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
 from qarl.rollout.vllm.wire import HEADER, MAGIC
 from qarl.weight_sync.delta import Patch, apply_patch
@@ -193,64 +187,9 @@ def _draw(request: Request, drawing: Drawing) -> Response:
     return Response([*tokens[:-1], stop], [EVEN] * length, "stop", stop)
 
 
-class ForkedWorker:
-    """Stands for the `subprocess.Popen` of `python -m qarl.rollout.vllm.worker`: a fork, which has torch imported."""
-
-    def __init__(self, command: list[str], *, stdin, stdout, stderr, pass_fds, start_new_session, env) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self._become(command, stdout, stderr, pass_fds, env)
-                worker.main()
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-
-    @staticmethod
-    def _become(command: list[str], stdout, stderr, pass_fds: tuple[int, ...], env: Mapping[str, str]) -> None:
-        """What an exec of the command would leave of this process."""
-        gc.freeze()  # or a file of the parent's closes a descriptor of the child's
-        faulthandler.disable()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.setsid()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(stdout.fileno(), 1)
-        os.dup2(stderr.fileno(), 2)
-        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-        at = 3
-        for fd in (*sorted(pass_fds), os.sysconf("SC_OPEN_MAX")):
-            os.closerange(at, fd)
-            at = fd + 1
-        os.environ.clear()
-        os.environ.update(env)
-        sys.argv = command[3:]
-        worker.Host = FakeHost
-        torch.set_num_threads(1)  # a fork has none of the threads that the parent's pool counts on
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = math.inf) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            time.sleep(0.002)
-        return code
-
-
 def install(replace=setattr) -> None:
-    """Let `SamplerProcess` start forks. replace: `monkeypatch.setattr` in a test."""
-    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedWorker})
-    replace(process, "subprocess", stand_in)
+    """Let `SamplerProcess` start forks with a `FakeHost`. replace: `monkeypatch.setattr` in a test."""
+    forked_worker.install(FakeHost, replace)
 
 
 def pids(troubles: Path) -> list[int]:

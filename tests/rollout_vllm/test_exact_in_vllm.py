@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ROOT, Qarl, settings, write_config
+from forks import ForkServer
+from tiny_runs import Qarl, settings, write_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +41,9 @@ SHAPED = ["none", "min_p", "top_p", "greedy", "all"]
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    tiny_model: Callable[..., Path], vllm_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What `exact_in_vllm.py` saw, by case."""
     directory = tmp_path_factory.mktemp("exact")
     orders = {
@@ -58,15 +58,9 @@ def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     }
     cases, answer = directory / "cases.json", directory / "answer.json"
     cases.write_text(json.dumps(orders))
-    paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests", "tests/training"))
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("exact_in_vllm.py")), str(cases), str(answer)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
+    program, out, err = Path(__file__).with_name("exact_in_vllm.py"), directory / "out", directory / "err"
+    code = vllm_server.run(out, err, program=str(program), argv=[str(cases), str(answer)])
+    assert code == 0, out.read_text()[-2000:] + err.read_text()[-4000:]
     return json.loads(answer.read_text())
 
 
@@ -90,11 +84,11 @@ def test_a_publish_is_proved_and_changes_what_is_computed(found, case) -> None:
     assert abs(case["version 1"]["sum"] - case["version 0"]["sum"]) > 0.1
 
 
-def test_a_training_run_has_no_mismatch_in_any_step(qarl: Qarl, tiny_model, tmp_path: Path) -> None:
+def test_a_training_run_has_no_mismatch_in_any_step(qarl_with_vllm: Qarl, tiny_model, tmp_path: Path) -> None:
     rollout = {"engine": "vllm", "numerics": "exact", "min_p": 0.05, "vllm": {"publish": "delta"}}
     sections = {"rollout": rollout, "train": {"steps": 2}, "checkpoint": {"every": 100}}
     config = write_config(tmp_path / "c.yaml", settings(tiny_model("qwen3"), **sections))
-    done = qarl.run("train", config, f"train.run_dir={tmp_path / 'run'}")
+    done = qarl_with_vllm.run("train", config, f"train.run_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [record["mismatch/delta_abs_max"] for record in records] == [0.0, 0.0]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import ForkServer
 
 from qarl.exporting.job import export_target
 from qarl.inference.target import resolve_target
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -25,22 +22,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    tiny_model: Callable[..., Path], vllm_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What `kernels_in_vllm.py` saw of W4A16 with one layer left unquantized, and output layer and embedding tied."""
     directory = tmp_path_factory.mktemp("kernels")
     checkpoint, answer = directory / "checkpoint", directory / "answer.json"
     quant = {"scheme": "w4a16", "group_size": 32, "ignore": ["lm_head", "model.layers.1.mlp.down_proj"]}
     target = resolve_target(str(tiny_model(head_dim=32)), quant=quant)
     export_target(target, checkpoint, dtype=torch.bfloat16, max_shard_bytes=10**9)
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "quant_formats")]
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kernels_in_vllm.py")), str(checkpoint), str(answer)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert child.returncode == 0, child.stderr[-4000:]
+    program, out, err = Path(__file__).with_name("kernels_in_vllm.py"), directory / "out", directory / "err"
+    code = vllm_server.run(out, err, program=str(program), argv=[str(checkpoint), str(answer)])
+    assert code == 0, err.read_text()[-4000:]
     return json.loads(answer.read_text())
 
 

@@ -144,14 +144,15 @@ SamplerTeam.begin = begin
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
-def test_a_model_in_two_parts_is_published_proved_and_trains(qarl: Qarl, tiny_model, tmp_path) -> None:
+def test_a_model_in_two_parts_is_published_proved_and_trains(qarl_with_vllm: Qarl, tiny_model, tmp_path) -> None:
     vllm, shared = {"tensor_parallel": 2}, {path.name for path in Path("/dev/shm").iterdir()}
     data = settings(tiny_model(head_dim=32), rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 2})
     data["quant"] = {"scheme": "fp8"}
-    done = qarl.run("train", write_config(tmp_path / "c.yaml", data), f"train.run_dir={tmp_path / 'run'}", before=KILL)
+    config, run = write_config(tmp_path / "c.yaml", data), tmp_path / "run"
+    done = qarl_with_vllm.run("train", config, f"train.run_dir={run}", before=KILL)
     assert done.code == 0, done.err
     assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         assert record["publish/proved_frac"] == 1.0
         assert 0 < record["publish/canary_abs_max"] < 1 and 0 < record["mismatch/delta_abs_max"] < 1

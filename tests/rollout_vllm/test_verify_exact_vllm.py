@@ -30,10 +30,10 @@ VLLM.draw = draw
 """
 
 
-def test_what_agrees_is_exact_and_a_fault_is_found_in_its_layer_and_operation(qarl, tiny_model, tmp_path):
+def test_what_agrees_is_exact_and_a_fault_is_found_in_its_layer_and_operation(qarl_with_vllm, tiny_model, tmp_path):
     out = tmp_path / "found.json"
     size = ("--tokens", 200, "--longest", 50, "--engine", "vllm", "--top-k", 50)
-    done = qarl.run("verify-exact", tiny_model(head_dim=32), *size, "--json", out, before=FAULT)
+    done = qarl_with_vllm.run("verify-exact", tiny_model(head_dim=32), *size, "--json", out, before=FAULT)
     found = json.loads(out.read_text())
     first = found["first"]
     assert done.code == 1 and found["engine"] == "vllm" and not found["exact"], done.err

@@ -19,13 +19,16 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
-def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(qarl: Qarl, tiny_model, tmp_path) -> None:
+def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
+    qarl_with_vllm: Qarl, tiny_model, tmp_path
+) -> None:
     rollout = {"engine": "vllm", "linear_kernels": "qarl", "vllm": {"publish": "delta"}}
     sections = {"rollout": rollout, "train": {"steps": 2}, "checkpoint": {"every": 100}, "model": {"routing": "replay"}}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = tiny_model("qwen2_moe", decoder_sparse_step=2, **heads)  # an MLP, then experts with a shared one
     config = write_config(tmp_path / "c.yaml", settings(model, **sections))
-    done = qarl.run("train", config, f"train.run_dir={tmp_path / 'run'}", "diagnostics.routing_every=1")
+    overrides = f"train.run_dir={tmp_path / 'run'}", "diagnostics.routing_every=1"
+    done = qarl_with_vllm.run("train", config, *overrides)
     assert done.code == 0, done.err
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for record in records:

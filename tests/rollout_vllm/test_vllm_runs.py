@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,8 @@ from typing import Any
 import fake_sampler
 import pytest
 import torch
-from tiny_runs import ROOT, Finished, Qarl, settings, write_config
+from forks import ForkServer
+from tiny_runs import Finished, Qarl, settings, write_config
 
 pytestmark = [
     pytest.mark.slow,
@@ -101,7 +99,7 @@ def config(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def inline(config: Path) -> dict[str, Done]:
+def inline(config: Path, vllm_server: ForkServer) -> dict[str, Done]:
     """The runs of `INLINE`, by name."""
     folder = config.parent
     orders = [
@@ -113,14 +111,8 @@ def inline(config: Path) -> dict[str, Done]:
         for name, (overrides, before) in INLINE.items()
     ]
     (folder / "orders.json").write_text(json.dumps(orders))
-    path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats", "tests")])
-    subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("inline_runs.py")), str(folder / "orders.json")],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=560,
-        capture_output=True,
-    )
+    program, out, err = Path(__file__).with_name("inline_runs.py"), folder / "inline.out", folder / "inline.err"
+    assert vllm_server.run(out, err, program=str(program), argv=[str(folder / "orders.json")]) == 0, err.read_text()
     done = {}
     for name in INLINE:
         code, out, err = ((folder / f"{name}.{kind}").read_text() for kind in ("code", "out", "err"))

