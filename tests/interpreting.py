@@ -6,17 +6,23 @@ import dataclasses
 import functools
 from typing import Any
 
+from triton import language
+from triton.runtime import interpreter
+
 
 def repeat_less() -> None:
-    """Patch triton.language once a launch and module, look numpy's dtypes up once, and compute no overflow for nobody.
+    """Change the interpreter of this process; what kernels compute stays as it is."""
+    _patch_once_a_launch()
+    _look_dtypes_up_once()
+    _share_shapes()
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "an integer's overflow would be told"  # it is computed for nobody otherwise
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
-    A launch patches triton.language for the interpreter and restores it at its end. Triton does the first again for
-    every call of one kernel's function in another, where it finds little to do but takes a millisecond. Integers' sums
-    are computed twice, to find an overflow that is told only in debug mode.
-    """
-    from triton import language
-    from triton.runtime import interpreter
 
+def _patch_once_a_launch() -> None:
+    """A launch patches triton.language for the interpreter and restores it at its end. Triton does the first again for
+    every call of one kernel's function in another, where it finds little to do but takes a millisecond."""
     real, launched = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[int] | None = None  # globals of the functions called in the launch under way
 
@@ -37,13 +43,31 @@ def repeat_less() -> None:
             patched = outer
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, launch
-    plain, known = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+
+
+def _look_dtypes_up_once() -> None:
+    """Each look-up makes the whole table of numpy's dtypes."""
+    real, known = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
 
     def numpy_dtype(dtype: Any) -> Any:
         dtype = dtype.element_ty if isinstance(dtype, language.block_type) else dtype
-        return plain(dtype) if isinstance(dtype, language.pointer_type) else known(dtype)
+        return real(dtype) if isinstance(dtype, language.pointer_type) else known(dtype)
 
     interpreter._get_np_dtype = numpy_dtype
-    options = interpreter.interpreter_builder.options
-    assert not options.debug, "an overflow would be told"
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def _share_shapes() -> None:
+    """A block's type is made for every result, and checks its shape as if it were new."""
+    real = language.block_type.__init__
+    made: dict[tuple[int, ...], tuple[Any, int]] = {}  # sizes -> shape as Triton has it, number of elements
+
+    def make(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        if sizes not in made:
+            real(self, element_ty, shape)
+            made[sizes] = self.shape, self.numel
+        self.element_ty = element_ty
+        self.shape, self.numel = made[sizes]
+        self.name = f"<{self.shape}, {element_ty}>"
+
+    language.block_type.__init__ = make

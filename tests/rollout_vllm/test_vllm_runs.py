@@ -1,6 +1,7 @@
 """Whole runs on real vLLM: every scheme's publishes, a reload that breaks vLLM, and a sampler that is killed.
 
-Most runs share one process, with `rollout.vllm.process: inline`, since vLLM takes longer to import than to train.
+Most runs share one process, with `rollout.vllm.process: inline`, since vLLM takes longer to import than to train. The
+other has samplers that are forks; they start as users' do in test_rank_samplers.py.
 """
 
 from __future__ import annotations
@@ -121,11 +122,11 @@ def inline(config: Path, vllm_server: ForkServer) -> dict[str, Done]:
 
 
 @pytest.fixture(scope="module")
-def killed(qarl: Qarl, config: Path) -> Done:
+def killed(qarl_with_vllm: Qarl, config: Path) -> Done:
     """The W4A16 run with a sampler process of its own, which is killed in the second rollout."""
     run = config.parent / "killed"
     overrides = [f"train.run_dir={run}", *INLINE["w4a16"][0]]
-    return Done(**vars(qarl.run("train", config, *overrides, before=KILL_IN_SECOND_ROLLOUT)), run=run)
+    return Done(**vars(qarl_with_vllm.run("train", config, *overrides, before=KILL_IN_SECOND_ROLLOUT)), run=run)
 
 
 @pytest.mark.parametrize(
