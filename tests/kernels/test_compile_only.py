@@ -58,6 +58,9 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
 ]
 
 
+COPIES = {"_copy_kernel"}  # puts rows in order before a product
+
+
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
     made = Compiler()
@@ -77,7 +80,8 @@ def test_kernels_compile_fit_and_do_not_spill(
         opcode = opcodes[kernel.capability]
         if opcode is not None and not kernel.error and opcode not in kernel.products:
             problems.append(f"{kernel.name}: no {opcode}")
-        if kernel.label.endswith("wgmma") and not kernel.error and not kernel.count("wgmma.mma_async"):
+        multiplies = not kernel.error and kernel.kernel not in COPIES
+        if kernel.label.endswith("wgmma") and multiplies and not kernel.count("wgmma.mma_async"):
             problems.append(f"{kernel.name}: no warpgroup product, as meant")
     assert {kernel.capability for kernel in kernels} == set(opcodes), f"{case}: launched nothing for a capability"
     assert not problems, "\n".join(problems)
