@@ -1,0 +1,129 @@
+"""`tools/run_jobs.py`: GPUs that two jobs never share, limits, logs, and what is left when it is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_jobs
+import yaml
+
+TOOL = Path(run_jobs.__file__)
+
+
+def start(file: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(TOOL), str(file), "--out", str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def jobs(tmp_path: Path, *entries: dict[str, Any]) -> Path:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(yaml.safe_dump([{"seconds": 60} | entry for entry in entries]))
+    return file
+
+
+def test_jobs_have_gpus_of_their_own_and_their_order(tmp_path: Path) -> None:
+    now = "date +%s%N > $OUT/{0}"
+    say = f'echo "$CUDA_VISIBLE_DEVICES" > $OUT/{{0}}.gpus; {now}.began; sleep 0.5; {now}.ended'
+    names = ("one", "other", "both", "after")
+    file = jobs(
+        tmp_path,
+        *({"name": name, "command": say.format(name)} for name in ("one", "other")),
+        {"name": "both", "gpus": 2, "command": say.format("both")},
+        {"name": "after", "command": say.format("after")},
+    )
+    process = start(file, tmp_path / "out", "--gpus", "3", "5")
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+    def read(name: str) -> str:
+        return (tmp_path / "out" / name).read_text().strip()
+
+    assert {read("one.gpus"), read("other.gpus")} == {"3", "5"} and read("both.gpus") == "3,5"
+    times = {
+        name: (int(read(f"{name}.began")), int(read(f"{name}.ended"))) for name in ("one", "other", "both", "after")
+    }
+    assert times["both"][0] > max(times["one"][1], times["other"][1]) and times["after"][0] > times["both"][1]
+    assert "both: started on GPU 3,5" in said and said == (tmp_path / "out/status.txt").read_text()
+
+
+def test_a_failure_and_a_limit_are_told_and_the_rest_runs(tmp_path: Path) -> None:
+    file = jobs(
+        tmp_path,
+        {"name": "fails", "command": "echo what happened >&2; exit 3"},
+        {"name": "hangs", "command": "sleep 1000 & sleep 1000", "seconds": 0.5},
+        {"name": "works", "command": "echo fine"},
+    )
+    process = start(file, tmp_path / "out", "--gpus", "0")
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and errors.startswith("failed: fails, hangs; see ")
+    assert "fails: exit code 3" in said and "hangs: ran out of its 0.5 s" in said and "works: exit code 0" in said
+    assert (tmp_path / "out/fails.log").read_text() == "what happened\n"
+    assert (tmp_path / "out/works.log").read_text() == "fine\n"
+
+
+def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:
+    file = jobs(tmp_path, {"name": "long", "command": "echo $$ > $OUT/pid; exec sleep 1000"})
+    process = start(file, tmp_path / "out", "--gpus", "0")
+    pid = tmp_path / "out/pid"
+    for _ in range(300):
+        if pid.exists() and pid.read_text().strip():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "long: ended early" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+BAD = {
+    "a: 1": "must be a list of jobs",
+    "- 3": "job 1: needs name, command and seconds",
+    "- {name: a, command: b}": "job 1: needs name, command and seconds",
+    "- {name: a, command: b, seconds: 1, limit: 3}": "and nothing else",
+    "- {name: a/b, command: b, seconds: 1}": "name must be letters",
+    "- {name: a, command: [b], seconds: 1}": "command must be a text",
+    "- {name: a, command: b, seconds: 0}": "seconds a number above 0",
+    "- {name: a, command: b, seconds: 1, gpus: true}": "gpus must be an integer",
+    "- {name: a, command: b, seconds: 1}\n- {name: a, command: c, seconds: 1}": "two jobs are called a",
+    "[": "while parsing",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=BAD[text]) as caught:
+        run_jobs.read_jobs(file)
+    assert str(caught.value).startswith(str(file)) and "\n" not in str(caught.value)
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["run_jobs.py", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        run_jobs.main()
+    return str(caught.value.code)
+
+
+def test_what_cannot_run_is_refused_before_anything_does(tmp_path: Path, monkeypatch) -> None:
+    file = str(jobs(tmp_path, {"name": "two", "gpus": 2, "command": "true"}))
+    out = str(tmp_path / "out")
+    assert "no job is called three" in refused(monkeypatch, file, "--only", "three", "--out", out)
+    assert "two: needs more GPUs than the 1 here" in refused(monkeypatch, file, "--gpus", "0", "--out", out)
+    assert "--out is needed" in refused(monkeypatch, file)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_projects_own_jobs_can_be_read_and_name_tools_that_exist() -> None:
+    root = TOOL.parents[1]
+    for job in run_jobs.read_jobs(root / "benchmarks/gpu_jobs.yaml"):
+        named = [word for word in job.command.split() if word.startswith(("tools/", "tests/"))]
+        assert all((root / word).exists() for word in named), job.name

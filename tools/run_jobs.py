@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Run many commands on the GPUs of one machine: each has GPUs of its own, a time limit and a log.
+
+    python tools/run_jobs.py benchmarks/gpu_jobs.yaml --out DIR
+    python tools/run_jobs.py benchmarks/gpu_jobs.yaml --only canary experts --out DIR
+    python tools/run_jobs.py benchmarks/gpu_jobs.yaml --list
+
+The file is a YAML list of jobs: `name`, `command` (for bash, in the repository's root; python is the one that runs this
+tool), `gpus` (how many, default 1) and `seconds` (its limit). Jobs start in the file's order as GPUs come free; one of
+several GPUs makes those behind it wait. A command sees its GPUs alone (CUDA_VISIBLE_DEVICES), and DIR as $OUT.
+DIR/NAME.log has what it printed, DIR/status.txt when it started and how it ended. The exit code is 1 where a job failed
+or ran out of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
+GRACE_S = 5.0  # between asking a job to end and killing it
+
+
+@dataclass(frozen=True)
+class Job:
+    """command: for bash. seconds: its time limit. gpus: how many it takes."""
+
+    name: str
+    command: str
+    seconds: float
+    gpus: int = 1
+
+
+@dataclass
+class Running:
+    job: Job
+    gpus: list[int]
+    process: subprocess.Popen[bytes]
+    began: float
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """Raises ValueError, in one line, where the file is not a list of jobs."""
+    try:
+        entries = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: must be a list of jobs, each with name, command and seconds")
+    jobs = [_job(entry, f"{path}, job {number}") for number, entry in enumerate(entries, 1)]
+    names = [job.name for job in jobs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path}: two jobs are called {', '.join(twice)}; a name is that of a log")
+    return jobs
+
+
+def _job(entry: Any, place: str) -> Job:
+    known = {field.name for field in fields(Job)}
+    if not isinstance(entry, dict) or not {"name", "command", "seconds"} <= set(entry) <= known:
+        raise ValueError(f"{place}: needs name, command and seconds, may have gpus, and nothing else")
+    job = Job(**entry)
+    if not (isinstance(job.name, str) and job.name and all(c.isalnum() or c in "-_" for c in job.name)):
+        raise ValueError(f"{place}: name must be letters, digits, - and _, as it is that of a log")
+    if not isinstance(job.command, str):
+        raise ValueError(f"{place}: command must be a text")
+    if type(job.gpus) is not int or job.gpus < 1 or type(job.seconds) not in (int, float) or job.seconds <= 0:
+        raise ValueError(f"{place}: gpus must be an integer from 1, seconds a number above 0")
+    return job
+
+
+class Queue:
+    """The jobs of one call. out: the folder of logs. gpus: those that jobs may have."""
+
+    def __init__(self, jobs: Sequence[Job], gpus: Sequence[int], out: Path) -> None:
+        self.waiting, self.free, self.out = list(jobs), sorted(gpus), out
+        self.running: list[Running] = []
+        self.failed: list[str] = []
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        """Until all ended. An exception, Ctrl-C's too, ends those that run."""
+        try:
+            while self.waiting or self.running:
+                while self.waiting and self.waiting[0].gpus <= len(self.free):
+                    self._start(self.waiting.pop(0))
+                time.sleep(0.1)
+                for one in list(self.running):
+                    self._look(one)
+        finally:
+            for one in self.running:
+                _end(one.process)
+                self._say(f"{one.job.name}: ended early")
+
+    def _start(self, job: Job) -> None:
+        gpus, self.free = self.free[: job.gpus], self.free[job.gpus :]
+        path = os.pathsep.join([*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
+        tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        visible = ",".join(map(str, gpus))
+        own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools, "PYTHONPATH": path}
+        with (self.out / f"{job.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", job.command],
+                cwd=ROOT,
+                env=os.environ | own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.running.append(Running(job, gpus, process, time.monotonic()))
+        self._say(f"{job.name}: started on GPU {visible}")
+
+    def _look(self, one: Running) -> None:
+        took = time.monotonic() - one.began
+        code = one.process.poll()
+        if code is None and took < one.job.seconds:
+            return
+        _end(one.process)  # and what it may have left behind
+        self.running.remove(one)
+        self.free = sorted(self.free + one.gpus)
+        if code != 0:
+            self.failed.append(one.job.name)
+        how = f"ran out of its {one.job.seconds:g} s" if code is None else f"exit code {code}"
+        self._say(f"{one.job.name}: {how}, {took:.0f} s")
+
+    def _say(self, what: str) -> None:
+        line = f"{time.monotonic() - self._began:7.1f}  {what}"
+        print(line, flush=True)
+        with (self.out / "status.txt").open("a") as file:
+            file.write(line + "\n")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def visible_gpus() -> list[int]:
+    """Those that this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [int(index) for index in named.split(",") if index.strip().isdigit()]
+    import torch
+
+    return list(range(torch.cuda.device_count()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the jobs")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these jobs alone, in this order")
+    parser.add_argument("--out", type=Path, help="folder for logs and for what the commands write")
+    parser.add_argument("--gpus", type=int, nargs="+", metavar="INDEX", help="default: all that there are")
+    parser.add_argument("--list", action="store_true", help="print the jobs and stop")
+    options = parser.parse_args()
+    try:
+        jobs = read_jobs(options.file)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    by_name = {job.name: job for job in jobs}
+    if unknown := sorted(set(options.only or []) - set(by_name)):
+        sys.exit(f"error: --only: no job is called {', '.join(unknown)}; --list prints all")
+    jobs = [by_name[name] for name in options.only or by_name]
+    if options.list:
+        for job in jobs:
+            print(f"{job.name}  ({job.gpus} GPU{'s' * (job.gpus > 1)}, {job.seconds:g} s)\n    {job.command.strip()}")
+        return
+    if options.out is None:
+        sys.exit("error: --out is needed: a folder for logs and results")
+    gpus = visible_gpus() if options.gpus is None else options.gpus
+    if greedy := [job.name for job in jobs if job.gpus > len(gpus)]:
+        sys.exit(f"error: {', '.join(greedy)}: needs more GPUs than the {len(gpus)} here; leave it out with --only")
+    options.out.mkdir(parents=True, exist_ok=True)
+    queue = Queue(jobs, gpus, options.out.resolve())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        queue.run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if queue.failed:
+        sys.exit(f"failed: {', '.join(queue.failed)}; see {options.out}/NAME.log")
+
+
+if __name__ == "__main__":
+    main()
