@@ -23,9 +23,9 @@ for folder in ("training", "policy", "distributed", "export"):
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # for tiny_models, which tools/fuzz.py reads too
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreting import repeat_less
+    import interpreting
 
-    repeat_less()
+    interpreting.prepare()
 
 
 @pytest.fixture(scope="session", autouse=True)
