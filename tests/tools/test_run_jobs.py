@@ -46,9 +46,7 @@ def test_jobs_have_gpus_of_their_own_and_their_order(tmp_path: Path) -> None:
         return (tmp_path / "out" / name).read_text().strip()
 
     assert {read("one.gpus"), read("other.gpus")} == {"3", "5"} and read("both.gpus") == "3,5"
-    times = {
-        name: (int(read(f"{name}.began")), int(read(f"{name}.ended"))) for name in ("one", "other", "both", "after")
-    }
+    times = {name: (int(read(f"{name}.began")), int(read(f"{name}.ended"))) for name in names}
     assert times["both"][0] > max(times["one"][1], times["other"][1]) and times["after"][0] > times["both"][1]
     assert "both: started on GPU 3,5" in said and said == (tmp_path / "out/status.txt").read_text()
 
