@@ -92,6 +92,13 @@ def gpu_count() -> int:
     return count.value if visible is None else min(count.value, len([name for name in visible.split(",") if name]))
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs of `gpu_count`, as `CUDA_VISIBLE_DEVICES` names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(gpu_count())] if visible is None else [n for n in visible.split(",") if n]
+    return names[: gpu_count()]
+
+
 class _GPUMemory(ctypes.Structure):
     """nvmlMemory_t."""
 

@@ -65,7 +65,10 @@ def compare(
         str | None, typer.Option(metavar="LIST", help="Of a STUDY: these variants alone.", show_default=False)
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=WORKERS, help="Members trained at once; default 1.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=WORKERS, help="Members trained at once, spread over the GPUs; default 1.", show_default=False
+        ),
     ] = None,
     offline: Annotated[
         str | None,

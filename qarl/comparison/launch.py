@@ -1,5 +1,7 @@
 """Trains the members, one or several at once, each in a process of its own, so that its peak memory is its own.
 
+Where there are several GPUs, a member that needs one gets the one that the fewest others train on.
+
 A member trains from a resolved copy of its configuration, out/configs/NAME.yaml: a CONFIG edited meanwhile changes no
 member. Its output goes to out/logs/NAME.log.
 """
@@ -13,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,10 @@ from typing import BinaryIO, Protocol
 
 from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView
+from qarl.config import Config
 from qarl.errors import UserError
+from qarl.machine import visible_gpus
+from qarl.memory import expected_device
 from qarl.signals import Signals
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.lock import open_lock
@@ -42,7 +47,8 @@ class Process(Protocol):
     def send_signal(self, signum: int) -> None: ...
 
 
-Start = Callable[[list[str], BinaryIO], Process]  # (arguments of qarl, log file) -> the process
+# (arguments of qarl, log file, what is changed in the environment) -> the process
+Start = Callable[[list[str], BinaryIO, Mapping[str, str]], Process]
 
 
 @contextmanager
@@ -82,12 +88,13 @@ def train_members(members: list[Member], out: Path, view: ProgressView, start: S
     Ctrl-C and SIGTERM are passed to the members that train, which save and stop; the rest stays waiting. start: starts
     a member's process. jobs: members trained at once. Raises UserError if `out` cannot be written.
     """
-    waiting = [member for member in members if member.state == "waiting"]
+    waiting, gpus = [member for member in members if member.state == "waiting"], visible_gpus()
     running: list[_Training] = []
     with Signals() as signals:
         while running or (waiting and not signals.received):
             while waiting and len(running) < jobs and not signals.received:
-                running.append(_begin(waiting.pop(0), out, view, start))
+                member = waiting.pop(0)
+                running.append(_begin(member, out, view, start, _gpu_for(member, gpus, running)))
             for training in list(running):
                 if (code := training.follow(signals)) is not None:
                     running.remove(training)
@@ -101,12 +108,14 @@ def train_members(members: list[Member], out: Path, view: ProgressView, start: S
 
 @dataclass
 class _Training:
-    """A member under way. begin: where in its log this start begins. passed: signals it was sent."""
+    """A member under way. begin: where in its log this start begins. gpu: its own, None: it sees all. passed: signals
+    it was sent."""
 
     member: Member
     process: Process
     log: Path
     begin: int
+    gpu: str | None
     passed: int = 0
 
     def follow(self, signals: Signals) -> int | None:
@@ -129,7 +138,21 @@ class _Training:
             member.state, member.reason = "failed", failure(code, self.log, self.begin)
 
 
-def _begin(member: Member, out: Path, view: ProgressView, start: Start) -> _Training:
+def _gpu_for(member: Member, gpus: list[str], running: list[_Training]) -> str | None:
+    """The GPU that the fewest train on; None, all of them, where there is one at most or the member needs several."""
+    assert member.config is not None, "what trains has a configuration"
+    if len(gpus) < 2 or not _fits_one_gpu(member.config):
+        return None
+    return min(gpus, key=lambda gpu: sum(other.gpu == gpu for other in running))
+
+
+def _fits_one_gpu(config: Config) -> bool:
+    vllm = config.rollout.vllm
+    beside = config.rollout.engine == "vllm" and (vllm.device is not None or vllm.tensor_parallel > 1)
+    return expected_device(config) == "cuda" and not beside
+
+
+def _begin(member: Member, out: Path, view: ProgressView, start: Start, gpu: str | None) -> _Training:
     path = out / "logs" / f"{member.name}.log"
     with disk_errors(path, place="--out"):
         log = open(path, "ab")  # noqa: SIM115 - closed below
@@ -137,16 +160,18 @@ def _begin(member: Member, out: Path, view: ProgressView, start: Start) -> _Trai
         begin = os.fstat(log.fileno()).st_size
         member.state = "running"
         view.started(member)
-        return _Training(member, start(["train", str(_config_path(member, out))], log), path, begin)
+        visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        return _Training(member, start(["train", str(_config_path(member, out))], log, visible), path, begin, gpu)
 
 
 class TrainProcess:
     """`qarl` in a session of its own (the terminal's Ctrl-C is ours to pass on), which ends when this process does."""
 
-    def __init__(self, argv: list[str], log: BinaryIO) -> None:
+    def __init__(self, argv: list[str], log: BinaryIO, environment: Mapping[str, str]) -> None:
         read, self._lifeline = os.pipe()  # never written; the kernel closes our end, however this process ends
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],
+            env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -24,7 +24,7 @@ FORKED = """
 import os, signal, qarl.comparison.command, qarl.comparison.launch
 
 class Forked:
-    def __init__(self, argv, log):
+    def __init__(self, argv, log, environment):
         self.pid = os.fork()
         if self.pid == 0:
             for fd in (1, 2):

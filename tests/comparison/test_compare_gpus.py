@@ -1,0 +1,99 @@
+"""Which GPU a member of a comparison trains on, where there are several."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+from comparisons import settings_of, write_model
+
+from qarl import machine
+from qarl.comparison import launch
+from qarl.comparison.launch import TrainProcess, train_members, write_configs
+from qarl.comparison.plan import Member
+from qarl.comparison.progress import ProgressView
+from qarl.config import Config
+
+BESIDE = {"engine": "vllm", "vllm": {"device": 1}}
+
+
+class Ended:
+    """A member that takes `polls` looks."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        return 0 if self.polls < 0 else None
+
+    def send_signal(self, signum: int) -> None: ...
+
+
+def placed(
+    tmp_path: Path, monkeypatch, gpus: list[str], jobs: int, *polls: int, device: str = "cuda", **sections: Any
+) -> list[str | None]:
+    """The GPU that each member was started on, in their order; polls: how long each trains."""
+    monkeypatch.setattr(launch, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
+    settings = settings_of(write_model(tmp_path / "model"), **sections)
+    settings["model"] |= {"device": device}
+    members = [
+        Member(f"m{number}", "w4a16", "aligned", number, tmp_path / str(number), Config.model_validate(settings))
+        for number in range(len(polls))
+    ]
+    left, seen = list(polls), []
+
+    def start(argv: list[str], log: BinaryIO, environment: Mapping[str, str]) -> Ended:
+        assert set(environment) <= {"CUDA_VISIBLE_DEVICES"}
+        seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        return Ended(left.pop(0))
+
+    write_configs(members, tmp_path)
+    with ProgressView(members) as view:
+        assert train_members(members, tmp_path, view, start, jobs) is None
+    assert [member.state for member in members] == ["finished"] * len(polls)
+    return seen
+
+
+def test_members_are_spread_over_the_gpus(tmp_path, monkeypatch) -> None:
+    assert placed(tmp_path, monkeypatch, ["3", "5"], 4, 9, 9, 9, 9) == ["3", "5", "3", "5"]
+
+
+def test_the_next_one_goes_where_the_fewest_train(tmp_path, monkeypatch) -> None:
+    assert placed(tmp_path, monkeypatch, ["0", "1"], 2, 1, 9, 1, 1) == ["0", "1", "0", "0"]
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"]])
+def test_one_gpu_or_none_is_left_as_it_is(tmp_path, monkeypatch, gpus) -> None:
+    assert placed(tmp_path, monkeypatch, gpus, 2, 1, 1) == [None, None]
+
+
+@pytest.mark.parametrize("sections", [{"rollout": BESIDE}, {"device": "cpu"}])
+def test_a_member_that_needs_several_or_none_sees_all(tmp_path, monkeypatch, sections) -> None:
+    assert placed(tmp_path, monkeypatch, ["0", "1"], 2, 1, 1, **sections) == [None, None]
+
+
+def test_a_process_has_the_environment_that_it_is_given(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "_BOOT", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], 'PATH' in os.environ)")
+    monkeypatch.setattr(sys, "path", [])
+    with open(tmp_path / "log", "wb") as log:
+        process = TrainProcess([], log, {"CUDA_VISIBLE_DEVICES": "7"})
+    while process.poll() is None:
+        pass
+    assert (tmp_path / "log").read_text() == f"7 {'PATH' in os.environ}\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "names"), [(None, 2, ["0", "1"]), ("5,GPU-a", 2, ["5", "GPU-a"]), ("", 0, []), ("4,5", 0, [])]
+)
+def test_gpus_are_named_as_the_environment_names_them(monkeypatch, visible, count, names) -> None:
+    monkeypatch.setattr(machine, "gpu_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.visible_gpus() == names
