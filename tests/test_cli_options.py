@@ -6,9 +6,11 @@ import os
 import random
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import typer
+import typer.models
 
 from qarl import cli
 from qarl.cli import app
@@ -229,3 +231,15 @@ def test_random_command_lines_are_one_line_each(place, capsys):
         assert all(line.startswith("error: ") for line in error.splitlines()), (command, argv, error)
         assert len(error) < 6000, (command, argv)
     assert sorted(place.rglob("*")) == before
+
+
+def test_an_option_with_a_metavar_has_a_name_of_its_own():
+    """typer 0.27 would call it by its metavar."""
+    found = 0
+    for command in app.registered_commands:
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            for option in getattr(hint, "__metadata__", ()):
+                if isinstance(option, typer.models.OptionInfo) and option.metavar is not None:
+                    assert str(option.default).startswith("--"), f"{command.callback.__name__}: {name}"
+                    found += 1
+    assert found > 15

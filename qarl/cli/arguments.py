@@ -51,7 +51,9 @@ def name_of(place: str) -> Callable[[str], str]:
 
 MovedModel = Annotated[
     str | None,
-    typer.Option(parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."),
+    typer.Option(
+        "--model", parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."
+    ),
 ]
 
 

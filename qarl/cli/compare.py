@@ -27,18 +27,22 @@ def compare(
         ),
     ] = None,
     schemes: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Of {','.join(scheme_names())}; default the configuration's.")
+        str | None,
+        typer.Option("--schemes", metavar="LIST", help=f"Of {','.join(scheme_names())}; default the configuration's."),
     ] = None,
     learners: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Of aligned,fake_quant,full_precision; default the configuration's."),
+        typer.Option(
+            "--learners", metavar="LIST", help="Of aligned,fake_quant,full_precision; default the configuration's."
+        ),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Such as 0,1,2; default the configuration's.")
+        str | None, typer.Option("--seeds", metavar="LIST", help="Such as 0,1,2; default the configuration's.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
+            "--out",
             parser=path_of("--out"),
             metavar="DIR",
             help="Directory of table, page, plots and members; default runs/compare-NAME.",
@@ -47,6 +51,7 @@ def compare(
     reuse: Annotated[
         list[Path] | None,
         typer.Option(
+            "--reuse",
             parser=path_of("--reuse"),
             metavar="DIR",
             help="Take finished runs of the same configuration from below; repeatable.",
@@ -55,6 +60,7 @@ def compare(
     profile: Annotated[
         str | None,
         typer.Option(
+            "--profile",
             parser=text_of("--profile"),
             metavar="NAME",
             help="Of a STUDY: one of its sizes, such as gpu.",
@@ -62,7 +68,7 @@ def compare(
         ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Of a STUDY: these variants alone.", show_default=False)
+        str | None, typer.Option("--only", metavar="LIST", help="Of a STUDY: these variants alone.", show_default=False)
     ] = None,
     jobs: Annotated[
         int | None,
@@ -73,12 +79,16 @@ def compare(
     offline: Annotated[
         str | None,
         typer.Option(
-            parser=name_of("--offline"), metavar="MODEL", help="Compare --schemes of a model or run without RL."
+            "--offline",
+            parser=name_of("--offline"),
+            metavar="MODEL",
+            help="Compare --schemes of a model or run without RL.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
+            "--text",
             parser=path_of("--text", stream=True),
             metavar="FILE",
             help="With --offline: UTF-8 text; default one that comes with qarl.",

@@ -36,7 +36,7 @@ def diagnose(
         bool, typer.Option("--gradients/--no-gradients", help="Four backwards over the step's first minibatch.")
     ] = True,
     out: Annotated[
-        Path | None, typer.Option(parser=path_of("--out"), metavar="DIR", help="Default RUN/diagnose/NNNNNN.")
+        Path | None, typer.Option("--out", parser=path_of("--out"), metavar="DIR", help="Default RUN/diagnose/NNNNNN.")
     ] = None,
     model: MovedModel = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")] = "auto",

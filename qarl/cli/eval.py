@@ -25,6 +25,7 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
+            "--data",
             parser=text_of("--data"),
             metavar="NAME[=PATH]",
             help=f"A set ({', '.join(PRESETS)}), from the hub or from a local file with its columns; may be given "
@@ -34,6 +35,7 @@ def evaluate(
     scheme: Annotated[
         str | None,
         typer.Option(
+            "--scheme",
             parser=text_of("--scheme"),
             metavar="SCHEME",
             help="Quantize to this scheme; default: the run's own, bf16 for a model.",
@@ -59,7 +61,7 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=path_of("--out"), metavar="DIR", help="Results directory; default RUN/eval/... or eval/..."
+            "--out", parser=path_of("--out"), metavar="DIR", help="Results directory; default RUN/eval/... or eval/..."
         ),
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")] = "auto",

@@ -22,12 +22,17 @@ def generate(
     ],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(parser=text_of("--prompt"), metavar="TEXT", help="A prompt; give it more than once for several."),
+        typer.Option(
+            "--prompt", parser=text_of("--prompt"), metavar="TEXT", help="A prompt; give it more than once for several."
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            parser=path_of("--prompt-file", stream=True), metavar="FILE", help="A UTF-8 file that is one more prompt."
+            "--prompt-file",
+            parser=path_of("--prompt-file", stream=True),
+            metavar="FILE",
+            help="A UTF-8 file that is one more prompt.",
         ),
     ] = None,
     chat: Annotated[
@@ -40,7 +45,10 @@ def generate(
     system: Annotated[
         str | None,
         typer.Option(
-            parser=text_of("--system"), metavar="TEXT", help="System message. Default: the run's data.system_prompt."
+            "--system",
+            parser=text_of("--system"),
+            metavar="TEXT",
+            help="System message. Default: the run's data.system_prompt.",
         ),
     ] = None,
     n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Samples per prompt.")] = 1,
@@ -50,7 +58,10 @@ def generate(
     scheme: Annotated[
         str | None,
         typer.Option(
-            parser=text_of("--scheme"), metavar="SCHEME", help="Default: the run's or checkpoint's; for a model bf16."
+            "--scheme",
+            parser=text_of("--scheme"),
+            metavar="SCHEME",
+            help="Default: the run's or checkpoint's; for a model bf16.",
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,

@@ -24,7 +24,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(parser=path_of("OUT"), metavar="OUT", help="New directory.")],
     scheme: Annotated[
         str,
-        typer.Option(parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for none."),
+        typer.Option("--scheme", parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for none."),
     ],
     group_size: Annotated[
         int | None, typer.Option(min=-1, max=128, help=f"Inputs that share a scale, {GROUPED}: 32, 64, 128, or -1.")
@@ -33,12 +33,16 @@ def quantize(
     grid: Annotated[
         str | None,
         typer.Option(
-            parser=text_of("--grid"), metavar="GRID", help=f"symmetric7: codes -7 to 7 instead of -8 to 7, {GROUPED}."
+            "--grid",
+            parser=text_of("--grid"),
+            metavar="GRID",
+            help=f"symmetric7: codes -7 to 7 instead of -8 to 7, {GROUPED}.",
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
+            "--ignore",
             parser=text_of("--ignore"),
             metavar="NAME",
             help="Layer to leave unquantized, besides lm_head; or re:REGEX.",

@@ -17,6 +17,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
+            "--out",
             parser=path_of("--out"),
             metavar="FILE",
             help="The page's file; plots/ goes beside it. RUN/report.html.",

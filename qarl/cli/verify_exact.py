@@ -26,6 +26,7 @@ def verify_exact(
     scheme: Annotated[
         str | None,
         typer.Option(
+            "--scheme",
             parser=text_of("--scheme"),
             metavar="SCHEME",
             help="Default: the run's or checkpoint's; for a model bf16.",
@@ -45,6 +46,7 @@ def verify_exact(
     prompts: Annotated[
         Path | None,
         typer.Option(
+            "--prompts",
             parser=path_of("--prompts"),
             metavar="FILE",
             help="UTF-8, a prompt a line, taken as it is. Default: random tokens.",
