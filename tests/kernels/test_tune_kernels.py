@@ -145,7 +145,10 @@ def test_every_grouped_candidate_is_recorded_for_compilation_before() -> None:
     tried = set()
     for which in PRODUCTS:
         tried |= {(which, tile) for m in tokens for tile in grouped_candidates("w8a8", 2 * m, 3, which == "gate_up")}
-        tried |= {(which, moe_tuning.default_tile("w8a8", 2 * m, 3, False)) for m in tokens}
+        problem = GroupedProblem("w8a8", SIZES, which, torch.device("meta"))
+        for m in tokens:
+            problem.rows(m)
+            tried.add((which, problem.known(m)))  # whichever table it is from
     assert len(launches) == len(tried)
     fused = tune_kernels.grouped_launches("w4a16", SIZES, PRODUCTS, [512], (9, 0))
     assert any("dequantize" in launch.kernel.__name__ for launch in fused)
