@@ -3,6 +3,7 @@
 
     python tools/bench_ranks.py --nproc 2 --out out.json
     python tools/bench_ranks.py --nproc 2 --shape tiny --device cpu --out out.json
+    python tools/bench_ranks.py --nproc 2 --part learn zero3 --scheme w4a16 --out out.json
 
 Each rank is a process with a GPU of its own, over NCCL, or one of gloo on the CPU. Parts:
   check    sums and codes on this backend are those of one process, to the bit; anything else ends with exit code 1
@@ -10,7 +11,8 @@ Each rank is a process with a GPU of its own, over NCCL, or one of gloo on the C
   overlap  sums of layers while matrix products run
   gather   codes of a whole model, quantized from rows on every rank, beside one pass of ZeRO-3's gathers
   learn    a learner whose masters lie in rows: micro-batches with and without messages, idle rounds, updates
-All parts but the last, unless --part says others. Times are medians after a warm-up, of the slowest rank.
+  zero3    its peer: a Hugging Face model under DeepSpeed's own ZeRO-3, the same tokens; with learn a table of both
+All parts but the last two, unless --part says others. Times are medians after a warm-up, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,8 @@ SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 sys.path[:0] = SOURCES
 
 SHAPE_NAMES = ("tiny", "tiny-moe", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
-PARTS = ("check", "sum", "overlap", "gather", "learn")
+PARTS = ("check", "sum", "overlap", "gather", "learn", "zero3")
+ALONE = ("learn", "zero3")  # parts that --part names, or they do not run
 LOG_LINES = 30  # shown of a rank that failed
 Record = dict[str, Any]
 
@@ -43,11 +47,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--nproc", type=int, default=2, help="ranks")
-    add("--part", nargs="+", choices=PARTS, default=list(PARTS[:-1]), metavar="PART", help=f"of {', '.join(PARTS)}")
+    add(
+        "--part",
+        nargs="+",
+        choices=PARTS,
+        default=[part for part in PARTS if part not in ALONE],
+        metavar="PART",
+        help=f"of {', '.join(PARTS)}",
+    )
     add("--shape", default="qwen3-8b", choices=SHAPE_NAMES, help="of the model")
     add("--layers", type=int, help="of the model; default the shape's")
     add("--scheme", nargs="+", default=["w4a16", "fp8", "bf16"], metavar="SCHEME", help="whose codes are gathered")
-    add("--tokens", type=int, default=16_384, help="learn: of a micro-batch, in sequences of 1024")
+    add("--tokens", type=int, default=16_384, help="learn, zero3: of a micro-batch, in sequences of 1024")
+    add(
+        "--hf-head",
+        choices=("logits", "trl"),
+        default="logits",
+        help="zero3: logits of the whole batch, or TRL's chunks",
+    )
     add("--offload", choices=("moments", "all"), help="learn: what the host keeps")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--iterations", type=int, default=5, help="calls that are timed")
@@ -55,8 +72,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=300.0, help="seconds of all")
     add("--out", type=Path, required=True, help="the JSON file")
     parsed = parser.parse_args(arguments)
-    if parsed.nproc < 2 or parsed.iterations < 1:
-        parser.error("--nproc takes numbers from 2, --iterations from 1")
+    if parsed.nproc < 2 or parsed.iterations < 1 or parsed.tokens < 1:
+        parser.error("--nproc takes numbers from 2, --iterations and --tokens from 1")
+    if parsed.tokens > 1024 and parsed.tokens % 1024:
+        parser.error("--tokens above 1024 takes multiples of it")
+    if "zero3" in parsed.part:
+        if find_spec("deepspeed") is None:
+            parser.error("--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'")
+        if parsed.hf_head == "trl" and find_spec("trl") is None:
+            parser.error("--hf-head trl needs trl: pip install 'trl>=1.16'")
     return parsed
 
 
@@ -95,6 +119,10 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
             found = bench.gather(options.scheme)
         elif part == "learn":
             found = learn_records(bench, options.scheme, options.tokens, options.offload or False)
+        elif part == "zero3":
+            from ranks_bench.zero3 import zero3_records
+
+            found = zero3_records(bench, options.tokens, options.hf_head, options.timeout)
         else:
             found = getattr(bench, part)()
         for record in found:
@@ -150,6 +178,8 @@ def joined(results: list[Record]) -> list[Record]:
             record["seconds"] = max(one["seconds"] for one in several)
             record["seconds_by_rank"] = [one["seconds"] for one in several]
             record["peak_gib"] = max(one["peak_gib"] for one in several)
+        if "tokens_per_s" in record:
+            record["tokens_per_s"] = record["tokens"] / record["seconds"]
         if "received_gb_per_s" in record:
             record["received_gb_per_s"] = 1e-9 * record["received_bytes"] / record["seconds"]
         if "wrong_tensors" in record:
@@ -159,6 +189,8 @@ def joined(results: list[Record]) -> list[Record]:
 
 
 def main() -> None:
+    from ranks_bench.summary import table
+
     options = parse()
     if rank := os.environ.get("QARL_BENCH_RANK"):
         run_rank(options, int(rank), Path(os.environ["QARL_BENCH_FOLDER"]))
@@ -172,6 +204,8 @@ def main() -> None:
         "shape": options.shape,
         "records": joined(results),
     }
+    if lines := table(report["records"], options.shape, options.nproc):
+        print(lines)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     if any(record.get("wrong_tensors") for record in report["records"]):

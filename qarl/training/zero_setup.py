@@ -26,14 +26,14 @@ def open_stage(masters: Mapping[str, nn.Parameter], config: Config, device: torc
 
     masters: whole, float32 on the device, in one order on all ranks; in stage 3 each keeps its part alone.
     """
-    deepspeed = _deepspeed(device, config.distributed.timeout_s)
+    deepspeed = start_deepspeed(device, config.distributed.timeout_s)
     stage = 3 if config.distributed.zero_stage is None else config.distributed.zero_stage
     module = nn.Module()
     for index, parameter in enumerate(masters.values()):
         module.register_parameter(f"master{index}", parameter)
     optimizer, _ = adamw(list(masters.items()), config.optim.lr, config.optim)
     settings = _settings(config, stage)
-    with _local_rank(device):
+    with local_rank(device):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     if stage == 0:
         return AllReduce(masters, engine, optimizer)
@@ -65,7 +65,7 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _local_rank(device: torch.device) -> Iterator[None]:
+def local_rank(device: torch.device) -> Iterator[None]:
     """DeepSpeed makes the GPU with the number LOCAL_RANK the current one; a launcher may show a rank its own alone."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(device.index or 0) if device.type == "cuda" else before or "0"
@@ -77,7 +77,7 @@ def _local_rank(device: torch.device) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-def _deepspeed(device: torch.device, timeout_s: float) -> Any:
+def start_deepspeed(device: torch.device, timeout_s: float) -> Any:
     """The package, on the process groups that are there; its own group ends collectives after `timeout_s`."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import

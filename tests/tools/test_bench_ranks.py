@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks_bench.shapes import SHAPES, model_shapes
+from ranks_bench.summary import table
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_ranks.py"
 GPUS = pytest.param(
@@ -24,12 +30,79 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("device", ["cpu", GPUS])
 def test_every_part_runs_and_results_are_exact(device: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = ["--shape", "tiny", "--layers", 1, "--scheme", "w4a16", "--iterations", 1, "--products", 1]
-    done = run("--device", device, *sizes, "--out", out)
+    sizes = ["--shape", "tiny", "--layers", 1, "--scheme", "w4a16", "--iterations", 1, "--products", 1, "--tokens", 64]
+    parts = ["check", "sum", "overlap", "gather"]
+    if device == "cpu":
+        parts += ["learn", *["zero3"] * (importlib.util.find_spec("deepspeed") is not None)]
+    done = run("--device", device, *sizes, "--part", *parts, "--out", out)
     assert done.returncode == 0, done.stderr
     records = json.loads(out.read_text())["records"]
-    assert {record["part"] for record in records} == {"check", "sum", "overlap", "gather"}
+    assert list(dict.fromkeys(record["part"] for record in records)) == parts
     assert [record["wrong_tensors"] for record in records if record["part"] == "check"] == [0] * 5
     assert all(record["seconds"] == max(record["seconds_by_rank"]) > 0 for record in records if "seconds" in record)
     plain, codes = (record["received_bytes"] for record in records if record["part"] == "gather")
     assert 0 < codes < plain
+    if device == "cpu":
+        learners(records, codes)
+    assert ("over zero3" in done.stdout) == ("zero3" in parts)
+
+
+def learners(records: list[dict[str, Any]], codes: float) -> None:
+    """Of the learner in rows and its peer: one layout; float32 gradients beside 16-bit ones and weights."""
+    found = {
+        (record["part"], record["what"]): record
+        for record in records
+        if record["part"] in ("learn", "zero3") and record["exchange"] == "with messages"
+    }
+    parameters = sum(math.prod(size) for size in model_shapes(replace(SHAPES["tiny"], layers=1)).values())
+    for (part, what), record in found.items():
+        if what == "micro-batch":
+            assert record["tokens_per_s"] == 64 / record["seconds"]
+            width = {"learn": 4, "zero3": 2}[part]
+            assert record["received_bytes_by_kind"]["gradients"] == pytest.approx(width * parameters / 2, rel=0.01)
+    assert found["learn", "update"]["received_bytes_by_kind"]["codes"] == pytest.approx(codes, rel=0.01)
+    if ("zero3", "update") in found:
+        for what in ("micro-batch", "update"):
+            assert found["learn", what].keys() <= found["zero3", what].keys() | {"parts"}
+        # the embedding and the products' weights once: no norm is cut
+        weights = parameters - 2 * 64 - 2 * 16 - 64
+        assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "said"),
+    [
+        (["--part", "zero3"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
+        (["--part", "zero3", "--hf-head", "trl"], "trl", "--hf-head trl needs trl: pip install 'trl>=1.16'"),
+        (["--part", "learn", "--tokens", "1500"], "", "--tokens above 1024 takes multiples of it"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_line(arguments, missing, said, monkeypatch, capsys) -> None:
+    import bench_ranks
+
+    monkeypatch.setattr(bench_ranks, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(SystemExit):
+        bench_ranks.parse([*arguments, "--out", "unused"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_the_table_sets_each_scheme_beside_the_peer() -> None:
+    def row(part: str, what: str, seconds: float, **more: Any) -> dict[str, Any]:
+        labels = {"part": part, "scheme": "bf16", "offload": False, "exchange": "with messages", "what": what}
+        rate = {"tokens": 1024, "tokens_per_s": 1024 / seconds} if what == "micro-batch" else {}
+        return (
+            labels | rate | {"seconds": seconds, "peak_gib": 2.0, "received_bytes_by_kind": {"gradients": 10**9}} | more
+        )
+
+    peer = [
+        row("zero3", "micro-batch", 2.0, head="trl"),
+        row("zero3", "update", 0.25, head="trl", peak_gib=3.0, received_bytes_by_kind={}),
+    ]
+    ours = [row("learn", "micro-batch", 1.0), row("learn", "idle round", 0.1), row("learn", "update", 0.5)]
+    alone = [row("learn", "micro-batch", 0.9, exchange="without messages"), {"part": "check", "what": "sums"}]
+    lines = table([*alone, *ours, *peer], "tiny", 2).splitlines()
+    assert [" ".join(line.split()) for line in lines[2:]] == [
+        "learn bf16 1024 2.00 1000.0 500.0 2.0 1 gradients; an update 1 gradients",
+        "zero3 bf16 TRL's head 512 1.00 2000.0 250.0 3.0 1 gradients; an update none",
+    ]
+    assert table([*alone, *ours], "tiny", 2) == table(peer, "tiny", 2) == ""

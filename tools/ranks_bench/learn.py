@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from qarl_kernels.logprob import Truncation
 from step_bench.measure import timed
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3MoeConfig
 
 from qarl.config import Config
 from qarl.config.load import make_config
@@ -20,10 +20,9 @@ from qarl.distributed.ranks import Alone
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
 from qarl.training.row_setup import from_rows
+from ranks_bench.micro_batch import model_config, random_tokens
 from ranks_bench.parts import WARMUP, Bench, Record
 from ranks_bench.shapes import Shape
-
-LENGTH = 1024  # of a sequence
 
 
 class Bare(Alone):
@@ -63,7 +62,8 @@ class _Own(Pending):
 def learn_records(bench: Bench, schemes: Sequence[str], tokens: int, offload: str | bool) -> Iterator[Record]:
     """Micro-batches of `tokens` with messages and without, rounds of a rank that has no part, and whole updates.
 
-    Times of an update are those of norm, clip, optimizer, quantization and the gather of all codes.
+    Times of an update are those of norm, clip, optimizer, quantization and the gather of all codes. Bytes are those
+    that one call received.
     """
     exchange = bench.exchange
     silent = Silent(bench.group, exchange.rank, exchange.count, exchange.device)
@@ -79,7 +79,7 @@ def _records(
     bench: Bench, scheme: str, tokens: int, offload: str | bool, what: str, exchange: GroupExchange
 ) -> Iterator[Record]:
     shape, device = bench.shape, bench.device
-    model = skeleton(_model_config(shape))
+    model = skeleton(model_config(shape))
 
     def random_rows(plan: RowPlan) -> dict[str, Tensor]:
         rank = exchange.rank
@@ -88,8 +88,7 @@ def _records(
     config = _config(shape, scheme, tokens, offload, device)
     policy, updates = from_rows(config, model, random_rows, device, None, exchange, Bare(exchange))
     policy.set_recompute("layer")
-    length = min(LENGTH, tokens)
-    ids = torch.randint(3, shape.vocabulary, (tokens // length, length + 1)).tolist()
+    ids = random_tokens(shape, tokens, exchange.rank).tolist()
     prompts, responses = [row[:1] for row in ids], [row[1:] for row in ids]
 
     def backward() -> None:
@@ -99,47 +98,31 @@ def _records(
     def update() -> None:
         updates.step(updates.norm())
 
+    def prepare() -> None:
+        backward()
+        dist.barrier(bench.group)
+
+    def moved(call: Callable[[], object]) -> tuple[Record, Counter[str]]:
+        """Bytes that come to this rank in a call, and pieces of memory that leave it, by kind."""
+        received, parts = exchange.received.copy(), exchange.parts.copy()
+        call()
+        return {"received_bytes_by_kind": dict(exchange.received - received)}, exchange.parts - parts
+
     labels = {"part": "learn", "scheme": scheme, "offload": offload, "exchange": what}
-    received = exchange.received.copy()
     found = bench.timed(backward)
-    yield labels | {"what": "micro-batch", "tokens": tokens, "tokens_per_s": tokens / found["seconds"]} | found
+    rate = {"tokens": tokens, "tokens_per_s": tokens / found["seconds"]}
+    received, _ = moved(backward)
+    yield labels | {"what": "micro-batch"} | rate | found | received
     if what == "with messages":
-        before = exchange.parts["gradients"]
         found = bench.timed(lambda: updates.backward(None))
-        parts = (exchange.parts["gradients"] - before) // (WARMUP + bench.iterations)
-        yield labels | {"what": "idle round", "parts": parts} | found
-
-        def prepare() -> None:
-            backward()
-            dist.barrier(bench.group)
-
-        before = exchange.parts["codes"]
+        received, parts = moved(lambda: updates.backward(None))
+        yield labels | {"what": "idle round", "parts": parts["gradients"]} | found | received
         found = timed(update, device, WARMUP, bench.iterations, prepare=prepare)
-        parts = (exchange.parts["codes"] - before) // (WARMUP + bench.iterations)
-        yield labels | {"what": "update", "parts": parts} | found
-        moved = {kind: count - received[kind] for kind, count in exchange.received.items()}
-        yield labels | {"what": "all of these", "received_bytes_by_kind": moved}
+        prepare()
+        received, parts = moved(update)
+        yield labels | {"what": "update", "parts": parts["codes"]} | found | received
     updates.clear()
     dist.barrier(bench.group)
-
-
-def _model_config(shape: Shape) -> Qwen3Config | Qwen3MoeConfig:
-    sizes: dict[str, Any] = {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": shape.tied,
-        "pad_token_id": 2,
-    }
-    if not shape.experts:
-        return Qwen3Config(**sizes)
-    experts = {"num_experts": shape.experts, "num_experts_per_tok": shape.per_token, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**sizes, moe_intermediate_size=shape.inner, **experts)
 
 
 def _config(shape: Shape, scheme: str, tokens: int, offload: str | bool, device: torch.device) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +37,21 @@ def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) 
 
         def forward() -> Tensor:
             with torch.autocast(device.type, torch.bfloat16):
-                if in_chunks:
-                    scored = model(input_ids=ids[:, :-1], shift_labels=ids[:, 1:], fused_lm_head=True)
-                    return scored.log_probs.flatten()
-                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-            # accelerate's mixed precision gives float32 as well
-            return selected_logprobs(logits.float(), ids[:, 1:]).flatten()
+                return token_logprobs(model, ids, in_chunks).flatten()
 
         return torch.no_grad()(forward), lambda: (forward() * weights).sum().backward()
 
     for record in throughput(options, shape, device, calls):
         yield {"head": options.hf_head, "dtype": options.hf_dtype} | record
+
+
+def token_logprobs(model: Callable[..., Any], ids: Tensor, in_chunks: bool) -> Tensor:
+    """Log-probs (S, T), float32, of the tokens ids[:, 1:] of (S, T + 1). in_chunks: by the output layer of TRL, that
+    `add_fused_lm_head` gave the model."""
+    if in_chunks:
+        return model(input_ids=ids[:, :-1], shift_labels=ids[:, 1:], fused_lm_head=True).log_probs
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return selected_logprobs(logits.float(), ids[:, 1:])  # accelerate's mixed precision gives float32 as well
 
 
 def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""The peer of tools/bench_ranks.py on two ranks: the log-probs, gradients and AdamW of one process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from ranks_bench.shapes import SHAPES, model_shapes
+
+pytest.importorskip("deepspeed")
+
+SHAPE = replace(SHAPES["tiny"], tied=False)
+CPU = torch.device("cpu")
+TOKENS = 48
+RELEASED = {  # no weight outlives the module that reads it, as in models of billions of parameters
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+def steps(group: Any, changes: list[dict[str, int]]) -> list[dict[str, Any]]:
+    return [step(group, some) for some in changes]
+
+
+def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
+    """A micro-batch and an update of the engine and of a plain model with its weights, one beside the other."""
+    from deepspeed.utils import safe_get_full_fp32_param
+    from ranks_bench import micro_batch, zero3
+    from step_bench.hf_part import token_logprobs
+    from torch.func import functional_call
+    from transformers import AutoModelForCausalLM
+
+    from qarl.training.zero_setup import start_deepspeed
+
+    twin = AutoModelForCausalLM.from_config(micro_batch.model_config(SHAPE), dtype=torch.bfloat16)
+    deepspeed = start_deepspeed(CPU, 30)
+    ids = micro_batch.random_tokens(SHAPE, TOKENS, group.rank)
+    settings = zero3.zero3_settings(SHAPE, len(ids))
+    settings["zero_optimization"] |= changes
+    with zero3.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
+        named = dict(engine.module.named_parameters())
+        masters = {
+            name: safe_get_full_fp32_param(parameter).clone().requires_grad_() for name, parameter in named.items()
+        }
+        rounded = {name: master.detach().bfloat16().requires_grad_() for name, master in masters.items()}
+
+        expected = token_logprobs(lambda **given: functional_call(twin, rounded, (), given), ids, False)
+        expected.mean().backward()
+        optimizer = torch.optim.AdamW(list(masters.values()), zero3.OPTIM.lr, weight_decay=zero3.OPTIM.weight_decay)
+        for name, master in masters.items():
+            gradient = rounded[name].grad
+            assert gradient is not None
+            master.grad = torch.stack(group.gather_tensors(gradient.float().flatten())).mean(0).view_as(master)
+        norm = torch.stack([master.grad.norm() for master in masters.values()]).norm().item()
+        before = {name: master.detach().clone() for name, master in masters.items()}
+        optimizer.step()
+
+        engine.set_gradient_accumulation_boundary(True)
+        logp = token_logprobs(engine, ids, False)
+        engine.backward(logp.mean())
+        engine.step()
+        theirs = torch.cat([(safe_get_full_fp32_param(named[n]) - before[n]).flatten() for n in named])
+        ours = torch.cat([(masters[n].detach() - before[n]).flatten() for n in named])
+
+        def micro() -> None:
+            engine.set_gradient_accumulation_boundary(False)
+            engine.backward(token_logprobs(engine, ids, False).mean())
+
+        micro()  # which notes the order of modules
+        received = zero3.received_bytes(deepspeed, micro, group.count)
+        return {
+            "logp": (logp - expected).abs().max().item(),
+            "norm": [float(engine.get_global_grad_norm()), norm],
+            "moved_by": [theirs.norm().item(), ours.norm().item()],
+            "cosine": torch.cosine_similarity(theirs, ours, dim=0).item(),
+            "received": received,
+        }
+
+
+def test_the_engine_is_one_processes_model_and_adamw() -> None:
+    sizes = [math.prod(size) for size in model_shapes(SHAPE).values()]
+    products = sum(size for size in sizes if size > SHAPE.hidden)  # matrices are cut, norms are not
+    for kept, released in run_ranks(2, f"{__file__}:steps", {"changes": [{}, RELEASED]}):
+        for found in (kept, released):
+            assert found["logp"] < 5e-3
+            assert found["norm"][0] == pytest.approx(found["norm"][1], rel=1e-2)
+            assert found["cosine"] > 0.99
+            assert found["moved_by"][0] == pytest.approx(found["moved_by"][1], rel=1e-2)
+            assert found["received"]["gradients"] == sum(sizes)  # of 2 bytes, a half from the other rank
+        assert kept["received"]["weights"] == products
+        # once in the forward and once in the backward, layers also where they are computed again
+        assert 2 * sum(sizes) < released["received"]["weights"] < 3 * sum(sizes)
