@@ -1,8 +1,9 @@
 """One place through which every Triton kernel is launched.
 
 `launch` runs a kernel on the device of its tensors, or in Triton's interpreter when TRITON_INTERPRET=1 was set before
-import. Inside `recording()` nothing runs: launches are collected, so that a machine without a GPU can compile exactly
-what a GPU would (see `tests/kernels/compiling.py`).
+import. Inside `recording()` nothing runs: launches are collected, so that they can be compiled ahead
+(`qarl_kernels.ahead`), and a machine without a GPU can compile exactly what a GPU would (see
+`tests/kernels/compiling.py`).
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ def recording(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
         yield _collected
     finally:
         _collected, _capability = before
+
+
+def collecting() -> bool:
+    """Whether launches are collected instead of run, so that results say nothing."""
+    return _collected is not None
 
 
 @cache

@@ -52,13 +52,18 @@ class TensorFile:
     """A new safetensors file whose tensors arrive one at a time, in any order.
 
     specs: name -> (dtype, shape) of each tensor. metadata: strings that the header carries. As a context manager it is
-    closed at the end, and, unless the block raised, durable. Raises OSError.
+    closed at the end, and, unless the block raised, durable; or not, where the file is of use to this start of the
+    machine alone. Raises OSError.
     """
 
     def __init__(
-        self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+        self,
+        path: Path,
+        specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: dict[str, str],
+        durable: bool = True,
     ) -> None:
-        self._specs = dict(specs)
+        self._specs, self._durable = dict(specs), durable
         header, self._starts = _header(specs, metadata)
         self._file = open(path, "xb")  # noqa: SIM115 - closed by __exit__
         self._file.write(header)
@@ -79,7 +84,8 @@ class TensorFile:
             if kind is None:
                 assert not self._specs, f"{next(iter(self._specs))} was not written"
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                if self._durable:
+                    os.fsync(self._file.fileno())
         finally:
             self._file.close()
 

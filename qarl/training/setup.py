@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,6 +45,9 @@ from qarl.training.optim import round_masters
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import Updates
 from qarl.types import Prompt
+
+if TYPE_CHECKING:
+    from qarl.rollout.vllm.early import EarlySampler
 
 ALONE = Alone()
 
@@ -95,24 +99,28 @@ def build_run(
     asked, rewards, task_rewards = together(
         ranks, lambda: _asked_and_scored(config, device, console, rewards_log, ranks)
     )
+    place, early = rewards_log.parent, None
     try:
+        early = _early_sampler(config, device, place, ranks)
         if ranks.count == 1:
             policy, updates, inputs = _of_one_process(config, device, console, asked)
         else:
             policy, updates, inputs = _of_ranks(config, device, console, asked, ranks)
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
-        place, say = rewards_log.parent, console.warn if ranks.first else partial(_say, ranks.rank)
-        engine = together(ranks, lambda: _own_engine(config, policy, asked, place, say, ranks))
+        say = console.warn if ranks.first else partial(_say, ranks.rank)
+        engine = together(ranks, lambda: _own_engine(config, policy, asked, place, say, ranks, early))
+        stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
+        learner = Learner(policy, updates, config, sampling.truncation, ranks)
+        if learner.objective.needs.reference:
+            policy.keep_reference()  # the model itself, before a checkpoint is put back
+        evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks)
     except BaseException:
+        if early is not None:
+            early.close()
         rewards.close()
         task_rewards.close()
         raise
-    stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
-    learner = Learner(policy, updates, config, sampling.truncation, ranks)
-    if learner.objective.needs.reference:
-        policy.keep_reference()  # the model itself, before a checkpoint is put back
-    evaluation = TrainingEvaluation(config, asked.tasks, task_rewards, sampling, ranks)
     return Run(policy, asked.tokenizer, updates, learner, engine, stream, rewards, sampling, evaluation, inputs)
 
 
@@ -242,12 +250,26 @@ def _draws(config: Config, ranks: Ranks) -> bool:
     return ranks.rank < config.rollout.samplers(ranks.count)
 
 
+def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> EarlySampler | None:
+    if config.rollout.engine == "native" or not _draws(config, ranks):
+        return None
+    from qarl.rollout.vllm.early import early_sampler
+
+    return early_sampler(config, device, place)
+
+
 def _own_engine(
-    config: Config, policy: Policy, asked: _Asked, place: Path, say: Callable[[str], None], ranks: Ranks
+    config: Config,
+    policy: Policy,
+    asked: _Asked,
+    place: Path,
+    say: Callable[[str], None],
+    ranks: Ranks,
+    early: EarlySampler | None,
 ) -> RolloutEngine:
     if not _draws(config, ranks):
         return NoSampler()
-    return build_engine(config, policy, asked.tokenizer, asked.prompts, place, say)
+    return build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early)
 
 
 def build_engine(
@@ -257,8 +279,10 @@ def build_engine(
     prompts: Sequence[Prompt],
     run_dir: Path,
     say: Callable[[str], None],
+    early: EarlySampler | None = None,
 ) -> RolloutEngine:
-    """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know.
+    """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know. early: is
+    the engine's from now on.
 
     Raises UserError where vLLM does not start.
     """
@@ -271,7 +295,7 @@ def build_engine(
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     layout = policy.sampler.layout
     weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=config.rollout.numerics == "exact")
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

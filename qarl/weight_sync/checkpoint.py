@@ -81,7 +81,8 @@ def _write_shards(directory: Path, shards: list[Shard], snapshot: Snapshot, prog
     done = 0
     for shard in shards:
         layout = {name: (snapshot.tensors[name].dtype, spec.shape) for name, spec in shard.specs.items()}
-        with TensorFile(directory / shard.file, layout, {"format": "pt"}) as file:  # transformers demands the metadata
+        # transformers demands the metadata. A sampler reads the file while the system has it in memory.
+        with TensorFile(directory / shard.file, layout, {"format": "pt"}, durable=False) as file:
             for name in shard.specs:
                 file.write(name, snapshot.tensors[name])
                 done += snapshot.tensors[name].nbytes

@@ -1,6 +1,6 @@
 """The learner's side of weight sync: what a sampler holds, what of a new version travels to it, and the proof.
 
-A sampler starts from a checkpoint of a snapshot (`write_checkpoint`, `accept`) and gets each later one as a weight
+A sampler starts from a checkpoint of a snapshot (`prepare`, `accept`) and gets each later one as a weight
 update (`send`). Fingerprints prove the bytes on the sampler's side; the canary is scored on both sides and compared
 here.
 """
@@ -76,6 +76,7 @@ class WeightSender:
         self._carrier: Carrier | TeamCarrier | None = None
         self._held: _Held | None = None
         self._bound: Bound | None = None
+        self._scored: list[float] = []  # the canary, of what was prepared last
 
     @property
     def holds(self) -> bool:
@@ -87,13 +88,19 @@ class WeightSender:
         """Whether a sampler ever held one."""
         return self._bound is not None
 
-    def write_checkpoint(self, directory: Path, snapshot: Snapshot) -> None:
-        """Write what a sampler starts from to the new directory. Raises UserError as `write_snapshot_checkpoint`."""
+    def prepare(self, directory: Path, snapshot: Snapshot) -> None:
+        """What can be done before a sampler starts from `snapshot`, which the scorer has: write what it starts from to
+        the new directory, and score the canary. Raises UserError as `write_snapshot_checkpoint`."""
         write_snapshot_checkpoint(directory, snapshot, self.layout, self.tokenizer)
+        self._scored = self.scorer.score(self.canary).tolist()
 
     def open(self, sampler_gpu: int | None) -> ReceiverPlan:
         """Make the carrier of later updates to a process of its own, and say what that process must open."""
-        self._carrier, plan = make_carrier(self.layout.device, sampler_gpu)
+        return self.opened(*make_carrier(self.layout.device, sampler_gpu))
+
+    def opened(self, carrier: Carrier, plan: ReceiverPlan) -> ReceiverPlan:
+        """`open`, with a carrier that there is already: from now on it is this one's to close."""
+        self._carrier = carrier
         return plan
 
     def open_team(self, sampler_gpus: Sequence[int | None]) -> list[ReceiverPlan]:
@@ -103,12 +110,12 @@ class WeightSender:
         return [plan for _, plan in made]
 
     def accept(self, link: Link, snapshot: Snapshot, mode: Mode) -> None:
-        """Note that a sampler has started from `snapshot`; the first one's canary sets the bound of all others.
+        """Note that a sampler has started from what was prepared; the first one's canary sets the bound of all others.
 
         mode: of the next update. Raises PublishError where it computes something else.
         """
         scored = _joined(link.call("score", self.canary, _ignore))
-        found = difference(scored, self.scorer.score(self.canary).tolist())
+        found = difference(scored, self._scored)
         bound = Bound.of(found, self._exact)
         if self._bound is None:
             self._bound = bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def test_the_files_hold_the_snapshots_tensors(quant, tiny_model, tmp_path):
     assert stored.keys() == published.keys()
     assert [name for name in stored if not same_bytes(stored[name], published[name])] == []
     assert written == sum(tensor.nbytes for tensor in published.values())
+
+
+def test_no_start_waits_for_the_disk_to_have_tensors(tiny_model, tmp_path, monkeypatch):
+    """They are read back at once, and then deleted."""
+    model, waited = tiny_model(), []
+    monkeypatch.setattr(os, "fsync", lambda fd: waited.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+    write(make_policy(model, scheme="bf16"), model, tmp_path / "out")
+    assert "config.json" in waited and not [name for name in waited if name.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize("name", ["w4a16-g32", "fp8"])

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qarl.rollout.vllm import process
+from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings
 from qarl.rollout.vllm.wire import HEADER, MAGIC
 from qarl.weight_sync.delta import Patch, apply_patch
@@ -57,7 +58,9 @@ def settings(folder: Path) -> SamplerSettings:
 class FakeHost:
     """`qarl.rollout.vllm.host.Host` without vLLM: it holds and proves tensors, but draws evenly whatever they are."""
 
-    def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
+    def __init__(
+        self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None
+    ) -> None:
         self._troubles = Path(settings.args["troubles"])
         with self._troubles.with_suffix(".pids").open("a") as pids:
             pids.write(f"{os.getpid()}\n")
@@ -69,9 +72,13 @@ class FakeHost:
                 self.tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         verify(0, expected, fingerprints(self.tensors.items()))
 
+    @staticmethod
+    def import_ahead(exact: bool) -> None:
+        pass
+
     def facts(self) -> dict[str, Any]:
         units = {name: name.rpartition(".")[0] for name in self.tensors}
-        return {"version": "fake", "proved_frac": 1.0, "units": units, "notes": []}
+        return {"version": "fake", "proved_frac": 1.0, "units": units, "notes": [], "phases": {}}
 
     def publish(
         self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]

@@ -39,6 +39,8 @@ class ForkedWorker:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
+        while os.getsid(self.pid) != self.pid:  # as Popen, which returns when the command runs, in its own session
+            time.sleep(0.001)
 
     @staticmethod
     def _become(command: list[str], stdout, stderr, pass_fds: tuple[int, ...], env: Mapping[str, str]) -> None:

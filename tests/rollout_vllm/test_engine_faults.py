@@ -21,6 +21,7 @@ from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import WeightSender
+from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.verify import PublishError
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
@@ -94,6 +95,31 @@ def test_responses_come_in_order_with_their_texts(undisturbed, case) -> None:
         assert stopped == (rollout.token_ids[-1] == 1)
         said = rollout.token_ids[:-1] if stopped else rollout.token_ids
         assert rollout.text == case.engine.tokenizer.decode(said)
+
+
+@pytest.mark.parametrize("fault", [UserError("no space"), KeyboardInterrupt()])
+def test_a_process_that_has_begun_ends_when_the_policy_cannot_be_written(case, monkeypatch, fault) -> None:
+    engine, begun = case.make(), []
+
+    def prepare(folder: Path, snapshot: Snapshot) -> None:
+        begun.append(engine._sampler.pid)
+        raise fault
+
+    monkeypatch.setattr(engine.weights, "prepare", prepare)
+    with pytest.raises(type(fault)):
+        case.publish()
+    assert len(begun) == 1 and not fake_sampler.alive(begun[0])
+
+
+def test_the_canary_is_scored_once_for_a_start(case, monkeypatch) -> None:
+    engine, scored = case.make(), []
+    score = case.policy.sampler.score
+    monkeypatch.setattr(
+        case.policy.sampler, "score", lambda canary: scored.append(engine.weights.started) or score(canary)
+    )
+    case.publish()
+    assert scored == [False]  # before the sampler has started
+    assert 0 < engine.metrics["time/sampler_prepare_s"] < engine.metrics["time/sampler_start_s"]
 
 
 def test_a_sampler_that_promises_the_policys_bits_and_has_others_is_told_of_once(case) -> None:

@@ -39,7 +39,7 @@ class RecordingHost:
 
     seen: ClassVar[list[tuple[bool, bool, bool]]] = []
 
-    def __init__(self, settings: Any, expected: Any) -> None:
+    def __init__(self, settings: Any, expected: Any, phases: Any) -> None:
         self.seen.append(modes())
 
     def facts(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ import dataclasses, os, sys
 sys.path.append({str(Path(fake_sampler.__file__).parent)!r})
 import fake_sampler
 rank, real = os.environ["RANK"], fake_sampler.FakeHost.__init__
-def init(self, settings, expected):
+def init(self, settings, expected, phases):
     own = {{"troubles": settings.args["troubles"] + "-" + rank}}
     found = sorted(name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "QARL_RANKS"))
     print("{MARK}", found, flush=True)
@@ -225,7 +226,8 @@ def test_things_are_dealt_to_the_first_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is of vLLM's CPU build")
-def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path) -> None:
+def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     vllm = {"engine": "vllm", "linear_kernels": "qarl", "vllm": {"publish": "delta"}}
     data = settings(tiny_model(head_dim=32), rollout=vllm, train={"steps": 2}, checkpoint={"every": 100})
     data["model"]["device"] = "cpu"
@@ -236,10 +238,18 @@ def test_two_ranks_with_a_vllm_each_train(tiny_model, tmp_path) -> None:
     for record in done.metrics:
         assert record["publish/proved_frac"] > 0.99 and 0 < record["publish/sent_frac"] < 0.9
         assert 0 < record["mismatch/delta_abs_max"] < 0.05
+        assert 0 < record["time/sampler_prepare_s"] < record["time/sampler_start_s"]
+    for log in (done.run / "sampler.log", done.run / "rank-001" / "sampler.log"):
+        (line,) = [line for line in log.read_text().splitlines() if "vLLM is ready after" in line]
+        told = re.findall(r"(\w+) \d+\.\d\d(?:,|$)", line.partition(" s: ")[2])
+        before = ["process", "imports", "order", "engine", "device", "weights", "compile"]
+        assert told == [*before, "profile", "kv_cache", "warm_up", "ready"]
+    # No process of vLLM's own was asked what the model can do: the answer would be kept there.
+    assert not list(tmp_path.glob("cache/**/modelinfos"))
     native = replace(done, run=tmp_path / "native")
     codes, _ = on_two(config, native.run, "rollout.engine=native", "rollout.linear_kernels=null")
     assert codes == [0, 0]
     for own, other in zip(done.metrics, native.metrics, strict=True):
         more = own.keys() - other.keys()
-        assert other.keys() <= own.keys() and all("publish" in name for name in more), more
+        assert other.keys() <= own.keys() and all("publish" in name or "time/sampler" in name for name in more), more
     assert [len(step) for step in done.rollouts] == [len(step) for step in native.rollouts]

@@ -27,7 +27,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """start(troubles of the first, of the second) -> a team that is ready; afterwards nothing of it may be left."""
     real = fake_sampler.FakeHost.__init__
 
-    def own_troubles(self, settings, expected) -> None:
+    def own_troubles(self, settings, expected, phases) -> None:
         assert settings.shards == 2 and settings.meeting.parent.stat().st_mode & 0o777 == 0o700
         real(self, replace(settings, args={"troubles": f"{settings.args['troubles']}-{settings.shard}"}), expected)
 

@@ -104,6 +104,8 @@ class Session:
         return self._record(
             "start",
             [seconds],
+            phases=self.engine.phases,
+            prepare_s=self.engine.metrics["time/sampler_prepare_s"],
             tensors=len(snapshot.tensors),
             notes=self.notes,
             gib=sum(t.nbytes for t in snapshot.tensors.values()) / 2**30,

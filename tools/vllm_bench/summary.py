@@ -47,7 +47,9 @@ def engine_lines(records: Sequence[Record]) -> list[str]:
 def _more(row: Record) -> str:
     what = row["what"]
     if what == "start":
-        return f"{row['gib']:.2f} GiB, proved {row['proved_frac']:.3f}, canary {row['canary_mean']:.4f}"
+        found = f"{row['gib']:.2f} GiB, proved {row['proved_frac']:.3f}, canary {row['canary_mean']:.4f}"
+        phases = row.get("phases", {})  # none of an earlier result
+        return ", ".join([found, *(f"{name} {seconds:.2f}" for name, seconds in phases.items())])
     if what == "generate":
         speed = f"batch {row['batch']}: {row['tokens_per_s']:.0f} tokens/s"
         if "first_token_s" not in row:  # an earlier result

@@ -31,6 +31,7 @@ from qarl.rollout.engine import (
     require_version,
 )
 from qarl.rollout.stopping import Stopping
+from qarl.rollout.vllm.early import LOG, EarlySampler
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
@@ -54,7 +55,8 @@ class VLLMEngine:
 
     weights: brings the policy's versions to vLLM and proves them. place: directory for the log (`sampler.log`) and,
     while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
-    far. tracer: is told what the forwards of `generate` compute, where vLLM is in this process with exact numerics.
+    far. phases: seconds of the parts of vLLM's last start, by name. early: what the first start takes over. tracer: is
+    told what the forwards of `generate` compute, where vLLM is in this process with exact numerics.
     """
 
     tracer: Tracer | None = None
@@ -67,12 +69,15 @@ class VLLMEngine:
         weights: WeightSender,
         place: Path,
         say: Callable[[str], None],
+        early: EarlySampler | None = None,
     ) -> None:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
-        self.log = place / "sampler.log"
+        self.log = place / LOG
+        self._early = early
         self.version: int | None = None
         self.restarts = 0
+        self.phases: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
         self._sampler: SamplerProcess | SamplerTeam | InlineSampler | None = None
@@ -172,6 +177,9 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._stop()
+        if self._early is not None:
+            self._early.close()
+            self._early = None
         self.version = self._snapshot = None
 
     # --- publishing --------------------------------------------------------------------------------------------
@@ -193,9 +201,8 @@ class VLLMEngine:
         vllm = self.config.rollout.vllm
         folder = self.place / "sampler"
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was cut off
-        torch.cuda.empty_cache()
+        begin = time.perf_counter()
         try:
-            self.weights.write_checkpoint(folder, snapshot)
             settings = sampler_settings(self.config, self.layout, folder)
             expected = snapshot.fingerprints()
             if vllm.process == "inline":
@@ -206,12 +213,21 @@ class VLLMEngine:
                 plans = self.weights.open_team(gpus)
                 self._sampler = SamplerTeam(settings, expected, plans, self.log, vllm.timeout_s)
             else:
-                plan = self.weights.open(sampler_gpu(self.config))
-                self._sampler = SamplerProcess(settings, expected, plan, self.log, vllm.timeout_s)
+                early, self._early = self._early, None
+                if early is None:
+                    plan, begun = self.weights.open(sampler_gpu(self.config)), None
+                else:
+                    plan, begun = self.weights.opened(early.carrier, early.plan), early.begun
+                self._sampler = SamplerProcess(settings, expected, plan, self.log, vllm.timeout_s, begun)
+            self.weights.prepare(folder, snapshot)  # while the process imports vLLM
+            torch.cuda.empty_cache()
+            self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin
             self._sampler.start(ignore_progress)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self.weights.accept(self._sampler, snapshot, vllm.publish)
+        self._measured["time/sampler_start_s"] = time.perf_counter() - begin
+        self.phases = self._sampler.facts["phases"]
 
     def _again_after_faults(self, action: Callable[[], Any]) -> Any:
         """Do it, and after a fault of vLLM again with a new one, as often as the configuration allows."""

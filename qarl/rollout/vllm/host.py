@@ -7,10 +7,14 @@ this module does not import vLLM; making a host does.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +29,9 @@ from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader, stored
 from qarl.rollout.vllm.meeting import agreed, meeting_in
+from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.recording import Experts, Recording, Taps, recorded, tapped
-from qarl.rollout.vllm.settings import ENVIRONMENT, Drawing, Request, Response, SamplerSettings
+from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.receiver import Arriving, arrived
 from qarl.weight_sync.shards import METADATA, Shard, shard_prints
@@ -39,21 +44,27 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
+logger = logging.getLogger("vllm.qarl")  # beside vLLM's own, in the sampler's log
+
 
 class Host:
     """A started vLLM and what it holds.
 
-    expected: fingerprints of the snapshot in `settings.checkpoint`, by published name.
+    expected: fingerprints of the snapshot in `settings.checkpoint`, by published name. phases: of the start, so far.
     Raises whatever vLLM raises when it cannot start; PublishError when it lacks a layer of the snapshot, UserError when
     qarl's kernels cannot serve one.
     """
 
     _policy: Forward | None = None  # the policy's forward, where that is what vLLM runs
 
-    def __init__(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint]) -> None:
-        _prepare_environment(settings)
+    def __init__(
+        self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None
+    ) -> None:
+        os.environ |= vllm_environment(os.environ, settings.linear_kernels, settings.numerics, settings.threads)
+        keep_compiled_code_private()
         self.settings, self._expected = settings, expected
-        self._llm = _start(settings)
+        self._phases = Phases() if phases is None else phases
+        self._llm = _start(settings, self._phases)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
         self._shard = Shard(settings.shard, settings.shards)
@@ -72,6 +83,24 @@ class Host:
         self._parts = self._parts_in_checkpoint()
         self.held = HeldModel(self._model, self._parts)
         self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging, self._shard)
+        self._phases.end("ready")
+        logger.info(self._phases.line())
+
+    @staticmethod
+    def import_ahead(exact: bool) -> None:
+        """Import what a start will import, in an environment that is prepared. exact: for `rollout.numerics: exact`.
+
+        What cannot be imported is left to the start, which says so.
+        """
+        names = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "qarl.rollout.vllm.linear_methods"]
+        names += ["qarl.rollout.vllm.exact.start"] if exact else []
+        with suppress(Exception):
+            from vllm.platforms import current_platform
+
+            names.append(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
+        for name in names:
+            with suppress(Exception):
+                import_module(name)
 
     @property
     def _model(self) -> nn.Module:
@@ -82,6 +111,7 @@ class Host:
 
         proved_frac: share of the snapshot's bytes whose arrival digests prove. units: the layer that each published
         tensor must come with; none where the others are kept. notes: what vLLM does otherwise than the scheme says.
+        phases: seconds of the parts of its start.
         """
         import vllm
 
@@ -91,6 +121,7 @@ class Host:
             "proved_frac": self.held.proved_frac,
             "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},
             "notes": [f"vLLM {vllm.__version__}: {note}"] if note else [],
+            "phases": self._phases.seconds,
         }
 
     # --- publishing --------------------------------------------------------------------------------------------
@@ -273,18 +304,7 @@ class Host:
             torch.cuda.empty_cache()
 
 
-def _prepare_environment(settings: SamplerSettings) -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ["QARL_VLLM_KERNELS"] = settings.linear_kernels
-    if settings.numerics == "exact":  # it would put products and softmaxes of vLLM's in the place of torch's
-        os.environ["VLLM_BATCH_INVARIANT"] = "0"
-    keep_compiled_code_private()
-    if settings.threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
-        os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
-
-
-def _start(settings: SamplerSettings) -> LLM:
+def _start(settings: SamplerSettings, phases: Phases) -> LLM:
     from vllm import LLM
 
     from qarl.rollout.vllm.onednn import keep_scales
@@ -298,8 +318,31 @@ def _start(settings: SamplerSettings) -> LLM:
     groups = no_way_in(backend)
     if settings.meeting is not None:
         groups = meeting_in(settings.meeting, backend, settings.shard, settings.shards)
-    with groups, tapped(settings.routing and settings.numerics == "fast"):
-        return LLM(str(settings.checkpoint), **engine_arguments(settings))
+    arguments = engine_arguments(settings)
+    if settings.numerics == "fast":
+        _import_model(settings.checkpoint)
+    phases.end("imports")
+    routers = tapped(settings.routing and settings.numerics == "fast")
+    with groups, routers, phases.of_worker(partial(_loaded, settings)):
+        return LLM(str(settings.checkpoint), **arguments)
+
+
+def _import_model(checkpoint: Path) -> None:
+    """Import vLLM's class of the checkpoint's model here, where it will run: vLLM would ask another process about it,
+    which imports all of vLLM for that."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
+        if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def _loaded(settings: SamplerSettings, worker: Any) -> None:
+    """vLLM's worker holds the weights, and has run nothing."""
+    if settings.numerics == "exact":
+        from qarl.rollout.vllm.exact.rehearsal import rehearse
+
+        rehearse(worker.model_runner)
 
 
 def _require_served(model: nn.Module) -> None:

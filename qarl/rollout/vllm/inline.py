@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qarl.errors import UserError
+from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Tick
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -28,12 +29,13 @@ class InlineSampler:
         self.facts: dict[str, Any] = {}
 
     def start(self, tick: Tick) -> None:
+        phases = Phases()
         tick(0, 0)
         self._log_to_file()
         with self._faults(), _plain_algorithms():
             from qarl.rollout.vllm.host import Host
 
-            self._host = Host(self._settings, self._expected)
+            self._host = Host(self._settings, self._expected, phases)
         self.facts = self._host.facts()
 
     def call(self, operation: str, payload: Any, tick: Tick) -> Any:

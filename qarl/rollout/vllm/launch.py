@@ -47,7 +47,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         numerics=rollout.numerics,
         routing=config.records_routing and mixture_of(layout) is not None,
         cuda=(learner_gpu(layout.device) if own is None else own) if on_gpu else None,
-        threads=None if on_gpu else torch.get_num_threads(),
+        threads=sampler_threads(layout.device),
         args=dict(vllm.args),
     )
 
@@ -96,6 +96,11 @@ def sampler_gpu(config: Config) -> int | None:
     vllm, rank = config.rollout.vllm, place()
     first = vllm.device
     return first if first is None or rank is None else first + rank.local * vllm.tensor_parallel
+
+
+def sampler_threads(device: torch.device) -> int | None:
+    """Of vLLM on the CPU; None where the learner has a GPU."""
+    return torch.get_num_threads() if device.type == "cpu" else None
 
 
 def _of_one(nbytes: int | None, gpus: int) -> int | None:

@@ -39,6 +39,7 @@ class _Facts:
     proved_frac: float
     units: dict[str, str]
     notes: list[str]
+    phases: dict[str, float]
 
 
 @dataclass(frozen=True)

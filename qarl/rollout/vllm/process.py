@@ -23,8 +23,8 @@ from qarl.rollout.vllm.messages import (
     read_ready,
     start_order,
 )
-from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings
-from qarl.rollout.vllm.wire import Message, WireError, WireTimeout, channel_pair
+from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
+from qarl.rollout.vllm.wire import Channel, Message, WireError, WireTimeout, channel_pair
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan
@@ -36,11 +36,47 @@ ABORT_LIMIT_S = 30.0  # for an engine step that is under way when the user inter
 Tick = Callable[[int, int], None]
 
 
+class BegunProcess:
+    """A sampler's process from its beginning: it imports vLLM and waits for the order to start.
+
+    linear_kernels, numerics, threads: see `SamplerSettings`. plan, log: see `SamplerProcess`.
+    """
+
+    def __init__(self, linear_kernels: str, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
+        self.channel, child = channel_pair()
+        environment = sampler_environment(os.environ, plan)
+        environment |= vllm_environment(environment, linear_kernels, numerics, threads)
+        worker = "-m", "qarl.rollout.vllm.worker", str(child.fileno()), numerics, str(time.monotonic())
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", *worker],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(child.fileno(), *plan.fds),
+                start_new_session=True,
+                env=environment,
+            )
+        child.close()
+
+    def close(self) -> None:
+        """End it, if nobody has taken it over."""
+        _end(self.process, self.channel)
+
+
+def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    channel.close()
+
+
 class SamplerProcess:
     """A vLLM in a process of its own, which leads a session: the terminal's Ctrl-C does not reach it.
 
     log: gets what vLLM prints. timeout_s: without a sign of life for so long it counts as hung. plan: of
-    the other end of the carrier that publications come by. progress: responses and tokens of the order under way.
+    the other end of the carrier that publications come by. begun: with this plan; None: it begins now.
+    progress: responses and tokens of the order under way.
     """
 
     def __init__(
@@ -50,21 +86,13 @@ class SamplerProcess:
         plan: ReceiverPlan,
         log: Path,
         timeout_s: float,
+        begun: BegunProcess | None = None,
     ) -> None:
         self.timeout_s, self.log = timeout_s, log
         self.facts: dict[str, Any] = {}
-        self._channel, child = channel_pair()
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "qarl.rollout.vllm.worker", str(child.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(child.fileno(), *plan.fds),
-                start_new_session=True,
-                env=sampler_environment(os.environ, plan),
-            )
-        child.close()
+        if begun is None:
+            begun = BegunProcess(settings.linear_kernels, settings.numerics, settings.threads, plan, log)
+        self._process, self._channel = begun.process, begun.channel
         self._start = start_order(settings, expected, plan)
         self._order: tuple[str, Any] = ("start", None)
         self.progress = (0, 0)
@@ -108,10 +136,7 @@ class SamplerProcess:
 
     def close(self) -> None:
         """End it. It holds nothing that must be kept."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._channel.close()
+        _end(self._process, self._channel)
 
     def _send(self, message: Message) -> None:
         if self._channel.closed:  # by `_abort`

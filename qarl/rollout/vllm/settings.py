@@ -25,6 +25,22 @@ ENVIRONMENT = {
 }
 
 
+def vllm_environment(
+    given: Mapping[str, str], linear_kernels: str, numerics: str, threads: int | None
+) -> dict[str, str]:
+    """What vLLM must find in the environment of its process before it is imported, beside what is `given`.
+
+    The others: see `SamplerSettings`.
+    """
+    own = {name: given.get(name, value) for name, value in ENVIRONMENT.items()}
+    own["QARL_VLLM_KERNELS"] = linear_kernels
+    if numerics == "exact":  # it would put products and softmaxes of vLLM's in the place of torch's
+        own["VLLM_BATCH_INVARIANT"] = "0"
+    if threads is not None:  # vLLM's own choice leaves one out, for a server that works beside it
+        own["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", str(threads))
+    return own
+
+
 @dataclass(frozen=True)
 class SamplerSettings:
     """How vLLM is started.

@@ -1,23 +1,28 @@
-"""`python -m qarl.rollout.vllm.worker FD`: the sampler's own process. It serves one connection until that ends.
+"""`python -m qarl.rollout.vllm.worker FD NUMERICS BEGUN`: the sampler's own process, which serves one connection.
 
-Orders and answers are those of `messages.py`. Standard output and error are the sampler's log file.
+It imports vLLM, for numerics `exact` or `fast`, before the order to start is there, and ends with the connection.
+BEGUN: when it was begun, by `time.monotonic()`. Orders and answers are those of `messages.py`. Standard output and
+error are the sampler's log file.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.rollout.vllm.alone import keep_compiled_code_private
 from qarl.rollout.vllm.host import Host, Progress
 from qarl.rollout.vllm.messages import done, failed, read_order, read_start
+from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import Drawing, Failure, Request
 from qarl.rollout.vllm.wire import Channel, Message
 from qarl.weight_sync.receiver import Arriving, WeightReceiver
@@ -78,11 +83,13 @@ def failure(error: Exception) -> Failure:
     return Failure(explain(error), isinstance(error, PublishError))
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, phases: Phases) -> None:
     """Start the host that the first order asks for, then serve orders until the connection ends."""
     settings, expected, plan = read_start(_next(channel))
+    phases.end("order")
     try:
-        host = Host(settings, expected)
+        with _imports_aside():
+            host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
         channel.send(failed(failure(error)))
         return
@@ -114,6 +121,17 @@ def serve(channel: Channel) -> None:
         channel.send(done(operation, result))
 
 
+@contextmanager
+def _imports_aside() -> Iterator[None]:
+    """While vLLM starts, garbage is not looked for in what was imported: it collects ten times, a good quarter of a
+    second each. In the end it sets everything aside itself."""
+    thaw, gc.unfreeze = gc.unfreeze, lambda: None
+    try:
+        yield
+    finally:
+        gc.unfreeze = thaw
+
+
 def _next(channel: Channel) -> Message:
     message = channel.poll(None)
     assert message is not None, "it waits for ever"
@@ -122,9 +140,18 @@ def _next(channel: Channel) -> Message:
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the learner
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    descriptor, numerics, begun = sys.argv[1:]
+    phases = Phases(float(begun))
+    phases.end("process")
+    channel = Channel(socket.socket(fileno=int(descriptor)))
+    keep_compiled_code_private()
+    gc.disable()
+    Host.import_ahead(numerics == "exact")
+    gc.freeze()
+    gc.enable()
+    phases.end("imports")
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the learner is gone
-        serve(channel)
+        serve(channel, phases)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class CachedLayer(AttentionLayerBase):
     @kv_cache.setter
     def kv_cache(self, given: Tensor) -> None:
         self._kv_cache = given
-        self.pages: tuple[Tensor, Tensor] = (given[..., : self.head_dim], given[..., self.head_dim :])
+        self.pages = pages_of(given)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PolicyAttention
@@ -51,6 +51,12 @@ class CachedLayer(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         assert vllm_config.cache_config.block_size == PAGE, "the sampler asks for blocks of PAGE tokens"
         return FullAttentionSpec(block_size=PAGE, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype)
+
+
+def pages_of(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (P, H_kv, PAGE, D) in a layer's cache (P, H_kv, PAGE, 2 D)."""
+    head_dim = cache.shape[-1] // 2
+    return cache[..., :head_dim], cache[..., head_dim:]
 
 
 class PolicyAttention(AttentionBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from vllm.model_executor.models.registry import ModelRegistry
 
 from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
-from qarl.policy.routes import recording
+from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.trace import Context, Tracer
-from qarl.rollout.vllm.exact.attention import CachedLayer
+from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.exact.view import addresses, bare_decoder, held_view
 from qarl.rollout.vllm.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.recording import Buffer
@@ -107,12 +107,24 @@ class Forward:
         assert found is not None and found.logits is logits, "vLLM draws from what was computed last"
         return found
 
+    @property
+    def fused(self) -> bool:
+        """Whether its layers are Triton kernels."""
+        return self._decoder.role.view.fused
+
+    def run(self, ids: Tensor, attention: Attention) -> Tensor:
+        """`states` of a batch that is not vLLM's."""
+        return self._decoder(ids, attention, routes=NO_ROUTES if self.routing is None else recording())
+
+    def pages(self) -> Caches:
+        """A KV cache of one page a layer, of zeros, with the strides of vLLM's."""
+        shapes = [(1, layer.kv_heads, PAGE, 2 * layer.head_dim) for layer in self._layers]
+        made = (torch.zeros(shape, dtype=self._config.dtype, device=self._device) for shape in shapes)
+        return [pages_of(cache) for cache in made]
+
     def _measured(self, positions: Tensor) -> Attention:
         """For a batch of vLLM's that only measures memory, before there is a KV cache: each row for itself."""
-        rows, device = len(positions), positions.device
-        shapes = [(1, layer.kv_heads, PAGE, layer.head_dim) for layer in self._layers]
-        zeros = partial(torch.zeros, dtype=self._config.dtype, device=device)
-        pages: Caches = [(zeros(shape), zeros(shape)) for shape in shapes]
+        rows, device, pages = len(positions), positions.device, self.pages()
         if not self._decoder.role.view.fused:
             return paged([Span(row, 1, 0, [0]) for row in range(rows)], device, pages, fused=False)
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need

@@ -1,0 +1,48 @@
+"""A sampler's process that begins before there is a policy: it imports vLLM while the learner loads the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qarl.config import Config
+from qarl.rollout.vllm.launch import sampler_gpu, sampler_threads
+from qarl.rollout.vllm.process import BegunProcess
+from qarl.weight_sync.carriers import Carrier
+from qarl.weight_sync.transport import ReceiverPlan, make_carrier
+
+LOG = "sampler.log"  # in the directory of a run, or of a rank's
+
+
+@dataclass(frozen=True)
+class EarlySampler:
+    """Of the first start of a run's vLLM. carrier, plan: the way of later publications to it."""
+
+    begun: BegunProcess
+    carrier: Carrier
+    plan: ReceiverPlan
+
+    def close(self) -> None:
+        """End it, if it was not taken over."""
+        self.begun.close()
+        self.carrier.close()
+
+
+def early_sampler(config: Config, device: torch.device, place: Path) -> EarlySampler | None:
+    """Begin the process of the vLLM that `config` asks for; None where it has none or several, or it cannot begin yet.
+
+    device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
+    """
+    rollout = config.rollout
+    if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
+        return None
+    carrier, plan = make_carrier(device, sampler_gpu(config))
+    try:
+        threads = sampler_threads(device)
+        begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, plan, place / LOG)
+    except OSError:  # which the start will tell, if it comes again
+        carrier.close()
+        return None
+    return EarlySampler(begun, carrier, plan)

@@ -1,0 +1,79 @@
+"""The kernels of the policy's forward, compiled side by side before vLLM runs it and compiles one after the other.
+
+What vLLM is about to run is recorded instead of run: the batch that measures memory, a prefill, and the decodes that
+CUDA graphs are captured for. What else comes up later is compiled then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from qarl_kernels.attention import PAGE
+from torch import Tensor
+
+from qarl.policy.attention import Attention
+
+if TYPE_CHECKING:
+    from qarl.rollout.vllm.exact.model import Forward
+
+THREADS = 16  # at most; what Python does of a compilation is one thread's
+logger = logging.getLogger("vllm.qarl")
+
+
+@torch.inference_mode()
+def rehearse(model_runner: Any) -> None:
+    """Compile for an `ExactModel` that holds its weights. vLLM starts without too: what fails is a line of its log."""
+    policy: Forward = model_runner.get_model().policy
+    if not policy.fused:
+        return
+    from qarl_kernels.ahead import compile_ahead
+    from qarl_kernels.launch import recording
+
+    device: torch.device = model_runner.device
+    threads = min(len(os.sched_getaffinity(0)), THREADS)
+    try:
+        with recording(torch.cuda.get_device_capability(device)) as launches:
+            perform(policy, model_runner.vllm_config, device)
+        count = compile_ahead(launches, device, threads)
+        logger.info("%d kernels compiled ahead, by %d threads", count, threads)
+    except Exception as error:  # of Triton, or for want of memory
+        logger.warning("kernels are compiled when they are needed: %s: %s", type(error).__name__, error)
+
+
+def perform(policy: Forward, config: Any, device: torch.device) -> None:
+    """The forwards and the distributions of what vLLM is about to run. config: vLLM's."""
+    scheduler, context = config.scheduler_config, config.model_config.max_model_len
+    graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    sizes = {scheduler.max_num_seqs, *(config.compilation_config.cudagraph_capture_sizes or () if graphs else ())}
+    drawn = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    for rows, attention in _batches(policy, sorted(sizes), scheduler.max_num_batched_tokens, context, device):
+        hidden = policy.run(torch.zeros(rows, dtype=torch.int64, device=device), attention)
+        policy.take(policy.logits(hidden[:drawn]))
+
+
+def _batches(
+    policy: Forward, sizes: list[int], most: int, context: int, device: torch.device
+) -> Iterator[tuple[int, Attention]]:
+    """(rows, attention) of decodes of these sizes, of what measures memory and of a prefill, of `most` rows each."""
+    from qarl.policy.fused_attention import DecodeAttention, PagedAttention  # imports Triton
+
+    pages = policy.pages()
+
+    def decode(rows: int, longest: int) -> DecodeAttention:
+        positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        return DecodeAttention(positions, positions, _table(rows, longest, device), positions.int(), longest, pages)
+
+    yield most, decode(most, 1)
+    length = min(most, context)
+    yield length, PagedAttention.of_tables(np.array([length]), np.array([0]), _table(1, context, device), pages)
+    for rows in sizes:
+        yield rows, decode(rows, context)
+
+
+def _table(rows: int, length: int, device: torch.device) -> Tensor:
+    return torch.zeros(rows, -(-length // PAGE), dtype=torch.int32, device=device)

@@ -1,0 +1,195 @@
+"""What a start of vLLM says of its parts, and the process that begins before them. Without vLLM."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import fake_sampler
+import pytest
+import torch
+
+from qarl.config import Config
+from qarl.rollout.vllm import worker
+from qarl.rollout.vllm.early import early_sampler
+from qarl.rollout.vllm.phases import Phases
+from qarl.rollout.vllm.process import SamplerProcess
+from qarl.weight_sync.link import SamplerFault
+
+CPU = torch.device("cpu")
+
+
+class Runner:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def capture_model(self) -> int:
+        self.worker._work("capture")
+        return 7
+
+
+class Worker:
+    """The steps of vLLM's. capture: whether its runner captures graphs."""
+
+    def __init__(self, capture: bool) -> None:
+        self.done: list[str] = []
+        self.runner = Runner(self) if capture else SimpleNamespace()
+
+    def _work(self, step: str) -> None:
+        self.done.append(step)
+        time.sleep(0.02)
+
+    def init_device(self) -> None:
+        self._work("device")
+        self.model_runner = self.runner
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self._work(f"load {load_dummy_weights}")
+
+    def determine_available_memory(self) -> int:
+        self._work("profile")
+        return 5
+
+    def initialize_from_config(self, config: str) -> None:
+        self._work(config)
+
+    def compile_or_warm_up_model(self) -> int:
+        self._work("warm")
+        return self.model_runner.capture_model() if hasattr(self.model_runner, "capture_model") else 0
+
+
+@pytest.fixture
+def wrapper(monkeypatch: pytest.MonkeyPatch) -> type:
+    """vLLM's `WorkerWrapperBase`, as much of it as a start needs."""
+
+    class WorkerWrapperBase:
+        def init_worker(self, made: Worker) -> None:
+            self.worker = made
+
+    module = ModuleType("vllm.v1.worker.worker_base")
+    module.WorkerWrapperBase = WorkerWrapperBase
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return WorkerWrapperBase
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_the_phases_of_a_worker_follow_one_another_without_a_gap(wrapper: type, capture: bool) -> None:
+    phases, loaded, made = Phases(begun := time.monotonic()), [], Worker(capture)
+    phases.end("imports")
+    before = wrapper.init_worker
+    with phases.of_worker(loaded.append):
+        wrapped = wrapper()
+        wrapped.init_worker(made)
+        wrapped.worker.init_device()
+        wrapped.worker.load_model(load_dummy_weights=True)
+        assert wrapped.worker.determine_available_memory() == 5
+        wrapped.worker.initialize_from_config("cache")
+        assert wrapped.worker.compile_or_warm_up_model() == (7 if capture else 0)
+    phases.end("ready")
+    assert made.done == ["device", "load True", "profile", "cache", "warm", *(["capture"] if capture else [])]
+    assert loaded == [made]
+    parts = ["device", "weights", "compile", "profile", "kv_cache", "warm_up", *(["graphs"] if capture else [])]
+    assert list(phases.seconds) == ["imports", "engine", *parts, "ready"]
+    assert all(phases.seconds[part] >= 0.02 for part in parts if part != "compile")
+    assert sum(phases.seconds.values()) == pytest.approx(phases._since - begun)
+    assert phases.line().startswith("vLLM is ready after 0.") and "weights 0.0" in phases.line()
+    # What was put on vLLM's classes and objects is gone.
+    assert wrapper.init_worker is before
+    assert not [name for name in vars(made) if name not in ("done", "runner", "model_runner")]
+    assert "capture_model" not in vars(made.runner)
+
+
+def test_a_step_that_fails_leaves_nothing_behind(wrapper: type) -> None:
+    made = Worker(True)
+    with pytest.raises(TypeError), Phases().of_worker(lambda worker: None):
+        wrapped = wrapper()
+        wrapped.init_worker(made)
+        wrapped.worker.load_model("no such argument")
+    assert "load_model" not in vars(made)
+
+
+def test_garbage_is_not_looked_for_in_imports_while_vllm_starts() -> None:
+    thaw = gc.unfreeze
+    gc.freeze()
+    try:
+        with worker._imports_aside():
+            gc.unfreeze()  # as vLLM does
+            assert gc.get_freeze_count() > 0
+        gc.unfreeze()
+        assert gc.unfreeze is thaw and gc.get_freeze_count() == 0
+    finally:
+        thaw()
+
+
+def config(troubles: Path, **vllm) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "models/tiny"},
+            "data": {"source": "task:arithmetic"},
+            "reward": {"functions": [{"name": "exact"}]},
+            "rollout": {"engine": "vllm", "vllm": {"args": {"troubles": str(troubles)}, **vllm}},
+            "train": {"steps": 1},
+        }
+    )
+
+
+def test_a_process_that_begins_early_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_sampler.install(monkeypatch.setattr)
+    files = fake_sampler.memory_files()
+    (tmp_path / "troubles").write_text("")
+    early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
+    assert early is not None and fake_sampler.alive(pid := early.begun.process.pid)
+    settings = fake_sampler.settings(tmp_path)
+    sampler = SamplerProcess(settings, {}, early.plan, tmp_path / "sampler.log", 60.0, early.begun)
+    try:
+        assert sampler.pid == pid
+        sampler.start(lambda responses, tokens: None)
+        assert sampler.call("score", [[1, 2, 3]], lambda *_: None) == [[fake_sampler.EVEN] * 2]
+    finally:
+        sampler.close()
+        early.carrier.close()
+    assert not fake_sampler.alive(pid) and fake_sampler.memory_files() == files
+
+
+def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_sampler.install(monkeypatch.setattr)
+    files = fake_sampler.memory_files()
+    early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
+    assert early is not None
+    early.close()
+    assert not fake_sampler.alive(early.begun.process.pid) and fake_sampler.memory_files() == files
+
+
+def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_sampler.install(monkeypatch.setattr)
+    early = early_sampler(config(tmp_path / "troubles"), CPU, tmp_path)
+    assert early is not None
+
+    os.kill(early.begun.process.pid, signal.SIGKILL)
+    settings = fake_sampler.settings(tmp_path)
+    sampler = SamplerProcess(settings, {}, early.plan, tmp_path / "sampler.log", 60.0, early.begun)
+    try:
+        with pytest.raises(SamplerFault, match="SIGKILL"):
+            sampler.start(lambda responses, tokens: None)
+    finally:
+        sampler.close()
+        early.carrier.close()
+
+
+@pytest.mark.parametrize("vllm", [{"process": "inline"}, {"tensor_parallel": 2, "device": 0}])
+def test_what_is_not_one_process_does_not_begin_early(vllm: dict, tmp_path: Path) -> None:
+    assert early_sampler(config(tmp_path / "troubles", **vllm), CPU, tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_that_cannot_be_written_is_left_to_the_start(tmp_path: Path) -> None:
+    files = fake_sampler.memory_files()
+    assert early_sampler(config(tmp_path / "troubles"), CPU, tmp_path / "missing") is None
+    assert fake_sampler.memory_files() == files
