@@ -31,12 +31,12 @@ def rehearse(model_runner: Any) -> None:
     policy: Forward = model_runner.get_model().policy
     if not policy.fused:
         return
-    from qarl_kernels.ahead import compile_ahead
-    from qarl_kernels.launch import recording
-
     device: torch.device = model_runner.device
     threads = min(len(os.sched_getaffinity(0)), THREADS)
     try:
+        from qarl_kernels.ahead import compile_ahead  # by parts of Triton that another version may lack
+        from qarl_kernels.launch import recording
+
         with recording(torch.cuda.get_device_capability(device)) as launches:
             perform(policy, model_runner.vllm_config, device)
         count = compile_ahead(launches, device, threads)
