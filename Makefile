@@ -20,7 +20,9 @@ quickstart: $(VENV)/.run $(call IF_VLLM,$(VENV)/.vllm)
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
+# Two test files of one name hide each other when all are collected, though each runs alone.
 lint: $(VENV)/.dev
+	@! find tests -name 'test_*.py' -printf '%f\n' | sort | uniq -d | grep .
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
