@@ -50,3 +50,22 @@ def narrow_e4m3(x):
         code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def round_e4m3(x, dtype: tl.constexpr):
+    """bf16, fp16 or fp32 -> the nearest e4m3 as `dtype`, 16-bit or e4m3 itself, all of which hold it exactly."""
+    code = narrow_e4m3(widen(x))
+    if dtype == tl.float8e4nv:
+        return code
+    return widen_e4m3(code, dtype)
+
+
+@triton.jit
+def widen_e4m3(x, dtype: tl.constexpr):
+    """e4m3 -> bf16 or fp16, exact. What is no e4m3 stays as it is."""
+    if x.dtype != tl.float8e4nv:
+        return x
+    if _INTERPRETED:
+        return narrow(widen(x), dtype)
+    return x.to(dtype)

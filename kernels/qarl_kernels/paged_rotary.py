@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.rotary import HEADS, WARPS, Rotation, exists, halves, store_halves, tile_of_heads, turned_heads
+from qarl_kernels.rotary import HEADS, WARPS, Rotation, copied_heads, halves, tile_of_heads, turned_heads
 from qarl_kernels.rows import VECTOR, inside
 
 FEW_ROWS = 512  # up to which a program has one head and one warp, so that there are enough programs
@@ -21,7 +21,7 @@ _VECTOR = tl.constexpr(VECTOR)
 def _paged_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
-    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous
+    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype or e4m3
     v_cache,  # the same
     slots,  # (rows,) i64, page * PAGE + offset; negative: nothing is written
     cos,  # (positions, D)
@@ -46,6 +46,7 @@ def _paged_kernel(
     TOKENS: tl.constexpr,
     VECTORS: tl.constexpr,
     RAGGED: tl.constexpr,  # HALF is not a multiple of 8
+    FP8: tl.constexpr,  # keys and values are rounded to e4m3
 ):
     t = tl.arange(0, TOKENS * VECTORS)
     token = (tl.program_id(0) * TOKENS + t // VECTORS).to(tl.int64)
@@ -62,22 +63,19 @@ def _paged_kernel(
         if block < blocks:
             turned_heads(
                 source, q + token * (heads * 2 * HALF), 2 * HALF, q_norm, block * HEADS, heads, column, keep, keep,
-                cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS,
+                cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, False,
             )  # fmt: skip
         else:
             turned_heads(
                 source + heads * (2 * HALF), k_cache + page * stride_k_page + offset * stride_k, stride_k_head, k_norm,
                 (block - blocks) * HEADS, kv_heads, column, keep, stored, cosines, sines, eps,
-                HALF, HEADS, TOKENS, VECTORS,
+                HALF, HEADS, TOKENS, VECTORS, FP8,
             )  # fmt: skip
     else:
-        source += (heads + kv_heads) * (2 * HALF) + column
-        into = v_cache + page * stride_v_page + offset * stride_v + column
-        for i in tl.static_range(HEADS):
-            head = (block - blocks - kv_blocks) * HEADS + i
-            present = stored & exists(head, kv_heads, column)
-            first, second = halves(source + head * (2 * HALF), present, HALF)
-            store_halves(into + head * stride_v_head, present, first, second, HALF)
+        copied_heads(
+            source + (heads + kv_heads) * (2 * HALF), v_cache + page * stride_v_page + offset * stride_v, stride_v_head,
+            (block - blocks - kv_blocks) * HEADS, kv_heads, column, stored, HALF, HEADS, FP8,
+        )  # fmt: skip
 
 
 def rotary_into_pages(
@@ -91,12 +89,14 @@ def rotary_into_pages(
     """Queries (T, heads, D) as of `rotary_forward`; its keys, and the values, are written to their slots.
 
     Args:
-        k_cache, v_cache: (P, kv_heads, PAGE, D) of qkv's dtype, D contiguous, the rest any strides.
+        k_cache, v_cache: (P, kv_heads, PAGE, D), D contiguous, the rest any strides; of qkv's dtype, or float8_e4m3fn
+            where the rotation rounds to it (`kv_fp8`).
         slots: (T,) int64, page * PAGE + offset of each token, no two the same; negative: nothing is written.
         tile: heads and warps of a program, for tuning; changes no bit.
     """
     for cache in (k_cache, v_cache):
-        if cache.dtype != qkv.dtype or cache.shape[1::2] != (rotation.kv_heads, rotation.head_dim):
+        fits = cache.dtype == qkv.dtype or (cache.dtype == torch.float8_e4m3fn and rotation.kv_fp8)
+        if not fits or cache.shape[1::2] != (rotation.kv_heads, rotation.head_dim):
             raise ValueError(
                 f"a cache of {cache.dtype} {tuple(cache.shape)} does not take {rotation.kv_heads} heads of "
                 f"{rotation.head_dim} {qkv.dtype}"
@@ -124,6 +124,7 @@ def rotary_into_pages(
         stride_v=v_cache.stride(2),
         PAGE=k_cache.shape[2],
         HEADS=per_program,
+        FP8=rotation.kv_fp8,
         **rotation.arguments(qkv),
         **shape,
     )

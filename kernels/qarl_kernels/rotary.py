@@ -6,6 +6,8 @@ alone.
 
 A thread has eight values of the first half of a head and the eight that they turn with in the second half; cosines,
 sines and weights stay in registers for some heads of the same token.
+
+Where the sampler's KV cache holds e4m3, keys are rounded to it after they are turned, and values as they come.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.casts import narrow, widen
+from qarl_kernels.casts import narrow, round_e4m3, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
@@ -34,7 +36,8 @@ class Rotation:
     """How queries and keys come out of a product (T, (heads + 2 * kv_heads) * D): queries, keys, values.
 
     head_dim: D, even. cos, sin: (positions, D) of the product's dtype, contiguous. positions: (T,) int64, their row for
-    each token. q_norm, k_norm: weights (D,) of that dtype, or None. eps: of the norms.
+    each token. q_norm, k_norm: weights (D,) of that dtype, or None. eps: of the norms. kv_fp8: keys and values are
+    rounded to e4m3, with a scale of 1.
     """
 
     heads: int
@@ -46,13 +49,14 @@ class Rotation:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    kv_fp8: bool = False
 
     @property
     def columns(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def values(self, qkv: Tensor) -> Tensor:
-        """The values (T, kv_heads, D) in a product (T, columns)."""
+        """The values (T, kv_heads, D) in a product (T, columns), before they are rounded."""
         return qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(1, (self.kv_heads, self.head_dim))
 
     def arguments(self, qkv: Tensor) -> dict[str, Any]:
@@ -108,14 +112,30 @@ def _round(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def copied_heads(
+    source, into, pitch, head, heads, column, stored,
+    HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Heads [head, head + HEADS) of `heads` of some tokens as they are, or rounded to e4m3; see `turned_heads`."""
+    for i in tl.static_range(HEADS):
+        present = stored & exists(head + i, heads, column)
+        first, second = halves(source + (head + i) * (2 * HALF) + column, present, HALF)
+        if FP8:
+            first = round_e4m3(first, into.dtype.element_ty)
+            second = round_e4m3(second, into.dtype.element_ty)
+        store_halves(into + (head + i) * pitch + column, present, first, second, HALF)
+
+
+@triton.jit
 def turned_heads(
     source, into, pitch, weight, head, heads, column, keep, stored, cosines, sines, eps,
-    HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, VECTORS: tl.constexpr,
+    HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, VECTORS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Heads [head, head + HEADS) of `heads` of some tokens, normalized if there is a weight, then turned.
 
     source, into: pointers (T,) to the first heads of each vector's token; heads of `into` are `pitch` apart. column:
     (T,), of each vector in a head. keep: vectors that exist; stored: and are wanted. cosines, sines: pairs (T, 8).
+    FP8: the result is rounded to e4m3 then.
     """
     dtype: tl.constexpr = cosines[0].dtype
     cos_first, cos_second = widen(cosines[0]), widen(cosines[1])
@@ -132,8 +152,11 @@ def turned_heads(
         left, right = widen(first), widen(second)
         turned_left = _round(left * cos_first, dtype) - _round(right * sin_first, dtype)
         turned_right = _round(right * cos_second, dtype) + _round(left * sin_second, dtype)
-        to = into + (head + i) * pitch + column
-        store_halves(to, stored & present, narrow(turned_left, dtype), narrow(turned_right, dtype), HALF)
+        first, second = narrow(turned_left, dtype), narrow(turned_right, dtype)
+        if FP8:
+            first = round_e4m3(first, into.dtype.element_ty)
+            second = round_e4m3(second, into.dtype.element_ty)
+        store_halves(into + (head + i) * pitch + column, stored & present, first, second, HALF)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -141,6 +164,7 @@ def _forward_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
     k,  # (rows, kv_heads, D)
+    v,  # (rows, kv_heads, D), or None where values are not rounded
     cos,  # (positions, D)
     sin,  # (positions, D)
     positions,  # (rows,) i64
@@ -156,6 +180,7 @@ def _forward_kernel(
     TOKENS: tl.constexpr,
     VECTORS: tl.constexpr,
     RAGGED: tl.constexpr,  # HALF is not a multiple of 8
+    FP8: tl.constexpr,  # keys and values are rounded to e4m3
 ):
     t = tl.arange(0, TOKENS * VECTORS)
     token = (tl.program_id(0) * TOKENS + t // VECTORS).to(tl.int64)
@@ -165,15 +190,21 @@ def _forward_kernel(
     cosines, sines = halves(cos + position, keep, HALF), halves(sin + position, keep, HALF)
     source = qkv + token * stride
     block, blocks = tl.program_id(1), tl.cdiv(heads, HEADS)
+    kv_blocks = tl.cdiv(kv_heads, HEADS)
     if block < blocks:
         turned_heads(
             source, q + token * (heads * 2 * HALF), 2 * HALF, q_norm, block * HEADS, heads, column, keep, keep,
-            cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS,
+            cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, False,
         )  # fmt: skip
-    else:
+    elif block < blocks + kv_blocks:
         turned_heads(
             source + heads * (2 * HALF), k + token * (kv_heads * 2 * HALF), 2 * HALF, k_norm, (block - blocks) * HEADS,
-            kv_heads, column, keep, keep, cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS,
+            kv_heads, column, keep, keep, cosines, sines, eps, HALF, HEADS, TOKENS, VECTORS, FP8,
+        )  # fmt: skip
+    elif FP8:
+        copied_heads(
+            source + (heads + kv_heads) * (2 * HALF), v + token * (kv_heads * 2 * HALF), 2 * HALF,
+            (block - blocks - kv_blocks) * HEADS, kv_heads, column, keep, HALF, HEADS, True,
         )  # fmt: skip
 
 
@@ -184,8 +215,13 @@ def tile_of_heads(head_dim: int, warps: int) -> dict[str, int | bool]:
     return {"HALF": head_dim // 2, "TOKENS": tokens, "VECTORS": vectors, "RAGGED": head_dim // 2 % VECTOR != 0}
 
 
-def rotary_forward(qkv: Tensor, rotation: Rotation, tile: tuple[int, int] = (HEADS, WARPS)) -> tuple[Tensor, Tensor]:
-    """Queries (T, heads, D) and keys (T, kv_heads, D), each normalized if it has a norm, then turned.
+def rotary_forward(
+    qkv: Tensor, rotation: Rotation, tile: tuple[int, int] = (HEADS, WARPS)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (T, heads, D), keys and values (T, kv_heads, D).
+
+    Queries and keys are normalized if they have a norm, then turned; values are those in qkv. With `kv_fp8` keys and
+    values are rounded to e4m3, in qkv's dtype.
 
     tile: heads and warps of a program, for tuning; changes no bit.
     """
@@ -194,15 +230,18 @@ def rotary_forward(qkv: Tensor, rotation: Rotation, tile: tuple[int, int] = (HEA
     heads, kv_heads = rotation.heads, rotation.kv_heads
     q = torch.empty(rows, heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(rows, kv_heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
+    v = torch.empty_like(k) if rotation.kv_fp8 else None
     shape = tile_of_heads(rotation.head_dim, warps)
     launch(
         _forward_kernel,
-        (cdiv(rows, shape["TOKENS"]), cdiv(heads, per_program) + cdiv(kv_heads, per_program)),
+        (cdiv(rows, shape["TOKENS"]), cdiv(heads, per_program) + (1 if v is None else 2) * cdiv(kv_heads, per_program)),
         num_warps=warps,
         q=q,
         k=k,
+        v=v,
         HEADS=per_program,
+        FP8=rotation.kv_fp8,
         **arguments,
         **shape,
     )
-    return q, k
+    return q, k, rotation.values(qkv) if v is None else v

@@ -38,12 +38,11 @@ class PackedAttention:
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """qkv (T, (H + 2 H_kv) D), before the rotation -> out (T, H, D) and its log-sum-exp (H, T)."""
-        q, k = rotary_forward(qkv, rotation)
-        return attention_forward(q, k, rotation.values(qkv), self.layout, scale, window)
+        return attention_forward(*rotary_forward(qkv, rotation), self.layout, scale, window)
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
         """What `forward` attends to of the batch's rows: (T, H_kv, D) each, for a trace."""
-        return rotary_forward(qkv, rotation)[1], rotation.values(qkv)
+        return rotary_forward(qkv, rotation)[1:]
 
     def backward(
         self,
@@ -57,8 +56,8 @@ class PackedAttention:
         dv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the turned queries and keys, of a forward's arguments and results; that of v goes into dv."""
-        q, k = rotary_forward(qkv, rotation)
-        dq, dk, _ = attention_backward(grad, q, k, rotation.values(qkv), out, lse, self.layout, scale, window, dv=dv)
+        q, k, v = rotary_forward(qkv, rotation)
+        dq, dk, _ = attention_backward(grad, q, k, v, out, lse, self.layout, scale, window, dv=dv)
         return dq, dk
 
 
@@ -110,7 +109,7 @@ class PagedAttention:
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
         """As of `PackedAttention`, read back from the cache after `forward`."""
-        return _read(self.caches[layer], self.slots)
+        return _read(self.caches[layer], self.slots, qkv.dtype)
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,15 @@ class DecodeAttention:
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
         """As of `PackedAttention`, read back from the cache after `forward`."""
-        return _read(self.caches[layer], self.slots)
+        return _read(self.caches[layer], self.slots, qkv.dtype)
 
 
-def _read(cache: tuple[Tensor, Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values in a layer's cache; those of a negative slot are no row's."""
-    keys, values = cache
-    page, offset = slots // keys.shape[2], slots % keys.shape[2]
-    return keys[page, :, offset], values[page, :, offset]
+def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values in a layer's cache, which `dtype` holds exactly; those of a negative slot are no row's."""
+    page, offset = slots // cache[0].shape[2], slots % cache[0].shape[2]
+    keys, values = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in cache)
+    keys, values = keys[page, :, offset], values[page, :, offset]
+    return keys.view(cache[0].dtype).to(dtype), values.view(cache[1].dtype).to(dtype)
 
 
 FusedAttention: TypeAlias = PackedAttention | PagedAttention | DecodeAttention

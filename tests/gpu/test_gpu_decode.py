@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
 TRUNCATIONS = [
     Truncation(),
@@ -135,11 +137,14 @@ def test_replays_have_the_learners_bits_whatever_the_tensors_hold(tiny_model, sc
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 8, 128), (9, 3, 64), (8, 2, 256)])
-@pytest.mark.parametrize("window", [None, 1500])
-def test_decode_has_the_packed_bits_however_chunks_are_shared_out(monkeypatch, heads, kv_heads, dim, window) -> None:
+@pytest.mark.parametrize(("window", "held"), [(None, BF16), (1500, BF16), (None, FP8), (1500, FP8)])
+def test_decode_has_the_packed_bits_however_chunks_are_shared_out(
+    monkeypatch, heads, kv_heads, dim, window, held
+) -> None:
     lengths = [5000, 1, 1024, 1025, 300, 64, 2049]
     total = sum(lengths)
     q, k, v = (random(total, n, dim, seed=n, device=CUDA, dtype=BF16) for n in (heads, kv_heads, kv_heads))
+    k, v = k.to(held).to(BF16), v.to(held).to(BF16)
     packed = attention_forward(q, k, v, packed_layout([(n, []) for n in lengths], CUDA), dim**-0.5, window)[0]
     counts = [-(-n // 64) for n in lengths]
     pages = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).split(counts)
@@ -155,6 +160,7 @@ def test_decode_has_the_packed_bits_however_chunks_are_shared_out(monkeypatch, h
     last = torch.tensor(lengths).cumsum(0).to(CUDA) - 1
     queries = torch.cat([q[last], q[:1]])
     there = torch.tensor([*lengths, 0], dtype=torch.int32, device=CUDA)
+    both = both.to(held)
     caches = [both[:, :, which].transpose(1, 2) for which in range(2)]
     for programs in (0, 264, 528, 10_000):
         monkeypatch.setattr(decode, "PROGRAMS", programs)
@@ -164,21 +170,27 @@ def test_decode_has_the_packed_bits_however_chunks_are_shared_out(monkeypatch, h
     assert torch.equal(alone, packed[last[3:4]])
 
 
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("norms", "held"), [(False, BF16), (True, BF16), (False, FP8), (True, FP8)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (4, 2, 96)])
-def test_keys_in_pages_have_the_bits_of_the_rotation(heads, kv_heads, dim, norms) -> None:
+def test_keys_in_pages_have_the_bits_of_the_rotation(heads, kv_heads, dim, norms, held) -> None:
     qkv = random(1000, (heads + 2 * kv_heads) * dim, seed=0, device=CUDA, dtype=BF16)
+    qkv[3] *= 300  # some are beyond e4m3
     tables = [random(2000, dim, seed=seed, device=CUDA, dtype=BF16) for seed in (1, 2)]
     weights = [random(dim, seed=seed, device=CUDA, dtype=BF16) if norms else None for seed in (3, 4)]
     for rows in (1, 7, 256, 1000):
         positions = torch.arange(rows, device=CUDA) * 2
-        rotation = Rotation(heads, kv_heads, dim, *tables, positions, *weights, 1e-6)
-        caches = [torch.full((rows // 16 + 1, kv_heads, 16, dim), 7.0, dtype=BF16, device=CUDA) for _ in "kv"]
+        rotation = Rotation(heads, kv_heads, dim, *tables, positions, *weights, 1e-6, held == FP8)
+        pages = torch.full((2, rows // 16 + 1, kv_heads, 16, dim), 7.0, dtype=BF16, device=CUDA)
+        caches = pages.to(held).unbind(0)
         slots = torch.arange(rows, device=CUDA).flip(0)
-        q, k = rotary_forward(qkv[:rows], rotation)
+        q, k, v = rotary_forward(qkv[:rows], rotation)
         assert torch.equal(rotary_into_pages(qkv[:rows], rotation, *caches, slots), q)
-        for cache, values in zip(caches, (k, rotation.values(qkv[:rows])), strict=True):
-            assert torch.equal(cache[slots // 16, :, slots % 16], values)
+        for cache, values in zip(caches, (k, v), strict=True):
+            assert torch.equal(cache.to(BF16)[slots // 16, :, slots % 16], values)
+        if held == FP8:
+            exact = rotary_forward(qkv[:rows], replace(rotation, kv_fp8=False))[1:]
+            for rounded, value in zip((k, v), exact, strict=True):
+                assert torch.equal(rounded, value.float().clamp(-448, 448).to(FP8).to(BF16))
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)

@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:attention_backward", {(8, 0): None, (9, 0): None}),
     ("compile_cases:attention_paged", {(8, 0): None, (9, 0): None}),
     ("compile_cases:attention_decode", {(8, 0): None, (9, 0): None}),
+    ("compile_cases:fp8_kv_cache", {(8, 9): None, (9, 0): None}),
     ("compile_cases:fp4", {(8, 0): "HMMA", (9, 0): None}),
     ("compile_cases:moe_routing_and_order", {(8, 0): None, (9, 0): None}),
     ("compile_cases:moe_combinations", {(8, 0): None, (9, 0): None}),

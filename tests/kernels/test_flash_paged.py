@@ -32,9 +32,21 @@ class Paged:
     """Sequences without prompts, packed, and their keys and values in pages in a shuffled order among NaN."""
 
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, page: int, device: torch.device, axis: int = 2, dtype=torch.bfloat16
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        page: int,
+        device: torch.device,
+        axis: int = 2,
+        dtype=torch.bfloat16,
+        held: torch.dtype | None = None,
     ) -> None:
+        """held: of the cache; keys and values are rounded to it. None: their own dtype."""
         self.batch = Batch.random([(n, []) for n in LENGTHS], heads, kv_heads, dim, device, dtype)
+        if held is not None:
+            for rows in (self.batch.k, self.batch.v):
+                rows.copy_(rows.float().to(held))
         counts = [-(-n // page) for n in LENGTHS]
         order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(4)).tolist()
         self.pages = [[order.pop() for _ in range(count)] for count in counts]
@@ -46,7 +58,8 @@ class Paged:
             for s, length in enumerate(LENGTHS):
                 for position in range(length):
                     cache[self.pages[s][position // page], position % page] = rows[self.first[s] + position]
-            self.cache.append(cache if axis == 1 else cache.transpose(1, 2).contiguous())
+            cache = cache if axis == 1 else cache.transpose(1, 2).contiguous()
+            self.cache.append(cache if held is None else cache.to(held))
 
     def packed(self, window: int | None = None) -> Tensor:
         batch = self.batch
@@ -68,10 +81,19 @@ class Paged:
         return paged_attention(q, *self.cache, layout, self.batch.scale, window, self.axis), rows
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize(("page", "axis"), [(16, 2), (64, 1)])
-def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window) -> None:
-    paged = Paged(2, 1, 64, page, device, axis)
+@pytest.mark.parametrize(
+    ("page", "axis", "window", "held"),
+    [
+        (16, 2, None, None),
+        (64, 1, None, None),
+        (16, 2, 70, None),
+        (64, 1, 70, None),
+        (16, 2, 70, torch.float8_e4m3fn),
+        (64, 1, None, torch.float8_e4m3fn),
+    ],
+)
+def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window, held) -> None:
+    paged = Paged(2, 1, 64, page, device, axis, held=held)
     packed = paged.packed(window)
     assert relative_error(packed, paged.batch.exact(window, *paged.batch.doubles())[0]) < 2**-8
     # whole sequences; pieces that end around a block and a chunk; single tokens beside them
@@ -85,9 +107,19 @@ def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, a
         assert torch.equal(out, packed[rows]), spans
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (8, 1, 96), (20, 1, 64), (2, 2, 128)])
-def test_decode_of_grouped_heads(device, heads, kv_heads, dim) -> None:
-    paged = Paged(heads, kv_heads, dim, 32, device)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "held"),
+    [
+        (6, 2, 64, torch.bfloat16, None),
+        (8, 1, 96, torch.bfloat16, None),
+        (20, 1, 64, torch.bfloat16, None),
+        (2, 2, 128, torch.bfloat16, None),
+        (8, 1, 96, torch.float16, torch.float8_e4m3fn),
+        (4, 2, 128, torch.bfloat16, torch.float8_e4m3fn),
+    ],
+)
+def test_decode_of_grouped_heads(device, heads, kv_heads, dim, dtype, held) -> None:
+    paged = Paged(heads, kv_heads, dim, 32, device, dtype=dtype, held=held)
     out, rows = paged.attend([(0, 199, 1), (1, 0, 1), (2, 64, 1)])
     exact = paged.batch.exact(None, *paged.batch.doubles())[0][rows]
     assert relative_error(out, exact) < 2**-8
@@ -128,5 +160,7 @@ def test_errors_name_what_is_wrong(device) -> None:
     with pytest.raises(ValueError, match="token_axis 0"):
         paged_attention(paged.batch.q[:1], *paged.cache, layout, 1.0, None, 0)
     short = torch.zeros(3, 1, 8, 64, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match=r"all one, not torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16"):
+        paged_attention(paged.batch.q[:1], paged.cache[0].to(torch.float8_e4m3fn), paged.cache[1], layout, 1.0)
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         paged_attention(paged.batch.q[:1], short, short, layout, 1.0)

@@ -32,6 +32,11 @@ def _case(shape: tuple[int, ...], device: torch.device, norms: bool, dtype=torch
     )
 
 
+def _fp8(x: Tensor) -> Tensor:
+    """To the nearest e4m3, saturated, as torch's cast of float32 rounds it."""
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
 def _cache(pages: int, heads: int, page: int, dim: int, device: torch.device, apart: bool, dtype) -> Tensor:
     """(pages, heads, page, dim) of 7s; apart: a view into memory that has keys and values of a token side by side."""
     if apart:
@@ -49,9 +54,9 @@ def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, 
     slots[1] = -1
     caches = [_cache(4, kv_heads, page, dim, device, apart, dtype) for _ in "kv"]
     expected = [cache.clone() for cache in caches]
-    q, k = rotary_forward(qkv, rotation)
+    q, k, v = rotary_forward(qkv, rotation)
     written = slots >= 0
-    for cache, values in zip(expected, (k, rotation.values(qkv)), strict=True):
+    for cache, values in zip(expected, (k, v), strict=True):
         cache[slots[written] // page, :, slots[written] % page] = values[written]
     for tile in (None, (4, 4)):
         for cache in caches:
@@ -59,6 +64,37 @@ def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, 
         assert torch.equal(rotary_into_pages(qkv, rotation, *caches, slots, tile), q), tile
         for cache, wanted in zip(caches, expected, strict=True):
             assert torch.equal(cache, wanted), tile
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) -> None:
+    qkv, rotation = _case(shape, device, True, dtype)
+    rows, _, kv_heads, dim = shape
+    qkv[0] = torch.tensor([3e-3, -1.0, 1e-3, -7e-4, 500.0, 1000.0, -2000.0, 448.0], dtype=dtype).repeat(qkv.shape[1] // 8)
+    q, k, v = rotary_forward(qkv, rotation)
+    rounding = replace(rotation, kv_fp8=True)
+    same_q, rounded_k, rounded_v = rotary_forward(qkv, rounding)
+    assert torch.equal(same_q, q)
+    for rounded, exact in ((rounded_k, k), (rounded_v, v)):
+        assert rounded.is_contiguous() and torch.equal(rounded, _fp8(exact).to(dtype))
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(5))[:rows].to(device)
+    slots[-1] = -1
+    for held in (torch.float8_e4m3fn, dtype):
+        caches = [_cache(4, kv_heads, 16, dim, device, True, held) for _ in "kv"]
+        expected = [cache.to(dtype) for cache in caches]
+        written = slots >= 0
+        for cache, values in zip(expected, (rounded_k, rounded_v), strict=True):
+            cache[slots[written] // 16, :, slots[written] % 16] = values[written]
+        assert torch.equal(rotary_into_pages(qkv, rounding, *caches, slots), q)
+        assert all(torch.equal(a.to(dtype), b) for a, b in zip(caches, expected, strict=True))
+
+
+def test_what_is_not_finite_stays_so_in_fp8(device) -> None:
+    qkv, rotation = _case((3, 2, 1, 64), device, False)
+    qkv[1, -64:] = torch.nan
+    *_, v = rotary_forward(qkv, replace(rotation, kv_fp8=True))
+    assert v[1].isnan().all() and v[[0, 2]].isfinite().all()
 
 
 def test_a_tokens_bits_are_its_own(device) -> None:
@@ -89,6 +125,7 @@ def test_a_cache_that_does_not_fit_is_an_error(device) -> None:
     fitting = _cache(2, 1, 16, 64, device, False, qkv.dtype)
     for cache, why in (
         (fitting.half(), "does not take 1 heads of 64"),
+        (fitting.to(torch.float8_e4m3fn), "does not take 1 heads of 64"),
         (_cache(2, 2, 16, 64, device, False, qkv.dtype), "does not take 1 heads of 64"),
         (_cache(2, 1, 64, 16, device, False, qkv.dtype).transpose(2, 3), "heads must be contiguous"),
     ):

@@ -62,7 +62,9 @@ class Case:
         return Rotation(*sizes, self.cos, self.sin, self.positions, *self.norms, EPS)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return rotary_forward(self.qkv, self.rotation)
+        q, k, v = rotary_forward(self.qkv, self.rotation)
+        assert v.data_ptr() == self.rotation.values(self.qkv).data_ptr()
+        return q, k
 
     def heads_of(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of a fused product, (T, heads, D) each."""

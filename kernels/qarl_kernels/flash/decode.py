@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.blocks import dot
-from qarl_kernels.casts import narrow
+from qarl_kernels.casts import narrow, widen_e4m3
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import padded
 from qarl_kernels.flash.steps import (
@@ -42,7 +42,7 @@ DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3,
 @triton.jit(do_not_specialize=["rows", "sequences", "lengths", "chunks", "window", "stride_lengths", "stride_pages"])
 def decode_kernel(
     q,  # (T, H, D) 16-bit
-    k,  # cache
+    k,  # cache, of q's dtype or e4m3
     v,
     out,  # (T, H, D) contiguous
     partial,  # (S, H, C, D) fp32, or None where a program walks over all chunks
@@ -112,8 +112,8 @@ def decode_kernel(
             seen = columns(at < end, d, D)
             k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
             v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
-            keys = tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0)
-            values = tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0)
+            keys = widen_e4m3(tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
+            values = widen_e4m3(tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
             scores = dot(query, keys.T, tl.zeros((HEADS, BLOCK), tl.float32))
             scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
             p, factor, top = probabilities(scores, top, scale)

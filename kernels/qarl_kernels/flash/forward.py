@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.blocks import dot
-from qarl_kernels.casts import narrow
+from qarl_kernels.casts import narrow, widen_e4m3
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.layout import PackedLayout
 from qarl_kernels.flash.steps import (
@@ -50,6 +50,8 @@ TILES = {
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
 }
+# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
+FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)), 256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))}
 BEFORE_HOPPER = {
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
@@ -62,7 +64,7 @@ CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4
 @triton.jit(do_not_specialize=["tiles", "T", "window", "stride_pages"])
 def attention_kernel(
     q,  # (T, H, D) 16-bit
-    k,  # (T, H_kv, D), or a cache whose rows are tokens
+    k,  # (T, H_kv, D), or a cache whose rows are tokens, of q's dtype or e4m3
     v,
     out,  # (T, H, D) contiguous
     lse,  # (H, T) fp32, log2
@@ -139,8 +141,8 @@ def attention_kernel(
             k_at = key_row * stride_k
             v_at = key_row * stride_v
         seen = columns(at < end, d, D)
-        keys = tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0)
-        values = tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0)
+        keys = widen_e4m3(tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
+        values = widen_e4m3(tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
 
         scores = dot(query, keys.T, tl.zeros((BLOCK_M, BLOCK), tl.float32))
         if WINDOW:
@@ -215,7 +217,8 @@ def run(
     """
     heads, dim = q.shape[1:]
     head_axis = 1 if pages is None else 3 - token_axis
-    tile = tile or (TILES if capability_of(q) >= (9, 0) else BEFORE_HOPPER)[padded(dim)][chunks]
+    tiles = FP8_TILES if k.dtype.itemsize == 1 else TILES
+    tile = tile or (tiles if capability_of(q) >= (9, 0) else BEFORE_HOPPER)[padded(dim)][chunks]
     launch(
         attention_kernel,
         (heads, queries.shape[0] * (tables.TILE // tile.rows)),
@@ -259,11 +262,14 @@ def padded(dim: int) -> int:
     return max(64, next_power_of_2(dim))
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, head_axis: int = 1) -> None:
-    """Raise ValueError for what the kernels cannot read."""
+def check(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, head_axis: int = 1, fp8: bool = False
+) -> None:
+    """Raise ValueError for what the kernels cannot read. fp8: k and v may hold e4m3."""
     heads, dim = q.shape[1:]
     kv_heads = k.shape[head_axis]
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+    held = (q.dtype, torch.float8_e4m3fn) if fp8 else (q.dtype,)
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in held or v.dtype != k.dtype:
         raise ValueError(f"attention needs q, k and v of bf16 or fp16, all one, not {q.dtype}, {k.dtype}, {v.dtype}")
     if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")

@@ -99,8 +99,8 @@ def paged_attention(
 
     Args:
         q: (T, H, D) bf16 or fp16, rows any stride apart; every row belongs to one span of the layout.
-        k_cache, v_cache: of q's dtype, (P, H_kv, PAGE, D) with token_axis 2 or (P, PAGE, H_kv, D) with 1; PAGE a
-            multiple of 16. What stands past a sequence's end is not read.
+        k_cache, v_cache: of q's dtype, or float8_e4m3fn whose values it takes, (P, H_kv, PAGE, D) with token_axis 2 or
+            (P, PAGE, H_kv, D) with 1; PAGE a multiple of 16. What stands past a sequence's end is not read.
         scale: multiplies the scores; positive.
         window: a query sees its last `window` tokens only; None means all.
 
@@ -152,6 +152,6 @@ def _check_cache(
 ) -> None:
     if token_axis not in (1, 2):
         raise ValueError(f"token_axis {token_axis} must be 1, (P, PAGE, H_kv, D), or 2, (P, H_kv, PAGE, D)")
-    check(q, k_cache, v_cache, scale, window, head_axis=3 - token_axis)
+    check(q, k_cache, v_cache, scale, window, head_axis=3 - token_axis, fp8=True)
     if k_cache.shape[token_axis] % 16:
         raise ValueError(f"pages of {k_cache.shape[token_axis]} tokens; they must hold a multiple of 16")
