@@ -100,6 +100,7 @@ def fused_pass(config: Config, architecture: Architecture, device: Device, token
         stacked=scheme.row_block == 1 and scheme.symmetric,  # of others it depends on the widths
         fp8=quant.backward == "fp8",
         logits=logit_bytes(config) * train.logprob_chunk * architecture.vocab_size if ranked else 0,
+        kv_fp8=quant.kv_cache_dtype == "fp8" and quant.learner != "full_precision",
         again=objective.kl_coef > 0 or (shadowed and not aligned),
     )
 
@@ -111,9 +112,9 @@ class FusedPass:
     tokens: of the micro-batch, all of them predicted. dtype: of compute, of 16 bits. recompute: `train.recompute`.
     codes: products read activations of one byte. rounded: in 16 bits, after their quantization and back.
     rounded_backward: so do the gradients of the weights. dequantized: weights are codes, which the backward makes
-    values of. stacked: those of one input are one operand. fp8: products of the backward are FP8. logits: bytes of a
-    chunk of logits where tokens are ranked, else 0. again: a second forward, without gradient, beside what the first
-    keeps.
+    values of. stacked: those of one input are one operand. fp8: products of the backward are FP8. kv_fp8: keys and
+    values are rounded, which makes values of their own. logits: bytes of a chunk of logits where tokens are ranked,
+    else 0. again: a second forward, without gradient, beside what the first keeps.
     """
 
     architecture: Architecture
@@ -126,6 +127,7 @@ class FusedPass:
     dequantized: bool = False
     stacked: bool = True
     fp8: bool = False
+    kv_fp8: bool = False
     logits: int = 0
     again: bool = False
 
@@ -266,6 +268,7 @@ class FusedPass:
                 mlp += [beside + stage for stage in self._mlp_stages(shared, shared, self.fp8)]
         out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of attention's output and of q, k and v
         turned = 2 * tokens * WIDTH * (queries + keys)  # q and k, and their gradients
+        turned += tokens * WIDTH * keys if self.kv_fp8 else 0
         statistics = 32 * (tokens + ATTENTION_PADDING) * a.num_heads
         given = tokens * self._given
         gone = 2 * tokens * self._inner + state + given  # before attention's: gate and up, and the stream of the MLP

@@ -38,6 +38,7 @@ __all__ = [
 
 AnyPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
+KVCacheDtype = Literal["auto", "fp8"]
 
 
 def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
@@ -205,6 +206,7 @@ def evaluate(
     *,
     scheme: str | None = None,
     group_size: int | None = None,
+    kv_cache_dtype: KVCacheDtype | None = None,
     samples: int | None = None,
     pass_at: Sequence[int] | None = None,
     temperature: float | None = None,
@@ -225,9 +227,9 @@ def evaluate(
     1. max_response_length: tokens. max_prompts: the first ones of each set. out: default RUN/eval/... or eval/...
     """
     from qarl.evaluation.request import Request, evaluation_section
-    from qarl.inference.target import resolve_target
+    from qarl.inference.target import given, resolve_target
 
-    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant or None, model=model)
     ks = None if pass_at is None else tuple(pass_at)
     request = Request(tuple(data), samples, ks, temperature, max_response_length, max_prompts, seed)
@@ -252,6 +254,7 @@ def generate(
     max_new_tokens: int = 128,
     scheme: str | None = None,
     group_size: int | None = None,
+    kv_cache_dtype: KVCacheDtype | None = None,
     step: int | None = None,
     model: str | None = None,
     device: Device = "auto",
@@ -263,9 +266,9 @@ def generate(
     None does what the run did, and for a model uses the template that its tokenizer has. system: the system message.
     n: samples a prompt. temperature: 0 takes the likeliest token every time.
     """
-    from qarl.inference.target import resolve_target
+    from qarl.inference.target import given, resolve_target
 
-    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
@@ -290,6 +293,7 @@ def verify_exact(
     *,
     scheme: str | None = None,
     group_size: int | None = None,
+    kv_cache_dtype: KVCacheDtype | None = None,
     engine: Literal["native", "vllm"] = "native",
     tokens: int | None = None,
     longest: int | None = None,
@@ -311,9 +315,9 @@ def verify_exact(
     taken as they are; None: random tokens. say: gets a line before what takes long. Where something differs, `first`
     of the result names the token, and the layer and operation at which the two forwards part.
     """
-    from qarl.inference.target import resolve_target
+    from qarl.inference.target import given, resolve_target
 
-    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
     wait_politely()
     from qarl.exactness.command import check_exactness  # torch: only once the target is known

@@ -83,8 +83,15 @@ def operand_bytes(
 
 
 def kv_cache_bytes(tokens: int, layers: int, kv_heads: int, head_dim: int, width: int) -> int:
-    """Keys and values of `tokens` tokens in every layer. width: bytes of the compute dtype."""
+    """Keys and values of `tokens` tokens in every layer. width: bytes of a value, see `kv_cache_width`."""
     return 2 * tokens * layers * kv_heads * head_dim * width
+
+
+def kv_cache_width(config: Config, device: Device) -> int:
+    """Bytes of a value in the sampler's KV cache. The policy's own layers in plain torch keep e4m3 in model.dtype."""
+    own = config.rollout.engine == "native" or config.rollout.numerics == "exact"
+    plain = own and not uses_kernels(config, device)
+    return DTYPE_BYTES[config.model.dtype] if plain or config.quant.kv_cache_dtype == "auto" else 1
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,9 @@ def estimate(
     following = version + max(operands + head + rest, *stacks, 0)
     between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
     several = config.minibatch_size < config.responses_per_step or config.train.epochs > 1
-    kv_cache = kv_cache_bytes(config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, width)
+    kv_cache = kv_cache_bytes(
+        config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, kv_cache_width(config, device)
+    )
     micro_batch = max(config.train.micro_batch_tokens, config.max_sequence_length)
     return [
         Item("process", PROCESS_BYTES, "always", "process"),

@@ -16,7 +16,7 @@ from qarl.activations import logit_bytes
 from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
 from qarl.config.by_device import ON_CPU
-from qarl.memory import DTYPE_BYTES, Device, estimate, kv_cache_bytes, phase_bytes
+from qarl.memory import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
 
 # vLLM's own defaults for a GPU (0.24 to 0.32; it has larger ones for more than 70 GiB). The native engine runs prefills
 # beside decodes and not in one batch with them, so it gains nothing from longer ones.
@@ -48,7 +48,7 @@ def decide_sizes(
     gets what fits most. ranks: that share the learner's state, each on a GPU of its own.
     """
     longest = config.data.max_prompt_length + max(config.rollout.max_response_length, config.eval_response_length)
-    width = DTYPE_BYTES[config.model.dtype]
+    width = kv_cache_width(config, device)
     kv = None if architecture is None else _kv_bytes(architecture, longest, width)
     config = _filled(config, "rollout", sampler_sizes(config.rollout, device, kv, memory).model_dump())
     chunk = ON_CPU["train.logprob_chunk"] if device == "cpu" else _logprob_chunk(config, architecture, memory)

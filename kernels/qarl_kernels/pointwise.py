@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qarl_kernels.activation import FP8_MAX
+
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
@@ -57,3 +59,21 @@ def rms_norm(x: Tensor, master: Tensor | None, weight: Tensor, eps: float) -> Te
     weight: (H,) of x's dtype, the values the forward uses. Returns x's shape and dtype.
     """
     return _RMSNorm.apply(x, master, weight, eps)
+
+
+class _RoundE4M3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.float().clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def round_e4m3(x: Tensor) -> Tensor:
+    """The nearest e4m3 values, saturated to +-448, in x's dtype; the gradient goes straight through.
+
+    x: bf16, fp16 or fp32, any shape. NaN stays NaN.
+    """
+    return _RoundE4M3.apply(x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -54,6 +54,12 @@ MovedModel = Annotated[
     typer.Option(
         "--model", parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."
     ),
+]
+
+
+KVCacheDtype = Annotated[
+    Literal["auto", "fp8"] | None,
+    typer.Option("--kv-cache-dtype", help="What the KV cache holds; default: as the run was trained, else auto."),
 ]
 
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
+from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
 from qarl.config.limits import SAMPLES, STEPS, TOKENS
 from qarl.config.quant import GROUPED
-from qarl.inference.target import resolve_target
+from qarl.inference.target import given, resolve_target
 from qarl.threads import wait_politely
 
 
@@ -65,6 +65,7 @@ def generate(
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
+    kv_cache_dtype: KVCacheDtype = None,
     step: Annotated[
         int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
     ] = None,
@@ -79,7 +80,7 @@ def generate(
 
     A prompt is taken as it is: a run's data.prompt_template is not applied to it.
     """
-    quant = {name: value for name, value in (("scheme", scheme), ("group_size", group_size)) if value is not None}
+    quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(target, step=step, quant=quant, model=model)
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known

@@ -93,6 +93,12 @@ class QuantConfig(Section):
         "capability 8.9 or later; the routed experts of a mixture stay with bf16. diagnostics.backward_every measures "
         "what it does to the gradient.",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="What the sampler's KV cache holds. auto: model.dtype. fp8: e4m3 with a scale of 1, in half the "
+        "memory on a GPU of compute capability 8.9 or later; an aligned or fake_quant learner rounds its keys and "
+        "values alike, and gradients go straight through.",
+    )
     kernels: Literal["auto", "reference"] = Field(
         "auto",
         description="auto: Triton kernels on CUDA (bfloat16 and float16); reference: the plain-torch products, for "

@@ -19,6 +19,7 @@ ARGS_BY_KEY = {
     "dtype": "model.dtype",
     "max_model_len": "model.max_length",
     "quantization": "quant.scheme",
+    "kv_cache_dtype": "quant.kv_cache_dtype",
     "seed": "train.seed",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_batched_tokens",
@@ -125,9 +126,7 @@ class VLLMConfig(Section):
     max_restarts: int = Field(
         2, ge=0, le=FILES, description="Restarts of a failed sampler in a run; one more failure ends it."
     )
-    args: dict[str, JsonValue] = Field(
-        {}, description="Further vLLM engine arguments by name, e.g. {kv_cache_dtype: fp8}."
-    )
+    args: dict[str, JsonValue] = Field({}, description="Further vLLM engine arguments by name, e.g. {block_size: 32}.")
 
     def samplers(self, ranks: int) -> int:
         """How many of `ranks` ranks have a vLLM: the first ones."""

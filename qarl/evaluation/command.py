@@ -113,7 +113,7 @@ def _identity(target: Target, tasks: list[LoadedTask], settings: Settings) -> di
     """What decides the results, but for the weights and the stop tokens, which loading them tells."""
     sampling = settings.describe()
     del sampling["stop_token_ids"]
-    quant = target.quant.model_dump(exclude={"learner", "ste_input"})  # those are of training
+    quant = target.quant.model_dump(exclude={"learner", "ste_input", "backward"})  # those are of training
     return {
         "step": target.step,
         "quant": quant,

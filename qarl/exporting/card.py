@@ -19,7 +19,7 @@ _LOADING = """\
 In the directory of this file:
 
 ```sh
-vllm serve .
+vllm serve .{options}
 ```
 
 ```python
@@ -66,7 +66,13 @@ def model_card(
             "Means over prompts, with their 95% confidence intervals.\n",
             _table([("Task", "Step", "Prompts", "avg@n", "pass@k")], rows),
         ]
-    parts.append(_LOADING)
+    fp8 = target.quant.kv_cache_dtype == "fp8"
+    parts.append(_LOADING.format(options=" --kv-cache-dtype fp8" if fp8 else ""))
+    if fp8:
+        parts.append(
+            "It was trained with a KV cache of FP8 (e4m3, scale 1), which `--kv-cache-dtype fp8` gives it in vLLM; "
+            "transformers keeps keys and values in 16 bits.\n"
+        )
     if scheme.quantized:
         rounded = "" if scheme.scale_dtype == dtype else f", with their scales rounded to {dtype}"
         parts.append(f"transformers needs the `compressed-tensors` package; it dequantizes the weights{rounded}.\n")

@@ -44,6 +44,11 @@ class Target:
         return f"{self.name}{at}, {self.quant.scheme}"
 
 
+def given(**quant: Any) -> dict[str, Any]:
+    """Of `quant.*` keys those that a user gave a value."""
+    return {key: value for key, value in quant.items() if value is not None}
+
+
 def resolve_target(
     name: str, *, step: int | None = None, quant: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Target:
@@ -69,13 +74,13 @@ def resolve_target(
     stored = quantization_of(path)
     if stored is None:
         return Target("model", name, base, _quant({"scheme": "bf16"} | dict(quant or {})))
-    if quant:
+    if set(quant or {}) - {"kv_cache_dtype"}:
         raise UserError(f"--scheme: {name} is quantized already; leave it out, or give the model it was made from")
-    return Target("export", name, base, _quant_of_export(path, stored))
+    return Target("export", name, base, _quant_of_export(path, stored, quant or {}))
 
 
-def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
-    """The `quant` section of an exported checkpoint: its quantization_config, and the dtype of its scales."""
+def _quant_of_export(path: Path, stored: Mapping[str, Any], others: Mapping[str, Any]) -> QuantConfig:
+    """The `quant` section of an exported checkpoint: its quantization_config, the dtype of its scales, and others."""
     from qarl_formats.compressed import parse_quantization_config
 
     try:
@@ -90,6 +95,7 @@ def _quant_of_export(path: Path, stored: Mapping[str, Any]) -> QuantConfig:
             "symmetric": scheme.symmetric,
             "ignore": ignore,
             **({"scale_dtype": _scale_dtype(path)} if scheme.scale_dtypes else {}),
+            **others,
         }
     )
 
@@ -148,9 +154,9 @@ def _run_target(
         raise UserError(f"{error}; if the base model of {name} moved, give its new place with --model") from error
     own = run.quant.model_dump()
     if quant.get("scheme", run.quant.scheme) != run.quant.scheme:  # what belongs to the run's scheme does not apply
-        own = {key: own[key] for key in ("ignore", "scale_dtype", "kernels")}
-    # Only training has a learner to misalign.
-    both = own | dict(quant) | {"learner": "aligned", "ste_input": "unquantized"}
+        own = {key: own[key] for key in ("ignore", "scale_dtype", "kernels", "kv_cache_dtype")}
+    # Only training has a learner to misalign, and a backward.
+    both = own | dict(quant) | {"learner": "aligned", "ste_input": "unquantized", "backward": "bf16"}
     return Target("run", name, base, _quant(both), run, run_dir, step_of(checkpoint.name), checkpoint)
 
 

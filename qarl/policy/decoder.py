@@ -65,12 +65,14 @@ class Decoder:
         hidden, note = self.embedding(ids), self.note
         note(-1, "embedding", hidden)
         cos, sin = self.rotary(hidden, attention.positions)
+        rounds = self.role.view.kv_fp8
         again = self.recompute == "layer" and torch.is_grad_enabled()
         for layer in self.layers:
             if again:
-                hidden = checkpoint(plain_layer, layer, hidden, cos, sin, attention, note, routes, use_reentrant=False)
+                inputs = layer, hidden, cos, sin, attention, note, routes, rounds
+                hidden = checkpoint(plain_layer, *inputs, use_reentrant=False)
             else:
-                hidden = plain_layer(layer, hidden, cos, sin, attention, note, routes)
+                hidden = plain_layer(layer, hidden, cos, sin, attention, note, routes, rounds)
         note(len(self.layers), "final_stream", hidden)
         hidden = self.norm(hidden)
         note(len(self.layers), "final_norm", hidden)

@@ -80,7 +80,7 @@ class FusedLayer:
         norms = () if modules.whole_norms else (modules.q_norm, modules.k_norm)
         q_norm, k_norm = (view.values[name] if name else None for name in norms or (None, None))
         sizes = modules.heads, modules.kv_heads, modules.head_dim
-        self.rotation = Rotation(*sizes, cos, sin, positions, q_norm, k_norm, modules.eps)
+        self.rotation = Rotation(*sizes, cos, sin, positions, q_norm, k_norm, modules.eps, view.kv_fp8)
         self.qkv, self.o, self.gate_up, down = (view.projections[stack.names] for stack in modules.stacks[:4])
         self.mlp = FusedMLP(modules.index, self.gate_up, down, decoder)  # where there are no experts
         self.mixture = None if modules.experts is None else FusedMixture(modules, modules.experts, view, decoder)

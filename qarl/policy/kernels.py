@@ -24,6 +24,8 @@ def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: 
     if kernels:
         otherwise = "use w8a8, or set quant.kernels: reference (plain torch, slow)"
         _require(f"quant.scheme: {scheme.name}", scheme.capability, device, otherwise)
+        if quant.kv_cache_dtype == "fp8":
+            _require("quant.kv_cache_dtype: fp8", FP8, device, "use auto")
     return kernels
 
 

@@ -6,6 +6,7 @@ Rounds to the compute dtype where Hugging Face's layer does: after each product,
 from __future__ import annotations
 
 import torch
+from qarl_kernels.pointwise import round_e4m3
 from torch import Tensor
 
 from qarl.policy.attention import PlainAttention
@@ -23,8 +24,12 @@ def plain_layer(
     attention: PlainAttention,
     note: Note = unnoted,
     routes: Routes = NO_ROUTES,
+    kv_fp8: bool = False,
 ) -> Tensor:
-    """hidden: (T, H) of the compute dtype; cos, sin: (T, D), of each row's position. Returns (T, H)."""
+    """The layer's output (T, H).
+
+    hidden: (T, H) of the compute dtype; cos, sin: (T, D), of each row's position. kv_fp8: see `View`.
+    """
     layer, index = modules.module, modules.index
     attend = layer.self_attn
     note(index, "stream", hidden)
@@ -38,6 +43,8 @@ def plain_layer(
     if modules.q_norm is not None and not modules.whole_norms:
         q, k = attend.q_norm(q), attend.k_norm(k)
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    if kv_fp8:
+        k, v = round_e4m3(k), round_e4m3(v)
     note(index, "rotary", q, k)
     out = attention(q, k, v, index, modules.scale, modules.window)
     note(index, "attention", out)

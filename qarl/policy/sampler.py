@@ -52,6 +52,11 @@ class Sampler:
         return [layer.experts for layer in self._decoder.layers if layer.experts is not None]
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """What the KV cache of its forward holds."""
+        return self.view.cache_dtype(self.layout.dtype)
+
+    @property
     def newest(self) -> int:
         """The policy version that was offered last."""
         assert self._offered is not None, "no version was offered"

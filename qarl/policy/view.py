@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -29,18 +30,24 @@ class View:
     operands: of the linears, by module name, for layers in plain torch. projections: the same for layers of Triton
     kernels, by the names of the modules that are multiplied as one; a view has one or the other. values: all other
     parameters by their own name (norms, embedding, biases, output layer), in the compute dtype. head: (V, H), the
-    output layer as `qarl_kernels.logprob.logits_of` takes it.
+    output layer as `qarl_kernels.logprob.logits_of` takes it. kv_fp8: attention sees keys and values rounded to e4m3,
+    see `quant.kv_cache_dtype`.
     """
 
     operands: Mapping[str, Operand]
     values: Mapping[str, Tensor]
     head: Tensor
     projections: Mapping[tuple[str, ...], Projection] = field(default_factory=dict)
+    kv_fp8: bool = False
 
     @property
     def fused(self) -> bool:
         """Whether its forward runs on layers of Triton kernels."""
         return bool(self.projections)
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What a KV cache of a forward in `dtype` holds: plain torch keeps e4m3 values in that."""
+        return torch.float8_e4m3fn if self.kv_fp8 and self.fused else dtype
 
     def multiplied(self) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], Operand]]:
         """Every operand, with the modules whose weights it holds and their output features, in order."""

@@ -46,32 +46,42 @@ class ViewMaker:
         return self._learner(snapshot) if values is None else replace(self, parameters=values)._learner(snapshot)
 
     def _learner(self, snapshot: Snapshot) -> View:
+        rounds = self._kv_fp8 and self.quant.learner != "full_precision"
         if self.learner_dtype == self.dtype:
             values = {name: snapshot.tensors[name] for name in self._unquantized()}
         else:
             values = {name: self._rounded(name, snapshot.version) for name in self._unquantized()}
         if self.kernels and self.learner_dtype in NARROW:
-            return self._fused(values, {s.names: self._learner_operands(s.names, snapshot) for s in self.stacks})
-        operands = {name: self._learner_operands((name,), snapshot)[0] for name in self._linears()}
-        return View(operands, values, self._head(values))
+            operands = {s.names: self._learner_operands(s.names, snapshot) for s in self.stacks}
+            return self._fused(values, operands, rounds)
+        plain = {name: self._learner_operands((name,), snapshot)[0] for name in self._linears()}
+        return View(plain, values, self._head(values), kv_fp8=rounds)
 
     def sampling(self, snapshot: Snapshot, learner: View) -> View:
         """A snapshot in the sampler's arithmetic. learner: its learner's view, for what the two have in common."""
         shared = self.learner_dtype == self.dtype
         values = learner.values if shared else {name: snapshot.tensors[name] for name in self._unquantized()}
         if self.kernels:
-            return self._fused(values, {s.names: self._published(s.names, snapshot) for s in self.stacks})
-        operands = {name: self._published((name,), snapshot)[0] for name in self._linears()}
-        return View(operands, values, learner.head if shared else self._head(values))
+            operands = {s.names: self._published(s.names, snapshot) for s in self.stacks}
+            return self._fused(values, operands, self._kv_fp8)
+        plain = {name: self._published((name,), snapshot)[0] for name in self._linears()}
+        head = learner.head if shared else self._head(values)
+        return View(plain, values, head, kv_fp8=self._kv_fp8)
 
-    def _fused(self, values: Mapping[str, Tensor], operands: Mapping[tuple[str, ...], tuple[Operand, ...]]) -> View:
+    @property
+    def _kv_fp8(self) -> bool:
+        return self.quant.kv_cache_dtype == "fp8"
+
+    def _fused(
+        self, values: Mapping[str, Tensor], operands: Mapping[tuple[str, ...], tuple[Operand, ...]], kv_fp8: bool
+    ) -> View:
         projections = {}
         for one in self.stacks:
             if one.experts is not None and len(operands[one.names]) > 1:
                 raise _apart(one, self.quant)
             biases = [values[f"{name}.bias"] for name in one.names] if one.biases else None
             projections[one.names] = Projection(one, operands[one.names], None if biases is None else torch.cat(biases))
-        return View({}, values, self._head(values), projections)
+        return View({}, values, self._head(values), projections, kv_fp8)
 
     def _published(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
         """What the sampler multiplies with: one operand for all layers where their weights can be stacked."""

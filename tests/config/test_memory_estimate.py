@@ -119,6 +119,14 @@ def test_kv_cache_holds_keys_and_values_of_every_layer():
     assert sizes()["KV cache"] == 2 * (2 * 32) * 2 * (2 * 16) * 2
 
 
+def test_an_fp8_kv_cache_takes_half_where_kernels_read_it():
+    fp8 = {"kv_cache_dtype": "fp8"}
+    assert sizes(quant=fp8)["KV cache"] == sizes()["KV cache"]
+    assert sizes("cuda", quant=fp8)["KV cache"] == sizes("cuda")["KV cache"] / 2
+    plain = {"kernels": "reference"}
+    assert sizes("cuda", quant=fp8 | plain)["KV cache"] == sizes("cuda", quant=plain)["KV cache"]
+
+
 def test_decodes_hold_logits_on_a_gpu_and_ranked_ones_of_a_few_rows():
     many = {"max_response_length": 8, "max_num_seqs": 200}
     train = {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "prompts_per_step": 50}

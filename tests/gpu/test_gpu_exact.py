@@ -42,7 +42,7 @@ ROLLOUT = {
     "vllm": SMALL,
 }
 EAGER = {"vllm": SMALL | {"enforce_eager": True}}
-# name -> (family, scheme, group, more of the rollout)
+# name -> (family, scheme, group, more of the rollout); a name with FP8 KV has that cache
 CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
     "bf16": ("qwen3", "bf16", None, {}),
     "bf16 without graphs": ("llama", "bf16", None, EAGER),
@@ -52,6 +52,8 @@ CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
     "fp8_block": ("llama", "fp8_block", None, {}),
     "w4a8": ("llama", "w4a8", 32, {}),
     "nvfp4a16": ("qwen3", "nvfp4a16", None, {}),
+    "w4a16, FP8 KV": ("qwen3", "w4a16", 32, {}),
+    "bf16, FP8 KV": ("llama", "bf16", None, {}),
     "mixture in w4a16": ("mixtral", "w4a16", 32, {}),
     "mixture in fp8": ("qwen3_moe", "fp8", None, {}),
     "shared expert in w8a8": ("qwen2_moe", "w8a8", None, {}),
@@ -61,7 +63,8 @@ CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_no_log_prob_is_off_by_a_bit(case: str, tiny_model, tmp_path: Path) -> None:
     family, scheme, group, more = CASES[case]
-    found = run(tmp_path, str(tiny_model(family, **SIZES)), scheme, group, more)
+    quant = {"scheme": scheme, "group_size": group, "kv_cache_dtype": "fp8" if "FP8 KV" in case else "auto"}
+    found = run(tmp_path, str(tiny_model(family, **SIZES)), quant, more)
     print(json.dumps(found))
     rounds = {name: seen for name, seen in found.items() if name != "proved_frac"}
     assert len(rounds) == 4
@@ -73,12 +76,12 @@ def test_no_log_prob_is_off_by_a_bit(case: str, tiny_model, tmp_path: Path) -> N
     assert sums[0] != sums[2] != sums[3]
 
 
-def run(directory: Path, model: str, scheme: str, group: int | None, more: dict[str, Any]) -> dict[str, Any]:
+def run(directory: Path, model: str, quant: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """What `exact_in_vllm.py` sees in a process of its own."""
     cases, answer = directory / "cases.json", directory / "answer.json"
     arguments = {
         "model": model,
-        "sections": {"quant": {"scheme": scheme, "group_size": group}, "rollout": ROLLOUT | more},
+        "sections": {"quant": quant, "rollout": ROLLOUT | more},
         "lengths": LENGTHS,
         "response": 70,
         "shaped": ["none", "top_p", "greedy", "min_p"],

@@ -31,6 +31,7 @@ SCHEMES = [
     ("w4a16", {"group_size": 32}),
     ("w4a16", {"group_size": 32, "symmetric": False}),
     ("w4a8", {"group_size": 32}),
+    ("w4a16", {"group_size": 32, "kv_cache_dtype": "fp8"}),
 ]
 TRUNCATIONS = [
     Truncation(0.0),

@@ -71,7 +71,8 @@ def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, 
 def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) -> None:
     qkv, rotation = _case(shape, device, True, dtype)
     rows, _, kv_heads, dim = shape
-    qkv[0] = torch.tensor([3e-3, -1.0, 1e-3, -7e-4, 500.0, 1000.0, -2000.0, 448.0], dtype=dtype).repeat(qkv.shape[1] // 8)
+    edges = [3e-3, -1.0, 1e-3, -7e-4, 500.0, 1000.0, -2000.0, 448.0]
+    qkv[0] = torch.tensor(edges, dtype=dtype).repeat(qkv.shape[1] // 8)
     q, k, v = rotary_forward(qkv, rotation)
     rounding = replace(rotation, kv_fp8=True)
     same_q, rounded_k, rounded_v = rotary_forward(qkv, rounding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_kernels.pointwise import rms_norm, silu
+from qarl_kernels.pointwise import rms_norm, round_e4m3, silu
 from torch import Tensor
 
 BATCHES = [1, 2, 3, 5, 7, 8, 31, 33, 64, 100]
@@ -54,6 +54,24 @@ def test_rms_norm_is_its_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> 
     # two roundings to dtype: after the norm and after the weight
     expected = _norm64(x.double(), weight.double())
     torch.testing.assert_close(result.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_rounding_to_e4m3_is_to_the_nearest_and_its_gradient_goes_straight_through() -> None:
+    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    grid = grid[grid.isfinite()].unique()
+    x = torch.cat([_random(4000) * 10, _random(1000, seed=1) * 0.01, torch.tensor([449.0, -1e9, 0.0, 2.0**-10])])
+    given = x.clone().requires_grad_()
+    rounded = round_e4m3(given)
+    distance = (grid[None] - x.double()[:, None]).abs()
+    assert torch.isin(rounded.double(), grid).all()
+    assert torch.equal((rounded.double() - x.double()).abs(), distance.amin(-1))
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = rounded.detach().to(dtype)
+        assert torch.equal(round_e4m3(narrow), narrow) and torch.equal(narrow.float(), rounded)
+    grad = _random(len(x), seed=2)
+    rounded.backward(grad)
+    assert torch.equal(given.grad, grad)
+    assert round_e4m3(torch.tensor([torch.nan])).isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (1, 7, 4, 32)])

@@ -117,6 +117,14 @@ def test_log_probs_and_gradients_agree_with_plain_layers(make, kept_gradients, s
     assert_near(found, expected, 0.99 if scheme in TOLERANCE else 0.95)
 
 
+def test_keys_and_values_are_rounded_as_plain_layers_round_them(make, kept_gradients) -> None:
+    (logp, found), (reference, expected) = (gradients(make(fused, kv_cache_dtype="fp8")) for fused in BOTH)
+    torch.testing.assert_close(logp, reference, rtol=0, atol=0.05)
+    assert_near(found, expected, 0.99)
+    unrounded, _ = kept_gradients(make(True))
+    assert (logp - unrounded).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_every_family_agrees_with_plain_layers(make, family) -> None:
     (logp, found), (reference, expected) = (gradients(make(fused, family=family)) for fused in BOTH)
@@ -167,10 +175,14 @@ def test_a_second_backward_adds_to_the_gradients(make, kept_gradients) -> None:
         torch.testing.assert_close(parameter.grad, 2 * once[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("scheme", "group"), SCHEMES if ON_GPU else [("w8a8", None)])
-def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "group", "quant"),
+    [(*scheme, {"learner": "aligned"}) for scheme in (SCHEMES if ON_GPU else [("w8a8", None)])]
+    + [("bf16", None, {"kv_cache_dtype": "fp8"})],
+)
+def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group, quant) -> None:
     """Alone, with neighbours and with a shared prompt; whole, in chunks and token by token over a KV cache."""
-    policy = make(True, scheme, group, learner="aligned")
+    policy = make(True, scheme, group, **quant)
     policy.sampler.install(policy.current)
     with torch.no_grad():
         whole = logprobs(policy)
@@ -180,8 +192,10 @@ def test_a_rows_bits_are_its_own_and_the_samplers(make, scheme, group) -> None:
     states = policy.sampler.states([ids])
     config = policy.config
     shape = (2, config.num_key_value_heads, 64, config.head_dim)
+    held = policy.sampler.cache_dtype
+    assert held == (torch.float8_e4m3fn if "kv_cache_dtype" in quant else torch.bfloat16)
     caches = [
-        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in "kv")
+        tuple(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE).to(held) for _ in "kv")
         for _ in range(config.num_hidden_layers)
     ]
     found, start = [], 0

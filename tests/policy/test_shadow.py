@@ -82,6 +82,19 @@ def test_the_shadow_is_the_sampler_of_the_current_version(tiny_model, learner: s
         assert torch.equal(logprobs(policy), ahead)
 
 
+@pytest.mark.parametrize("learner", ["aligned", *UNALIGNED])
+def test_an_fp8_kv_cache_is_the_learners_but_in_full_precision(tiny_model, learner: str) -> None:
+    quant = {"learner": learner, "group_size": GROUP}
+    plain = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, **quant)
+    rounded = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, **quant, kv_cache_dtype="fp8")
+    with torch.no_grad():
+        own, other = logprobs(rounded, chunk=50), logprobs(plain, chunk=50)
+    assert torch.equal(own, other) == (learner == "full_precision")
+    shadow = _shadow(rounded)
+    assert not torch.equal(shadow, _shadow(plain)) and (shadow - _shadow(plain)).abs().max() < 0.5
+    assert torch.equal(shadow, own) == (learner != "full_precision")  # of w4a16, whose activations are as they are
+
+
 @pytest.mark.parametrize("shadow", [False, True])
 def test_the_top_token_is_the_one_with_the_largest_log_prob(tiny_model, shadow: bool) -> None:
     policy = make_policy(tiny_model("qwen2"), "w4a16", torch.bfloat16, GROUP, learner="full_precision")

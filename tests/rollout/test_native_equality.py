@@ -21,6 +21,7 @@ SCHEMES = {
     "w4a8": {"scheme": "w4a8"},
     "fp8_block": {"scheme": "fp8_block"},
     "nvfp4a16": {"scheme": "nvfp4a16"},
+    "fp8 KV cache": {"scheme": "w4a16", "kv_cache_dtype": "fp8"},
 }
 LAYOUTS = {
     "one token a step": {"max_batched_tokens": 1},

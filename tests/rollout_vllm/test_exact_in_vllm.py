@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a shared expert": ("qwen2_moe", {}, {"quant": {"scheme": "w8a8", "group_size": None}}),
     "some layers with experts": ("qwen3_moe", {}, {"quant": {}}),
     "nvfp4a16": ("qwen2", {}, {"quant": {"scheme": "nvfp4a16", "group_size": None}}),
+    "fp8 KV cache": ("qwen3", {}, {"quant": {"kv_cache_dtype": "fp8"}}),
 }
 
 

@@ -92,6 +92,30 @@ def test_kv_cache_tokens_that_the_user_gives_are_rounded_up_to_blocks(tiny) -> N
     )
 
 
+def test_an_fp8_kv_cache_is_vllms_own_or_the_policys(tiny) -> None:
+    quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
+    config = tiny.config.model_copy(update={"quant": quant})
+    settings = sampler_settings(config, tiny.policy.sampler.layout, Path("here"))
+    assert (
+        settings.kv_cache_bytes * 2
+        == sampler_settings(tiny.config, tiny.policy.sampler.layout, Path("here")).kv_cache_bytes
+    )
+    fast = engine_arguments(settings)
+    assert fast["kv_cache_dtype"] == "fp8" and "additional_config" not in fast
+    assert "kv_cache_dtype" not in engine_arguments(replace(settings, kv_fp8=False))
+
+
+def test_an_fp8_kv_cache_of_vllms_attention_needs_avx512_on_a_cpu(tiny, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
+    quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
+    given = tiny.policy.device, tiny.policy.max_length
+    with pytest.raises(UserError, match=r"quant\.kv_cache_dtype: .* use rollout\.numerics: exact"):
+        require_vllm(tiny.config.model_copy(update={"quant": quant}), *given)
+    exact = changed(tiny, numerics="exact", linear_kernels=None).rollout
+    require_vllm(tiny.config.model_copy(update={"quant": quant, "rollout": exact}), *given)
+
+
 def test_request_seeds_stay_what_they_are() -> None:
     # a resumed run must draw what an undisturbed one draws, also with a later version of qarl
     assert request_seed(0, 0, 0) == 3051931488724851722

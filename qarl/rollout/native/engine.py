@@ -201,7 +201,8 @@ class NativeEngine:
         layout = self.sampler.layout
         if layout.device.type == "cpu":
             return sampler_sizes(self.config, "cpu")
-        sequence = kv_cache_bytes(longest, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype.itemsize)
+        width = self.sampler.cache_dtype.itemsize
+        sequence = kv_cache_bytes(longest, layout.layers, layout.kv_heads, layout.head_dim, width)
         return sampler_sizes(self.config, "cuda", sequence, gpu_bytes())
 
     def _kv_cache(self, longest: int, sequences: int) -> KVCache:
@@ -217,5 +218,6 @@ class NativeEngine:
         if self._cache is None or self._cache.count < count:
             self.sleep()  # the old one goes before the new one comes
             layout = self.sampler.layout
-            self._cache = KVCache(count, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.device)
+            size = count, layout.layers, layout.kv_heads, layout.head_dim
+            self._cache = KVCache(*size, self.sampler.cache_dtype, layout.device)
         return self._cache

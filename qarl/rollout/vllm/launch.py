@@ -45,6 +45,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
+        kv_fp8=config.quant.kv_cache_dtype == "fp8",
         routing=config.records_routing and mixture_of(layout) is not None,
         cuda=(learner_gpu(layout.device) if own is None else own) if on_gpu else None,
         threads=sampler_threads(layout.device),
@@ -67,6 +68,11 @@ def require_vllm(config: Config, device: torch.device, context: int, experts: bo
         )
     if device.type == "cuda" and config.rollout.numerics == "exact" and (reason := config.inexact_on_gpu):
         raise UserError(f"rollout.numerics: {reason}")
+    plain = device.type == "cpu" and config.rollout.numerics == "fast"
+    if plain and config.quant.kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():
+        raise UserError(
+            "quant.kv_cache_dtype: vLLM's attention on a CPU reads fp8 with AVX-512 alone; use rollout.numerics: exact"
+        )
     scheme = scheme_of(config.quant)
     if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
         raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
@@ -118,7 +124,8 @@ def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
         # vLLM demands that one sequence of the whole context fits.
         tokens = max(layout.max_length, rollout.max_num_seqs * _blocks(longest))
     held = _blocks(tokens) + KV_BLOCK  # one block is vLLM's own
-    return memory.kv_cache_bytes(held, layout.layers, layout.kv_heads, layout.head_dim, layout.dtype.itemsize)
+    width = memory.kv_cache_width(config, "cuda" if layout.device.type == "cuda" else "cpu")
+    return memory.kv_cache_bytes(held, layout.layers, layout.kv_heads, layout.head_dim, width)
 
 
 def _blocks(tokens: int) -> int:

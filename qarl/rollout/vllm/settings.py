@@ -48,9 +48,10 @@ class SamplerSettings:
     checkpoint: directory. dtype: of activations. scheme: its name. context: tokens of prompt and response.
     kv_cache_bytes: of all layers, None: what `memory_frac` of the GPU leaves. sleep: its memory can be given back.
     staging: the published tensors of repacked layers are kept. linear_kernels: whose; numerics: exact is the policy's
-    own forward, with qarl's. routing: calls may ask which experts tokens went through. cuda: index of the GPU, None on
-    the CPU. threads: on the CPU. args: further engine arguments. shard: which of `shards` parts of the model this
-    process holds. meeting: file in a private directory that the processes of one model meet in, None for a whole one.
+    own forward, with qarl's. kv_fp8: see `quant.kv_cache_dtype`. routing: calls may ask which experts tokens went
+    through. cuda: index of the GPU, None on the CPU. threads: on the CPU. args: further engine arguments. shard: which
+    of `shards` parts of the model this process holds. meeting: file in a private directory that the processes of one
+    model meet in, None for a whole one.
     """
 
     checkpoint: Path
@@ -67,6 +68,7 @@ class SamplerSettings:
     linear_kernels: Literal["vllm", "qarl"]
     cuda: int | None
     numerics: Literal["exact", "fast"] = "fast"
+    kv_fp8: bool = False
     routing: bool = False
     threads: int | None = None
     args: Mapping[str, Any] = field(default_factory=dict)

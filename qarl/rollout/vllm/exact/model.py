@@ -22,6 +22,8 @@ from qarl.policy.attention import Attention, Caches, Span, paged
 from qarl.policy.decoder import Decoder
 from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.trace import Context, Tracer
+from qarl.policy.view import View
+from qarl.rollout.vllm.arguments import KV_FP8
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.exact.view import addresses, bare_decoder, held_view
 from qarl.rollout.vllm.head import Float32Head, use_float32_head
@@ -46,6 +48,7 @@ class Forward:
         self.truncation = Truncation()
         self._drawn_from: Distribution | None = None
         self._tell: Callable[[Tensor], None] | None = None
+        self._kv_fp8 = kv_fp8(vllm_config)
         self._rows = vllm_config.scheduler_config.max_num_batched_tokens
 
     @cached_property
@@ -57,8 +60,11 @@ class Forward:
         rows = -(-self._config.max_model_len // PAGE) * PAGE
         with torch.inference_mode(False), torch.no_grad():
             decoder = bare_decoder(self._shape, rows, self._config.dtype, self._device)
-        decoder.role.settle(held_view(self._model, decoder, self._config.dtype, self.head.weight))
+        decoder.role.settle(self._view(decoder))
         return decoder
+
+    def _view(self, decoder: Decoder) -> View:
+        return held_view(self._model, decoder, self._config.dtype, self.head.weight, self._kv_fp8)
 
     @cached_property
     def routing(self) -> Buffer | None:
@@ -68,7 +74,7 @@ class Forward:
     def follow(self) -> None:
         """Read the weights where they are after a load. Raises PublishError where CUDA graphs read them elsewhere."""
         role = self._decoder.role
-        view = held_view(self._model, self._decoder, self._config.dtype, self.head.weight)
+        view = self._view(self._decoder)
         if view.fused and list(addresses(view)) != list(addresses(role.view)):
             raise PublishError("publish: vLLM's reload moved a weight, and its CUDA graphs read the old one")
         role.settle(view)
@@ -119,7 +125,8 @@ class Forward:
     def pages(self) -> Caches:
         """A KV cache of one page a layer, of zeros, with the strides of vLLM's."""
         shapes = [(1, layer.kv_heads, PAGE, 2 * layer.head_dim) for layer in self._layers]
-        made = (torch.zeros(shape, dtype=self._config.dtype, device=self._device) for shape in shapes)
+        dtype = self._decoder.role.view.cache_dtype(self._config.dtype)
+        made = (torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes)
         return [pages_of(cache) for cache in made]
 
     def _measured(self, positions: Tensor) -> Attention:
@@ -133,6 +140,17 @@ class Forward:
         return DecodeAttention(nothing, nothing - 1, table, torch.ones_like(table)[:, 0], 1, pages)
 
 
+def kv_fp8(vllm_config: VllmConfig) -> bool:
+    """Whether keys and values are e4m3, as `engine_arguments` asked for."""
+    return bool(vllm_config.additional_config.get(KV_FP8))
+
+
+def cache_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """What vLLM's KV cache holds: on a GPU, where layers are Triton kernels, e4m3 where that is asked for."""
+    on_gpu = vllm_config.device_config.device.type == "cuda"
+    return torch.float8_e4m3fn if on_gpu and kv_fp8(vllm_config) else vllm_config.model_config.dtype
+
+
 class ExactModel(nn.Module):
     """Put before one of vLLM's causal language models, whose layers it leaves as holders of their weights."""
 
@@ -144,7 +162,7 @@ class ExactModel(nn.Module):
             if isinstance(module, VLLMAttention):
                 owner, _, leaf = name.rpartition(".")
                 delattr(self.get_submodule(owner), leaf)
-                layer = CachedLayer(len(layers), module.num_kv_heads, module.head_size, vllm_config.model_config.dtype)
+                layer = CachedLayer(len(layers), module.num_kv_heads, module.head_size, cache_dtype(vllm_config))
                 found[module.layer_name] = layer
                 layers.append(layer)
         self.policy = Forward(self, vllm_config, layers)

@@ -35,11 +35,11 @@ def bare_decoder(config: PreTrainedConfig, positions: int, dtype: torch.dtype, d
     return Decoder(model.base_model, role, False, "bf16")
 
 
-def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tensor) -> View:
+def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tensor, kv_fp8: bool) -> View:
     """What the decoder reads, in the memory of a loaded vLLM model with qarl's linear kernels.
 
-    head: see `View.head`. dtype: of activations. Products of Triton read a fused weight at once; those in plain torch
-    read its parts, in the learner's shapes.
+    head, kv_fp8: see `View`. dtype: of activations. Products of Triton read a fused weight at once; those in plain
+    torch read its parts, in the learner's shapes.
     """
     modules = dict(model.named_modules())
     units = load_units(model)
@@ -63,7 +63,7 @@ def held_view(model: nn.Module, decoder: Decoder, dtype: torch.dtype, head: Tens
                 biases = (f"{name}.bias" for name in stack.names)
                 values |= zip(biases, bias.split(list(stack.widths)), strict=True)
     values |= {name: modules[name.removesuffix(".weight")].weight.data for name in norms}
-    return View(operands, values, head, projections)
+    return View(operands, values, head, projections, kv_fp8)
 
 
 def _operands(held: nn.Module, unit: Unit, stack: Stack, dtype: torch.dtype) -> tuple[list[PreparedWeight], bool]:
