@@ -74,6 +74,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     decode.add_argument("--batch", type=int, nargs="+", default=[8, 64, 256], help="sequences")
     decode.add_argument("--context", type=int, nargs="+", default=[256, 2048], help="tokens of each")
     decode.add_argument("--bound", type=int, default=8192, help="context that the CUDA graph is captured for")
+    decode.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     decode.add_argument("--sweep", action="store_true", help="attention alone with every candidate too")
     step = parser.add_argument_group("learn, step and trl")
     step.add_argument("--steps", type=int, default=3, help="training steps; medians leave out the first")

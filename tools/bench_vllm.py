@@ -69,6 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--capture-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
     add("--memory-frac", type=float, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
     engine = parser.add_argument_group("engine")
+    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     engine.add_argument(
         "--shapes",
         nargs="+",

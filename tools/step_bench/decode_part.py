@@ -26,7 +26,7 @@ SWEPT = 16  # calls of a kernel in one graph
 
 def decode_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """Of each batch and context: seconds, tokens/s, and TB/s of the weights and keys and values that are read."""
-    quant = quant_of(options.scheme, shape.group_size)
+    quant = quant_of(options.scheme, shape.group_size, kv_cache_dtype=options.kv_cache_dtype)
     bound = max(*options.context, options.bound)
     policy = policy_of(shape.config(), quant, random_masters(options.seed, device), 0, device, bound)
     policy.sampler.install(policy.current)
@@ -35,6 +35,7 @@ def decode_records(options: argparse.Namespace, shape: Shape, device: torch.devi
     for batch in options.batch:
         for context in options.context:
             labels: Record = {"batch": batch, "context": context, "bound": bound}
+            labels["kv_cache_dtype"] = options.kv_cache_dtype
             try:
                 run = Decode(policy, shape, batch, context, bound, device)
                 values = (
@@ -91,7 +92,8 @@ class Decode:
     ) -> None:
         self.sampler, self.device = policy.sampler, device
         count = -(-context // PAGE)
-        self.caches = make_caches(shape, batch * count, device)
+        held = self.sampler.cache_dtype if device.type == "cuda" else torch.float32
+        self.caches = make_caches(shape, batch * count, held, device)
         generator = torch.Generator().manual_seed(0)
         pages = torch.randperm(batch * count, generator=generator).view(batch, count)
         self.ids = torch.randint(3, shape.vocabulary, (batch,), generator=generator).to(device)
@@ -127,14 +129,13 @@ class Decode:
         return self.sampler.distribution(self.states(), Truncation()).logprobs(self.ids)
 
 
-def make_caches(shape: Shape, pages: int, device: torch.device) -> Caches:
+def make_caches(shape: Shape, pages: int, dtype: torch.dtype, device: torch.device) -> Caches:
     """Per layer keys and values (pages, H_kv, PAGE, D) of random numbers."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     size = (pages, shape.kv_heads, PAGE, shape.head_dim)
     own = 2 * dtype.itemsize * size[0] * size[1] * size[2] * size[3]
     made = []
     for _ in range(max(1, min(shape.layers, CACHE_BYTES // own))):
-        k, v = (torch.randn(size, device=device, dtype=dtype) for _ in "kv")
+        k, v = (torch.randn(size, device=device, dtype=torch.bfloat16).to(dtype) for _ in "kv")
         made.append((k, v))
     return [made[layer % len(made)] for layer in range(shape.layers)]
 
@@ -154,11 +155,12 @@ def swept(run: Decode, shape: Shape, options: argparse.Namespace, device: torch.
 
     head, expected = padded(shape.head_dim), attend(0)
     read = 2 * run.caches[0][0].itemsize * shape.kv_heads * shape.head_dim * int(attention.lengths.sum())
-    before = decode.DECODE[head], decode.PROGRAMS
+    tiles = decode.tiles_of(q, run.caches[0][0])
+    before = tiles[head], decode.PROGRAMS
     try:
         for candidate in decode.DECODE_CANDIDATES:
             for programs in (0, 264, 528, 1056):
-                decode.DECODE[head], decode.PROGRAMS = candidate, programs
+                tiles[head], decode.PROGRAMS = candidate, programs
                 record: Record = {"what": "attention", "candidate": [*candidate, programs]}
                 try:
                     same = torch.equal(attend(0), expected)
@@ -171,4 +173,4 @@ def swept(run: Decode, shape: Shape, options: argparse.Namespace, device: torch.
                 seconds = found["seconds"] / SWEPT
                 yield record | {"seconds": seconds, "tb_per_s": read / seconds / 1e12, "same": same}
     finally:
-        decode.DECODE[head], decode.PROGRAMS = before
+        tiles[head], decode.PROGRAMS = before

@@ -105,6 +105,7 @@ def decode(rows: Rows) -> list[str]:
     lines = []
     for row in (row for row in rows if row["part"] == "decode" and "seconds" in row):
         what = row["what"] + "".join(f" {number}" for number in row.get("candidate", []))
+        what += ", KV fp8" * (row.get("kv_cache_dtype") == "fp8")
         lines.append(
             f"decode {name_of(row)} {row['scheme']}, {row['batch']} x {row['context']:,}, {what}: "
             f"{1e3 * row['seconds']:.3f} ms, {row['tb_per_s']:.2f} TB/s" + " OTHER BITS" * (not row.get("same", True))

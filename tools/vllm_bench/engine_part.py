@@ -61,7 +61,7 @@ class Session:
     def __init__(self, case: Case, shape: str, options: argparse.Namespace) -> None:
         self.case, self.shape, self.options, self.device = case, shape, options, case.device
         self.model = SHAPES[shape]()
-        self.quant = quant_of(case.scheme, GROUPS[shape])
+        self.quant = quant_of(case.scheme, GROUPS[shape], kv_cache_dtype=options.kv_cache_dtype)
         self.context = options.prompt_tokens + options.new_tokens
         masters = random_masters(options.seed, case.device)
         self.version = 0
@@ -92,6 +92,7 @@ class Session:
 
     def _record(self, what: str, seconds: list[float] | None = None, **values: object) -> Record:
         labels = {"part": "engine", "shape": self.shape, **self.case.labels(), "what": what}
+        labels |= {"kv_cache_dtype": self.quant.kv_cache_dtype}
         timed = {} if seconds is None else {"seconds": statistics.median(seconds), "all_seconds": seconds}
         return labels | timed | values
 

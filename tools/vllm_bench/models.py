@@ -79,10 +79,10 @@ GROUPS = {"qwen3-8b": 128, "qwen3-30b-a3b": 128, "smollm2": 64, "tiny": 64}  # g
 Masters = Callable[[str, tuple[int, ...]], Tensor]
 
 
-def quant_of(scheme: str, group_size: int, learner: str = "aligned") -> QuantConfig:
+def quant_of(scheme: str, group_size: int, learner: str = "aligned", kv_cache_dtype: str = "auto") -> QuantConfig:
     """The quantization section. group_size: for schemes that have groups."""
-    values = {"scheme": scheme, "learner": learner} | ({"group_size": group_size} if scheme in grouped_names() else {})
-    return QuantConfig.model_validate(values)
+    values = {"scheme": scheme, "learner": learner, "kv_cache_dtype": kv_cache_dtype}
+    return QuantConfig.model_validate(values | ({"group_size": group_size} if scheme in grouped_names() else {}))
 
 
 def random_masters(seed: int, device: torch.device) -> Masters:

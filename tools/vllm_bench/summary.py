@@ -40,6 +40,7 @@ def engine_lines(records: Sequence[Record]) -> list[str]:
     lines = [f"{'engine':38} {'seconds':>9}  more"]
     for row in rows:
         name = " ".join(row[key] for key in ("shape", "scheme", "kernels", "what"))
+        name += " (KV fp8)" * (row.get("kv_cache_dtype") == "fp8")
         lines.append(f"{name:38} {row['seconds']:9.3f}  {_more(row)}")
     return lines
 
