@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qarl_kernels.backward import weight_grad
-from qarl_kernels.distribution import Distribution
+from qarl_kernels.backward import weight_grad, weight_sum
 from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
-from qarl_kernels.logprob import Truncation, weight_sum
+from qarl_kernels.truncation import Distribution, Truncation
 from qarl_kernels.tuning import Tile
 
 PARTIAL = 1 << 27  # bytes of what tiles are reduced to

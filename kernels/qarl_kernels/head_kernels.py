@@ -16,7 +16,7 @@ import triton.language as tl
 
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
-from qarl_kernels.logprob import CUT_LOGIT_GAP
+from qarl_kernels.truncation import CUT_LOGIT_GAP
 
 _GAP = tl.constexpr(CUT_LOGIT_GAP)
 _FAR_BELOW = tl.constexpr(-1e30)
