@@ -178,7 +178,7 @@ def token_logprobs(
         mass = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         retained.append(mass)
     if kernels and fused(hidden, weight, truncation):
-        from qarl_kernels.head import FusedTokenLogProbs
+        from qarl_kernels.head_backward import FusedTokenLogProbs  # imports Triton, which the CPU does not need
 
         return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sums)
     return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sums)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from qarl_kernels.embedding import embedding_grad
-from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward
+from qarl_kernels.fused_norm import add_rms_norm
+from qarl_kernels.fused_norm_backward import add_rms_norm_backward
 from torch import Tensor
 
 from qarl.policy.decoder import Decoder
