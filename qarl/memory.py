@@ -20,6 +20,7 @@ from qarl.config.deepspeed import deepspeed_keys
 from qarl.config.quant import scheme_of
 from qarl.fused import fused_groups
 from qarl.machine import machine_bytes
+from qarl.memory_gathers import codes_in_flight
 from qarl.memory_ranks import Phase, Share, row_share, rows_in_flight, zero_elements, zero_lines
 
 Owner = Literal["process", "learner", "optimizer", "sampler"]
@@ -176,7 +177,13 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
         masters = gradients = optimizer = row_share(config, architecture, ranks)
         if ranks > 1:
             flying = rows_in_flight(architecture, ranks)
-            more = [Item("gradients of layers on their way between ranks", flying, "update")]
+            widths = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
+            # Gone when operands are made, and counted beside them: an allocator may keep these blocks.
+            codes = codes_in_flight(config, architecture, ranks, *widths)
+            more = [
+                Item("gradients of layers on their way between ranks", flying, "update"),
+                Item("messages of codes between ranks", codes, "publish"),
+            ]
     return [
         masters_item(config, architecture, device, masters),
         Item("gradients (float32)", gradient_bytes(gradients.parameters), "always"),

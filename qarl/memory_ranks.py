@@ -7,11 +7,12 @@ n ranks, P parameters, all numbers in bytes. Masters in rows (`distributed.engin
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qarl_formats.scheme import Scheme, is_ignored
 
@@ -39,27 +40,53 @@ class Share:
         return self.matrices + self.others
 
 
+class Block(NamedTuple):
+    """Masters that are cut as one: rows, elements of a row, and rows that are not separated."""
+
+    rows: int
+    columns: int
+    unit: int
+    scheme: Scheme | None  # None: not quantized
+    stack: bool
+    matrix: bool  # of a layer
+
+
 def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
     """Of the first rank, which has the most."""
-    quant, scheme = config.quant, scheme_of(config.quant)
     matrices, others = 0, 0
-    inner, shapes = {f"{name}.weight" for name, _, _ in architecture.linears()}, dict(architecture.tensors())
-
-    def of(name: str) -> Scheme | None:
-        quantized = name in inner and scheme.quantized and not is_ignored(name.removesuffix(".weight"), quant.ignore)
-        return scheme if quantized else None
-
-    stacks = [tuple(stack) for stack in stacked_experts(shapes, of)]
-    together = {name for stack in stacks for name in stack}
-    for block in [*stacks, *((name,) for name in shapes if name not in together)]:
-        name, shape = block[0], shapes[block[0]]
-        unit = row_unit(of(name)) if len(shape) > 1 else VECTOR
-        elements = most_rows(sum(shapes[one][0] for one in block), unit, ranks) * math.prod(shape[1:])
-        if name in inner:
+    for block in blocks_of(config, architecture):
+        elements = most_rows(block.rows, block.unit, ranks) * block.columns
+        if block.matrix:
             matrices += elements
         else:
             others += elements
     return Share(matrices, others)
+
+
+def blocks_of(config: Config, architecture: Architecture) -> tuple[Block, ...]:
+    """In the order in which a run gathers them."""
+    return _blocks(scheme_of(config.quant), tuple(config.quant.ignore), architecture)
+
+
+@functools.lru_cache(maxsize=1)  # a mixture has tens of thousands of masters, and sizes are decided by many estimates
+def _blocks(scheme: Scheme, ignore: tuple[str, ...], architecture: Architecture) -> tuple[Block, ...]:
+    ignored = list(ignore)
+    inner, shapes = {f"{name}.weight" for name, _, _ in architecture.linears()}, dict(architecture.tensors())
+
+    def of(name: str) -> Scheme | None:
+        quantized = name in inner and scheme.quantized and not is_ignored(name.removesuffix(".weight"), ignored)
+        return scheme if quantized else None
+
+    stack_of = {stack[0]: stack for stack in stacked_experts(shapes, of)}
+    inside = {name for stack in stack_of.values() for name in stack[1:]}
+    blocks = []
+    for name, shape in shapes.items():
+        if name in inside:
+            continue
+        stack = stack_of.get(name, [name])
+        rows, unit = sum(shapes[one][0] for one in stack), row_unit(of(name)) if len(shape) > 1 else VECTOR
+        blocks.append(Block(rows, math.prod(shape[1:]), unit, of(name), len(stack) > 1, name in inner))
+    return tuple(blocks)
 
 
 def even_share(architecture: Architecture, ranks: int) -> Share:

@@ -34,7 +34,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.flops import forward_flops
 from qarl.policy.experts import take_apart
-from qarl.policy.load import load_architecture, load_model, load_tokenizer
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import load_architecture
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine

@@ -9,6 +9,8 @@ invariance. The CPU multiplies in float32, as the forward does.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -43,3 +45,21 @@ def weight_grad(dy: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor | N
         return product
     into.add_(product)
     return None
+
+
+class Sums(Protocol):
+    """Where gradients of masters add up over backwards."""
+
+    def sum_of(self, master: Tensor) -> Tensor | None:
+        """The float32 tensor that the gradient of `master` is to be added to, zeros at first; None: autograd's task."""
+
+
+def weight_sum(master: Tensor | None, sums: Sums | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What the gradient of the weight (V, H) is added to, and what of it autograd is given: None if `sums` has it."""
+    if master is None or not master.requires_grad:
+        return None, None
+    into = None if sums is None else sums.sum_of(master)
+    if into is not None:
+        return into, None
+    made = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    return made, made

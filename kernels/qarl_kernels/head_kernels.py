@@ -1,4 +1,4 @@
-"""Triton kernels of the output layer; `qarl_kernels.head` launches them and says what they compute.
+"""Triton kernels of the output layer; `qarl_kernels.head` and `head_backward` launch them and say what they compute.
 
 A tile of logits is the chain of tensor-core products of `gemm.gemm_kernel`, so it has the bits of `gemm.dense` with a
 float32 result. It is used up where it is: reduced to a few numbers a row, or turned into its gradient.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
-from qarl_kernels.logprob import CUT_LOGIT_GAP
+from qarl_kernels.truncation import CUT_LOGIT_GAP
 
 _GAP = tl.constexpr(CUT_LOGIT_GAP)
 _FAR_BELOW = tl.constexpr(-1e30)

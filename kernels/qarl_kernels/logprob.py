@@ -8,46 +8,13 @@ and the backward recomputes a chunk's logits. On the CPU a row's bits do not dep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qarl_kernels import invariant
-from qarl_kernels.backward import weight_grad
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """How the sampler shapes the distribution before drawing: temperature, then top-k, top-p, min-p.
-
-    Temperature 0 is greedy: the likeliest token is drawn, and log-probs are those of the distribution as the model
-    gave it (temperature 1, nothing cut).
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @property
-    def active(self) -> bool:
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def divisor(self) -> float:
-        """What logits are divided by."""
-        return 1.0 if self.greedy else self.temperature
-
-
-# Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that neither
-# the entropy nor any backward meets an infinity. `token_logprobs` reports -inf for them all the same.
-CUT_LOGIT_GAP = 50.0
+from qarl_kernels.backward import Sums, weight_grad, weight_sum
+from qarl_kernels.truncation import CUT_LOGIT_GAP, Truncation
 
 
 def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
@@ -94,24 +61,6 @@ def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
     """The distribution drawn from, as natural log-probs (R, V) float32. Overwrites logits."""
     truncate_(logits, truncation)
     return torch.log_softmax(logits, -1)
-
-
-class Sums(Protocol):
-    """Where gradients of masters add up over backwards."""
-
-    def sum_of(self, master: Tensor) -> Tensor | None:
-        """The float32 tensor that the gradient of `master` is to be added to, zeros at first; None: autograd's task."""
-
-
-def weight_sum(master: Tensor | None, sums: Sums | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What the gradient of the weight (V, H) is added to, and what of it autograd is given: None if `sums` has it."""
-    if master is None or not master.requires_grad:
-        return None, None
-    into = None if sums is None else sums.sum_of(master)
-    if into is not None:
-        return into, None
-    made = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    return made, made
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -229,7 +178,7 @@ def token_logprobs(
         mass = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         retained.append(mass)
     if kernels and fused(hidden, weight, truncation):
-        from qarl_kernels.head import FusedTokenLogProbs
+        from qarl_kernels.head_backward import FusedTokenLogProbs  # imports Triton, which the CPU does not need
 
         return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sums)
     return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sums)

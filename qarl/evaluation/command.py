@@ -17,7 +17,8 @@ from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
 from qarl.invocation import command_line
-from qarl.policy.load import load_architecture, load_tokenizer
+from qarl.policy.load import load_tokenizer
+from qarl.policy.load_config import load_architecture
 from qarl.storage.environment import describe_environment
 from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qarl.errors import UserError
 from qarl.inference.target import Target
-from qarl.policy.load import load_model_config
+from qarl.policy.load_config import load_model_config
 
 
 def context_of(target: Target) -> int:

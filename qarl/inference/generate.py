@@ -19,7 +19,8 @@ from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
 from qarl.policy.foreign import foreign_errors
-from qarl.policy.load import load_architecture, load_tokenizer
+from qarl.policy.load import load_tokenizer
+from qarl.policy.load_config import load_architecture
 from qarl.types import Prompt, Rollout
 
 PROMPT_BYTES = 2**24  # of a prompt's file

@@ -19,7 +19,8 @@ from qarl.errors import UserError
 from qarl.fused import shared_scales
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
-from qarl.policy.load import load_generation_config, load_model, load_model_config, model_weights
+from qarl.policy.load import load_model, model_weights
+from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state

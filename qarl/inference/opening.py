@@ -22,14 +22,8 @@ from qarl.errors import UserError
 from qarl.inference.masters import Masters, open_masters, plain_config
 from qarl.inference.target import Target, quantization_of
 from qarl.policy.device import DTYPES, pick_device
-from qarl.policy.load import (
-    load_architecture,
-    load_generation_config,
-    load_model_config,
-    load_tokenizer,
-    require_tied,
-    stop_token_ids,
-)
+from qarl.policy.load import load_tokenizer, require_tied
+from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, stop_token_ids
 from qarl.policy.modules import check_family
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import linear_names, skeleton

@@ -7,18 +7,21 @@ is fixed, so that a step gives the same bits twice.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from qarl_kernels.embedding import embedding_grad
-from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward
+from qarl_kernels.fused_norm import add_rms_norm
+from qarl_kernels.fused_norm_backward import add_rms_norm_backward
 from torch import Tensor
 
-from qarl.policy.decoder import Decoder
 from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.fused_layer import FusedLayer, Kept
 from qarl.policy.projection import gradient_of
 from qarl.policy.routes import Routes
+
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Decoder
 
 
 def fused_states(

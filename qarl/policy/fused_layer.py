@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
+from qarl_kernels.fused_norm import Normed, add_rms_norm, rms_norm_again
+from qarl_kernels.fused_norm_backward import add_rms_norm_backward
 from qarl_kernels.rotary import Rotation
 from qarl_kernels.rotary_backward import rotary_backward
 from torch import Tensor
 
-from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.fused_attention import FusedAttention, PackedAttention
 from qarl.policy.fused_mixture import FusedMixture, KeptExperts
 from qarl.policy.fused_mlp import FusedMLP, add_gradients
@@ -30,6 +31,9 @@ from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
 from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.trace import unnoted
 from qarl.policy.view import View
+
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Decoder, Recompute
 
 
 @dataclass

@@ -13,6 +13,7 @@ all launches depend on the number of tokens alone, so that a CUDA graph holds a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from qarl_kernels.backward import input_grad, weight_grad
@@ -25,7 +26,6 @@ from qarl_kernels.moe.routed import Routed
 from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
-from qarl.policy.decoder import Decoder, Recompute
 from qarl.policy.fused_shared import FusedShared, KeptShared
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import Projection, gradient_of
@@ -33,6 +33,9 @@ from qarl.policy.router import logits_grad, route_tokens
 from qarl.policy.routes import ExpertLayer, Routes
 from qarl.policy.trace import unnoted
 from qarl.policy.view import View
+
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Decoder, Recompute
 
 
 @dataclass

@@ -7,13 +7,16 @@ backward    written out; the gradients of down, and of gate and up, are added to
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from qarl_kernels.column_sum import column_sum
 from qarl_kernels.swiglu import swiglu, swiglu_backward
 from torch import Tensor
 
-from qarl.policy.decoder import Decoder
 from qarl.policy.projection import ArrivingGradient, Projection, gradient_of
+
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Decoder
 
 
 class FusedMLP:

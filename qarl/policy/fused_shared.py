@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qarl_formats.scheme import InputCodes
 from qarl_kernels.backward import weight_grad
@@ -12,11 +13,13 @@ from qarl_kernels.moe.routed import Shared
 from qarl_kernels.moe.shared import shared_gate
 from torch import Tensor
 
-from qarl.policy.decoder import Decoder
 from qarl.policy.fused_mlp import FusedMLP
 from qarl.policy.layer import LayerModules
 from qarl.policy.projection import gradient_of
 from qarl.policy.view import View
+
+if TYPE_CHECKING:
+    from qarl.policy.decoder import Decoder
 
 
 @dataclass

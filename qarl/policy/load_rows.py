@@ -14,7 +14,8 @@ from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
 from qarl.inputs.tensors import StoredTensor
 from qarl.policy.foreign import foreign_errors
-from qarl.policy.load import load_model, locate, model_weights
+from qarl.policy.load import load_model, model_weights
+from qarl.policy.load_config import locate
 
 T = TypeVar("T")
 

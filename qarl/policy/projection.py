@@ -182,7 +182,7 @@ class ArrivingFP8(ArrivingGradient):
 
 
 class InPlace:
-    """Where gradients go whose backward adds them itself: the masters' `.grad` (see `qarl_kernels.logprob.Sums`)."""
+    """Where gradients go whose backward adds them itself: the masters' `.grad` (see `qarl_kernels.backward.Sums`)."""
 
     def sum_of(self, master: Tensor) -> Tensor:
         assert isinstance(master, nn.Parameter), "a master is a parameter"

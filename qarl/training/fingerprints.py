@@ -16,7 +16,7 @@ from qarl.config import Config, ModelConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.rows import RowPlan
 from qarl.objectives.custom import Custom
-from qarl.policy.load import stop_token_ids
+from qarl.policy.load_config import stop_token_ids
 from qarl.policy.load_rows import load_rows
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.storage.saved_state import Digests

@@ -18,7 +18,7 @@ from qarl.distributed.group import connect, rank_device
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.machine import gpu_bytes
-from qarl.policy.load import load_architecture
+from qarl.policy.load_config import load_architecture
 from qarl.sizes import decide_sizes, keep_sizes
 from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps

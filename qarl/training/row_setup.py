@@ -19,7 +19,7 @@ from qarl.inference.masters import plain_config
 from qarl.policy.device import DTYPES
 from qarl.policy.handles import stand_in
 from qarl.policy.kernels import use_kernels
-from qarl.policy.load import load_generation_config, load_model_config, locate
+from qarl.policy.load_config import load_generation_config, load_model_config, locate
 from qarl.policy.load_rows import load_rows
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import check_shapes, schemes_of, skeleton

@@ -28,7 +28,8 @@ from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
 from qarl.policy.device import DTYPES
-from qarl.policy.load import load_architecture, load_model, load_model_config, load_tokenizer, stop_token_ids
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import load_architecture, load_model_config, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams

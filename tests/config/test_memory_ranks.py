@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 from estimates import TINY, config
 
-from qarl import memory
+from qarl import memory, memory_gathers
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
+from qarl.distributed import gathers, packed
 from qarl.distributed.rows import RowPlan, most_rows, row_unit
 from qarl.experts import EXPERT_NAMES
+from qarl.memory_gathers import codes_in_flight
 from qarl.memory_ranks import (
     VECTOR,
     received_in_rows,
@@ -25,6 +27,7 @@ from qarl.memory_ranks import (
 )
 from qarl.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
+from qarl.weight_sync import joined
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
 OTHERS = 2 * 2 * 64 + 64 + 100 * 64
@@ -89,6 +92,31 @@ def test_rows_share_masters_gradients_and_state():
     assert "gradients of layers on their way between ranks" not in sizes(1)
     for name in ("codes and scales", "next version, beside the one in use"):
         assert found[name] == sizes(1)[name]
+
+
+def test_messages_of_codes_are_counted_beside_the_next_version():
+    items = memory.estimate(config(), TINY, "cuda", ranks=2)
+    (messages,) = (item for item in items if item.name == "messages of codes between ranks")
+    version = sum(item.bytes for item in items if item.name.startswith(("codes and scales", "unquantized")))
+    norms = 5 * 64 * 2  # all on the first rank
+    first = (version - norms) // 2 + norms
+    # All in one message: the rank's rows, packed, and as much from each rank.
+    assert (messages.bytes, messages.phase, messages.owner) == (4 * first, "publish", "learner")
+    for alone in (sizes(1), sizes(2, distributed={"engine": "deepspeed"})):
+        assert messages.name not in alone
+
+
+def test_runs_of_experts_are_packed_and_arrive_before_they_are_in_place():
+    of = Mixture(128, 8, 768, frozenset(range(2)), True, EXPERT_NAMES["qwen3_moe"])
+    shapes = Architecture("qwen3_moe", 2048, 6144, 2, 32, 4, 128, 10_000, 40960, tied_embeddings=False, mixture=of)
+    # Three messages: a run of this rank's rows in bf16, half of its 2^28 bytes in float32, and those of both ranks.
+    bf16 = config(quant={"scheme": "bf16", "group_size": None})
+    assert codes_in_flight(bf16, shapes, 2, 2, 2) == 3 * (1 + 2) * 2**27
+
+
+def test_messages_are_as_large_as_they_are_sent():
+    assert (memory_gathers.MESSAGE_BYTES, memory_gathers.IN_FLIGHT) == (gathers.MESSAGE_BYTES, gathers.IN_FLIGHT)
+    assert (memory_gathers.RUN_BYTES, memory_gathers.FILLED) == (joined.RUN_BYTES, packed.FILLED)
 
 
 def test_offloaded_rows():

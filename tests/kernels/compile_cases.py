@@ -19,8 +19,10 @@ from qarl_kernels import (
     fp8_backward,
     fp8_block,
     fused_norm,
+    fused_norm_backward,
     gemm,
     head,
+    head_backward,
     noise,
     nvfp4_weights,
     nvfp4a16,
@@ -144,7 +146,7 @@ def norms() -> Iterator[str]:
         fused_norm.add_rms_norm(x, x, weight, 1e-6)
         fused_norm.add_rms_norm(x, None, weight, 1e-6)
         fused_norm.rms_norm_again(x, inverse, weight)
-        fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
+        fused_norm_backward.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
         column_sum.column_sum(x, empty(h, dtype=FP32))
         yield f"norm {dtype} {h}"
 
@@ -423,10 +425,11 @@ def head_gradients() -> Iterator[str]:
     arriving = ((row, None, None), (row, row, None), (row, row, -3.0))
     for grad, grad_entropy, log_min_p in arriving:
         parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found, None
-        head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
+        head_backward._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
         yield f"gradient {grad is not None} {grad_entropy is not None} {log_min_p}" + " wgmma" * hopper
     x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
-    head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, targets, row, row, head.Logits(1.0, -3.0), found, None)
+    parts = targets, row, row, head.Logits(1.0, -3.0), found, None
+    head_backward._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
     yield "gradient float16, pointers"
 
 

@@ -21,7 +21,8 @@ from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.load import load_generation_config, load_model, load_model_config, load_tokenizer, stop_token_ids
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import load_generation_config, load_model_config, stop_token_ids
 from qarl.policy.policy import Policy
 
 ODD: list[Any] = [

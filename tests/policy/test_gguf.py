@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qarl.config import ModelConfig
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
-from qarl.policy import load as module
-from qarl.policy.load import load_model, load_model_config, load_tokenizer, model_weights
+from qarl.policy import load, load_config
+from qarl.policy.load import load_model, load_tokenizer, model_weights
+from qarl.policy.load_config import load_model_config
 from qarl.storage import conversions
 from qarl.training.fingerprints import tensors_digest
 
@@ -40,7 +41,7 @@ def another_process():
 
     def forget() -> None:
         conversions._verified.clear()
-        module._gguf_config.cache_clear()
+        load_config._gguf_config.cache_clear()
 
     forget()
     yield forget
@@ -48,18 +49,20 @@ def another_process():
 
 
 def without_keeping(monkeypatch) -> None:
-    monkeypatch.setattr(module, "kept", lambda source, *arguments: source)
-    module._gguf_config.cache_clear()
+    for module in (load, load_config):
+        monkeypatch.setattr(module, "kept", lambda source, *arguments: source)
+    load_config._gguf_config.cache_clear()
 
 
 def parse_forbidden(monkeypatch) -> None:
-    real = module._load
+    real = load_config.ask_transformers
 
-    def load(config, what, loader, source, **options):
+    def ask(config, what, loader, source, **options):
         assert source.gguf_file is None, "the GGUF file was parsed"
         return real(config, what, loader, source, **options)
 
-    monkeypatch.setattr(module, "_load", load)
+    for module in (load, load_config):
+        monkeypatch.setattr(module, "ask_transformers", ask)
 
 
 def same_models(one: PreTrainedModel, other: PreTrainedModel) -> None:

@@ -19,7 +19,8 @@ from qarl.config.weights import check_weights, gguf_name
 from qarl.errors import UserError
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
-from qarl.policy.load import load_model, load_model_config
+from qarl.policy.load import load_model
+from qarl.policy.load_config import load_model_config
 from qarl.policy.skeleton import skeleton
 
 FAULTS: dict[str, Callable[[Weights, str], str]] = {}  # each changes the weights and returns the name it must say

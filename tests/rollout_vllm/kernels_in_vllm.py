@@ -46,8 +46,9 @@ def main(checkpoint: str, answer: str) -> None:
     from vllm import LLM
 
     from qarl.rollout.vllm.head import use_float32_head
-    from qarl.rollout.vllm.linear_kernels import kernel_of, unserved
+    from qarl.rollout.vllm.linear_kernels import kernel_of
     from qarl.rollout.vllm.plugin import register
+    from qarl.rollout.vllm.start import unserved
 
     register()
     engine = LLM(

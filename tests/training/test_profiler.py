@@ -13,7 +13,7 @@ from tiny_runs import settings, write_config
 
 from qarl.config import Config
 from qarl.flops import forward_flops
-from qarl.policy.load import load_architecture
+from qarl.policy.load_config import load_architecture
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
 
 TIMES = ("time/", "throughput/", "memory/")

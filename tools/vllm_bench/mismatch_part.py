@@ -18,7 +18,8 @@ from qarl.config.quant import scheme_of
 from qarl.data import build_prompts
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.objectives.segments import Segments
-from qarl.policy.load import load_model, load_tokenizer, stop_token_ids
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine

@@ -10,7 +10,7 @@ from qarl_formats.registry import grouped_names, scheme_names
 
 from qarl.errors import UserError
 from qarl.inference.target import Target, resolve_target
-from qarl.policy.load import locate
+from qarl.policy.load_config import locate
 
 REFERENCE = "bf16"
 

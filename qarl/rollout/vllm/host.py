@@ -11,35 +11,29 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property, partial
-from importlib import import_module
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from qarl_kernels.logprob import Truncation
 from torch import nn
 
-from qarl.errors import UserError
 from qarl.policy.trace import Tracer
-from qarl.rollout.vllm.alone import keep_compiled_code_private, no_way_in
-from qarl.rollout.vllm.arguments import engine_arguments
+from qarl.rollout.vllm.alone import keep_compiled_code_private
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader, stored
-from qarl.rollout.vllm.meeting import agreed, meeting_in
+from qarl.rollout.vllm.meeting import agreed
 from qarl.rollout.vllm.phases import Phases
-from qarl.rollout.vllm.recording import Experts, Recording, Taps, recorded, tapped
+from qarl.rollout.vllm.recording import Experts, Recording, Taps, recorded
 from qarl.rollout.vllm.settings import Drawing, Request, Response, SamplerSettings, vllm_environment
+from qarl.rollout.vllm.start import import_ahead, require_served, start_vllm
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.receiver import Arriving, arrived
 from qarl.weight_sync.shards import METADATA, Shard, shard_prints
 from qarl.weight_sync.verify import PublishError, verify
 
 if TYPE_CHECKING:
-    from vllm import LLM
-
     from qarl.rollout.vllm.exact.model import Forward
 
 Progress = Callable[[int, int], None]
@@ -64,7 +58,7 @@ class Host:
         keep_compiled_code_private()
         self.settings, self._expected = settings, expected
         self._phases = Phases() if phases is None else phases
-        self._llm = _start(settings, self._phases)
+        self._llm = start_vllm(settings, self._phases)
         self._worker = self._llm.collective_rpc(_itself)[0]
         self._head = None
         self._shard = Shard(settings.shard, settings.shards)
@@ -79,28 +73,14 @@ class Host:
 
             self._head = use_float32_head(self._model)
         if settings.linear_kernels == "qarl":
-            _require_served(self._model)
+            require_served(self._model)
         self._parts = self._parts_in_checkpoint()
         self.held = HeldModel(self._model, self._parts)
         self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging, self._shard)
         self._phases.end("ready")
         logger.info(self._phases.line())
 
-    @staticmethod
-    def import_ahead(exact: bool) -> None:
-        """Import what a start will import, in an environment that is prepared. exact: for `rollout.numerics: exact`.
-
-        What cannot be imported is left to the start, which says so.
-        """
-        names = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "qarl.rollout.vllm.linear_methods"]
-        names += ["qarl.rollout.vllm.exact.start"] if exact else []
-        with suppress(Exception):
-            from vllm.platforms import current_platform
-
-            names.append(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
-        for name in names:
-            with suppress(Exception):
-                import_module(name)
+    import_ahead = staticmethod(import_ahead)
 
     @property
     def _model(self) -> nn.Module:
@@ -302,56 +282,6 @@ class Host:
         self._policy = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _start(settings: SamplerSettings, phases: Phases) -> LLM:
-    from vllm import LLM
-
-    from qarl.rollout.vllm.onednn import keep_scales
-    from qarl.rollout.vllm.plugin import register
-    from qarl.rollout.vllm.sampling import batch_seeded_noise
-
-    keep_scales()
-    batch_seeded_noise()
-    register()  # vLLM does it itself where qarl is installed, but not where it is only on the path
-    backend = "gloo" if settings.cuda is None else "nccl"
-    groups = no_way_in(backend)
-    if settings.meeting is not None:
-        groups = meeting_in(settings.meeting, backend, settings.shard, settings.shards)
-    arguments = engine_arguments(settings)
-    if settings.numerics == "fast":
-        _import_model(settings.checkpoint)
-    phases.end("imports")
-    routers = tapped(settings.routing and settings.numerics == "fast")
-    with groups, routers, phases.of_worker(partial(_loaded, settings)):
-        return LLM(str(settings.checkpoint), **arguments)
-
-
-def _import_model(checkpoint: Path) -> None:
-    """Import vLLM's class of the checkpoint's model here, where it will run: vLLM would ask another process about it,
-    which imports all of vLLM for that."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
-        if (known := ModelRegistry.models.get(name)) is not None and hasattr(known, "module_name"):
-            ModelRegistry.register_model(name, known.load_model_cls())
-
-
-def _loaded(settings: SamplerSettings, worker: Any) -> None:
-    """vLLM's worker holds the weights, and has run nothing."""
-    if settings.numerics == "exact":
-        from qarl.rollout.vllm.exact.rehearsal import rehearse
-
-        rehearse(worker.model_runner)
-
-
-def _require_served(model: nn.Module) -> None:
-    from qarl.rollout.vllm.linear_kernels import unserved
-
-    if names := unserved(model):
-        raise UserError(
-            f"rollout.linear_kernels: qarl has no kernel for '{names[0]}' in vLLM; set rollout.linear_kernels=vllm"
-        )
 
 
 def _itself(worker: Any) -> Any:

@@ -28,8 +28,6 @@ from vllm.model_executor.kernels.linear import (
     MPLinearLayerConfig,
     ScaledMMLinearKernel,
 )
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
@@ -114,18 +112,6 @@ def kernel_of(layer: nn.Module) -> HoldsPublished | None:
         if isinstance(candidate, HoldsPublished):
             return candidate
     return None
-
-
-def unserved(model: nn.Module) -> list[str]:
-    """Names of the model's linear layers and experts that vLLM multiplies with kernels of its own."""
-    from qarl.rollout.vllm.expert_kernels import experts_method
-
-    return [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, LinearBase) and kernel_of(module) is None)
-        or (isinstance(module, RoutedExperts) and experts_method(module) is None)
-    ]
 
 
 def hold(layer: nn.Module, name: str, value: Tensor) -> None:

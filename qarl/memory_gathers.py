@@ -1,0 +1,97 @@
+"""What messages of codes take of a rank's memory while a version is gathered: formulas, which import no torch.
+
+Gathers are counted as `qarl.distributed.gathers` sends them: of stacks, runs of rows at a time; in messages that leave
+when they are full, the next one before the first has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from qarl_formats.scheme import Scheme
+
+from qarl.config import Config
+from qarl.config.architecture import Architecture
+from qarl.distributed.rows import most_rows
+from qarl.memory_ranks import Block, blocks_of
+
+# `MESSAGE_BYTES` and `IN_FLIGHT` of `qarl.distributed.gathers`, `RUN_BYTES` of `qarl.weight_sync.joined`, `FILLED` of
+# `qarl.distributed.packed`, which import torch.
+MESSAGE_BYTES, IN_FLIGHT, RUN_BYTES, FILLED = 2**26, 2, 2**28, 1.25
+
+
+class _Rows(NamedTuple):
+    """Rows of a tensor that are gathered together: bytes of all ranks' and of the first's, which has the most."""
+
+    everyone: int
+    first: int
+    in_place: bool  # can arrive where they belong
+
+
+def codes_in_flight(config: Config, architecture: Architecture, ranks: int, width: int, learner_width: int) -> int:
+    """Messages that are there at once while a version is gathered, as `qarl.distributed.gathers` sends them.
+
+    Of each message this rank's rows; where it is of several tensors or of a part of one, these packed, and those of
+    all ranks before they go to their places, which are the version's. A learner that is not aligned gathers values of
+    its own afterwards. width, learner_width: bytes of the compute dtypes.
+    """
+    blocks = blocks_of(config, architecture)
+    gathers = [[(block, _stored(block, block.scheme, width)) for block in blocks]]
+    if config.quant.learner != "aligned":
+        gathers.append([(block, _stored(block, None, learner_width)) for block in blocks])
+    return max(_most_held(_messages(gather, ranks), ranks) for gather in gathers)
+
+
+def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
+    """Bytes of the tensors of all rows. width: of an element that is not quantized."""
+    if scheme is None:
+        return [width * block.rows * block.columns]
+    specs = scheme.tensor_specs(block.rows, block.columns)
+    return [spec.nbytes for suffix, spec in specs.items() if suffix not in ("weight_shape", "weight_global_scale")]
+
+
+def _messages(gather: Iterable[tuple[Block, list[int]]], ranks: int) -> Iterator[list[_Rows]]:
+    """As `Gathers` fills them with what `own_rows` gives. gather: bytes of a block's tensors."""
+    waiting: list[_Rows] = []
+    for block, sizes in gather:
+        for rows in _rows_of(block, sizes, ranks):
+            if waiting and rows.everyone >= MESSAGE_BYTES:
+                yield waiting
+                waiting = []
+            waiting.append(rows)
+            if sum(some.everyone for some in waiting) >= MESSAGE_BYTES:
+                yield waiting
+                waiting = []
+    if waiting:
+        yield waiting
+
+
+def _rows_of(block: Block, sizes: list[int], ranks: int) -> Iterator[_Rows]:
+    """A stack's come in runs, one run of each rank at a time."""
+    each = most_rows(block.rows, block.unit, ranks)
+    step = max(RUN_BYTES // (4 * block.columns * block.unit), 1) * block.unit if block.stack else each
+    full, rest = divmod(block.rows, each)
+    for start in range(0, each, step):
+        first = min(each - start, step)
+        everyone = full * first + min(max(rest - start, 0), step)
+        for size in sizes:
+            in_place = everyone == block.rows or everyone < ranks * first  # whole, or sent from rank to rank
+            yield _Rows(size * everyone // block.rows, size * first // block.rows, in_place)
+
+
+def _most_held(messages: Iterable[list[_Rows]], ranks: int) -> int:
+    """The most bytes of messages one after the other, of which one begins before the first is done."""
+    held: deque[int] = deque(maxlen=IN_FLIGHT + 1)
+    most = 0
+    for message in messages:
+        first, everyone = (sum(sizes) for sizes in ((r.first for r in message), (r.everyone for r in message)))
+        even = ranks * first <= FILLED * everyone
+        arriving = ranks * first if even else everyone
+        if len(message) > 1:
+            held.append(first + first + arriving)
+        else:
+            held.append(first if message[0].in_place else first + arriving)
+        most = max(most, sum(held))
+    return most
