@@ -68,6 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="zero3: logits of the whole batch, or TRL's chunks",
     )
     add("--offload", choices=("moments", "all"), help="learn: what the host keeps")
+    add("--messages-only", action="store_true", help="learn: nothing of how it is without messages")
     add("--gpu-memory", type=float, metavar="GIB", help="of its GPU that a rank may have, as if that were smaller")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--iterations", type=int, default=5, help="calls that are timed")
@@ -126,7 +127,9 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
         if part == "gather":
             found = bench.gather(options.scheme)
         elif part == "learn":
-            found = learn_records(bench, options.scheme, options.tokens, options.offload or False)
+            found = learn_records(
+                bench, options.scheme, options.tokens, options.offload or False, not options.messages_only
+            )
         elif part == "zero3":
             from ranks_bench.zero3 import zero3_records
 
