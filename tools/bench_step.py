@@ -143,7 +143,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     file = Path(case.pop("records"))
     options = argparse.Namespace(**(vars(options) | case))
 
-    from step_bench.measure import cap_memory
+    from step_bench.measure import beside_torch, cap_memory
     from step_bench.shapes import shape_of
 
     from qarl.policy.device import pick_device
@@ -171,6 +171,8 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
             for record in part_of(options.part)(options, shape, device):
                 lines.write(json.dumps(labels | record) + "\n")
                 lines.flush()
+            if options.gpu_memory is not None and options.nproc == 1:
+                lines.write(json.dumps(labels | {"what": "capped"} | beside_torch(device)) + "\n")
         finally:  # and not before: asking for the GPU's name starts CUDA, ahead of what a run forks
             # the host's name says nothing to a reader
             environment = {k: v for k, v in describe_environment(options.seed).items() if k not in ("command", "host")}

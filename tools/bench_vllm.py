@@ -12,9 +12,9 @@
 vLLM starts once for each part, scheme and set of kernels. `engine` has random weights of known shapes: start; publish
 of a whole new version, of an unchanged one, and of one after a simulated first AdamW step, by patches and by changed
 layers; tokens per second; sleep and wake. `rollout` has tokens per second alone, on weights that vLLM makes up: of a
-model of which a learner's copy and a file would not fit, with the whole GPU. `mismatch` samples responses of a real model
-and scores them with the learner in each of its regimes. Times are medians after a warm-up. Every record is written as
-soon as it is there.
+model of which a learner's copy and a file would not fit, with the whole GPU. `mismatch` samples responses of a real
+model and scores them with the learner in each of its regimes. Times are medians after a warm-up. Every record is
+written as soon as it is there.
 """
 
 from __future__ import annotations

@@ -340,7 +340,8 @@ def test_the_table_compares_with_the_peer_of_another_report():
 
     speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
     expected = {"estimated_gib": 1.25}
-    step = {"prompts": 2, "responses": 2, "new_tokens": 8, "what": "step"}
+    sizes = {"prompts": 2, "responses": 2, "new_tokens": 8}
+    step = {"what": "step", **sizes}
     ranks = {"ranks": 2, "step_s_min": 3.0, "learner_s": 0.5, "learner_s_min": 0.5, "learner_s_max": 0.75}
     ranks["gpu_memory_gib"] = 78
     kernels = [{"name": "gemm", "ms": 1.5, "calls": 3}]
@@ -349,6 +350,7 @@ def test_the_table_compares_with_the_peer_of_another_report():
         {"part": "learner", "scheme": "w4a16", "length": 8, "tokens": 16, "what": "forward", "error": "no memory"},
         {"part": "step", "scheme": "fp8", "engine": "vllm", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0, **step},
         {"part": "step", "scheme": "fp8", "engine": "native", "seconds": 3.0, "step_s": 3.0, **ranks, **step},
+        {"part": "step", "scheme": "fp8", "what": "capped", "reserved_gib": 61.0, "beside_gib": 0.5, **ranks, **sizes},
         {"part": "canary", "scheme": "fp8", "what": "result", "tokens": 128, "seconds": 0.05},
     )
     peer = report(
@@ -363,6 +365,8 @@ def test_the_table_compares_with_the_peer_of_another_report():
     assert "fp8 vllm 4.00 1.00 1.0 2.50" in lines and "trl 10.00 1.0" in lines
     assert "fp8 native 3.00 0.50 1.0 of 78 GiB" in lines  # on two ranks there is no peer
     assert "over ranks: learner 0.50 to 0.75" in lines
+    capped = "step s, 2 layers, vocabulary 9 fp8, at most 78 GiB: torch had 61.0 GiB, 0.5 GiB were in use beside it"
+    assert capped in lines
     assert any(line.startswith("canary s, 2 layers") and "50.0 ms" in line for line in lines)
     assert "failed: learner s w4a16 8: no memory" in lines
 

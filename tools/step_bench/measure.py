@@ -112,3 +112,11 @@ def cap_memory(gib: float, device: torch.device) -> None:
     if gib * 2**30 > total:
         raise ValueError(f"--gpu-memory {gib:g}: this GPU has {total / 2**30:.1f} GiB; give less, or leave it out")
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
+
+
+def beside_torch(device: torch.device) -> Record:
+    """reserved_gib: the most that torch's allocator had of the GPU. beside_gib: in use there now that it does not have,
+    CUDA's own in this process and all of others."""
+    free, total = torch.cuda.mem_get_info(device)
+    beside = total - free - torch.cuda.memory_reserved(device)
+    return {"reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30, "beside_gib": beside / 2**30}

@@ -100,22 +100,27 @@ def model_directory(root: Path, name: str, shape: Shape, device: torch.device, s
     directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer}-{seed}"
     if directory.is_dir():
         return directory
-    made = directory.with_name(f".{directory.name}.making")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    if shape.tokenizer == BYTES:
-        save_tokenizer(made, chat_template=False)
-    else:
-        load_tokenizer(ModelConfig(path=shape.tokenizer)).save_pretrained(made)
-    if device.type == "cpu":
-        _save_model(made, shape, device, seed)
-    else:  # by a process that leaves nothing on the GPU, where ranks and a sampler need the room
-        making = get_context("spawn").Process(target=_save_model, args=(made, shape, device, seed))
-        making.start()
-        making.join()
-        if making.exitcode:
-            raise RuntimeError(f"{directory}: the process that makes the model ended with {making.exitcode}")
-    return made.rename(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
+    try:
+        if shape.tokenizer == BYTES:
+            save_tokenizer(made, chat_template=False)
+        else:
+            load_tokenizer(ModelConfig(path=shape.tokenizer)).save_pretrained(made)
+        if device.type == "cpu":
+            _save_model(made, shape, device, seed)
+        else:  # by a process that leaves nothing on the GPU, where ranks and a sampler need the room
+            making = get_context("spawn").Process(target=_save_model, args=(made, shape, device, seed))
+            making.start()
+            making.join()
+            if making.exitcode:
+                raise RuntimeError(f"{directory}: the process that makes the model ended with {making.exitcode}")
+        made.rename(directory)
+    except BaseException as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if not (isinstance(error, OSError) and directory.is_dir()):  # or another benchmark has made it meanwhile
+            raise
+    return directory
 
 
 def _save_model(place: Path, shape: Shape, device: torch.device, seed: int) -> None:

@@ -23,6 +23,7 @@ def table(reports: Sequence[Record]) -> str:
         learn(rows),
         optimizer(rows),
         step(rows),
+        capped(rows),
     ]
     return "\n\n".join("\n".join(block) for block in [*blocks, errors(rows)] if block)
 
@@ -168,6 +169,16 @@ def step(rows: Rows) -> list[str]:
     if any(row["part"] == "trl" for row in found):
         lines.append("trl's rollout holds generation, publishing and the log-probs at the snapshot")
     return lines
+
+
+def capped(rows: Rows) -> list[str]:
+    """What processes had whose GPU counted as smaller than it is."""
+    return [
+        f"{row['part']} {name_of(row)} {row.get('scheme', '')}, at most {row['gpu_memory_gib']:g} GiB: torch had "
+        f"{row['reserved_gib']:.1f} GiB, {row['beside_gib']:.1f} GiB were in use beside it"
+        for row in rows
+        if row.get("what") == "capped"
+    ]
 
 
 def errors(rows: Rows) -> list[str]:

@@ -1,8 +1,9 @@
 """Generation alone: vLLM on weights that it makes up itself, for models of which no second copy would fit.
 
 Nothing is published and no file of weights is written: vLLM reads a directory with `config.json` and tokenizer, and
-fills its layers (`load_format: dummy`). What it draws means nothing; how long it takes does not depend on that, save
-which experts tokens of a mixture go through, and small random routers spread them about evenly.
+fills its layers (`load_format: dummy`), floating-point ones with small random numbers, in FP8 mostly zeros, and codes
+with whatever memory held. What it draws means nothing. How long that takes depends on values in two ways: small random
+routers spread a mixture's tokens about evenly over its experts, and products of zeros draw less power.
 """
 
 from __future__ import annotations
