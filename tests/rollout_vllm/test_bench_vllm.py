@@ -236,3 +236,19 @@ def test_tokens_per_second_are_of_the_median_generation_after_a_warm_up(monkeypa
     assert found["tokens_per_s"] == pytest.approx(2 * 9 / 11) and found["later_token_s"] == 1.0
     with pytest.raises(AssertionError, match="nothing ends a response early"):
         generation.generate_record(lambda prompts, *_: [3] * len(prompts), 2, 64, torch.Generator(), given)
+
+
+@pytest.mark.slow
+def test_a_mixture_with_made_up_weights_generates_in_vllm(tmp_path: Path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_bench.case import Case
+    from vllm_bench.rollout_part import rollout_records
+    from vllm_bench.summary import engine_lines
+
+    sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--batch", "3", "2", "--generations", "1", "--threads", "1"]
+    case = Case("w4a16", "exact", "separate", CPU, tmp_path)
+    rows = list(rollout_records(case, "tiny-moe", options("--parts", "rollout", *sizes)))
+    assert [(row["what"], row.get("batch")) for row in rows] == [("start", None), ("generate", 3), ("generate", 2)]
+    assert rows[0]["phases"]["weights"] < rows[0]["seconds"]
+    assert all(row["tokens_per_s"] == pytest.approx(4 * row["batch"] / row["seconds"]) for row in rows[1:])
+    assert "weights made up" in engine_lines(rows)[1]

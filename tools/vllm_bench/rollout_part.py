@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,6 +83,8 @@ def rollout_records(case: Case, shape: str, options: argparse.Namespace) -> Iter
         sampling = SamplingParams(n=1, seed=seed, max_response_length=new_tokens)
         requests = [Request(ids, request_seed(seed, place, 0)) for place, ids in enumerate(prompts)]
         responses = sampler.call("generate", (requests, drawing_of(sampling)), ignore_progress)
+        if not all(math.isfinite(logprob) for response in responses for logprob in response.logprobs):
+            raise UserError("vLLM: log-probs that are not finite; these made-up weights measure nothing")
         return [len(response.token_ids) for response in responses]
 
     try:
