@@ -32,11 +32,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from model_sizes import QWEN3
+
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 sys.path[:0] = SOURCES
 
-SHAPE_NAMES = ("tiny", "tiny-moe", "qwen3-1.7b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
+SHAPE_NAMES = ("tiny", "tiny-moe", *QWEN3, "qwen3-30b-a3b")
 PARTS = ("check", "sum", "overlap", "gather", "learn", "zero3")
 ALONE = ("learn", "zero3")  # parts that --part names, or they do not run
 LOG_LINES = 30  # shown of a rank that failed
@@ -66,6 +68,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="zero3: logits of the whole batch, or TRL's chunks",
     )
     add("--offload", choices=("moments", "all"), help="learn: what the host keeps")
+    add("--messages-only", action="store_true", help="learn: nothing of how it is without messages")
+    add("--gpu-memory", type=float, metavar="GIB", help="of its GPU that a rank may have, as if that were smaller")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--iterations", type=int, default=5, help="calls that are timed")
     add("--products", type=int, default=10, help="overlap: matrix products of a layer")
@@ -74,6 +78,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.nproc < 2 or parsed.iterations < 1 or parsed.tokens < 1:
         parser.error("--nproc takes numbers from 2, --iterations and --tokens from 1")
+    if parsed.gpu_memory is not None and (parsed.gpu_memory <= 0 or parsed.device == "cpu"):
+        parser.error("--gpu-memory takes GiB above 0, of --device cuda")
     if parsed.tokens > 1024 and parsed.tokens % 1024:
         parser.error("--tokens above 1024 takes multiples of it")
     if "zero3" in parsed.part:
@@ -91,6 +97,7 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
     from ranks_bench.learn import learn_records
     from ranks_bench.parts import Bench
     from ranks_bench.shapes import SHAPES
+    from step_bench.measure import cap_memory
 
     from qarl.distributed.exchange import GroupExchange
     from qarl.storage.environment import describe_environment
@@ -99,6 +106,8 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
     if options.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+        if options.gpu_memory:
+            cap_memory(options.gpu_memory, device)
     begin = time.perf_counter()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -118,7 +127,9 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
         if part == "gather":
             found = bench.gather(options.scheme)
         elif part == "learn":
-            found = learn_records(bench, options.scheme, options.tokens, options.offload or False)
+            found = learn_records(
+                bench, options.scheme, options.tokens, options.offload or False, not options.messages_only
+            )
         elif part == "zero3":
             from ranks_bench.zero3 import zero3_records
 
@@ -202,6 +213,7 @@ def main() -> None:
         "environment": results[0]["environment"],
         "ranks": options.nproc,
         "shape": options.shape,
+        "gpu_memory_gib": options.gpu_memory,
         "records": joined(results),
     }
     if lines := table(report["records"], options.shape, options.nproc):

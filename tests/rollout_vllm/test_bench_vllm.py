@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from qarl.errors import UserError
 
@@ -196,3 +197,58 @@ def test_the_table_has_a_line_for_everything():
         "failed: engine tiny fp8 qarl: no memory",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("shape", ["tiny", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
+def test_a_rollout_starts_from_a_directory_without_weights(shape: str, scheme: str, tmp_path: Path):
+    from vllm_bench.case import Case
+    from vllm_bench.rollout_part import dummy_settings
+
+    given = options("--parts", "rollout", "--shapes", shape, "--prompt-tokens", "8", "--new-tokens", "4")
+    settings, layout = dummy_settings(Case(scheme, "qarl", "separate", CPU, tmp_path), shape, given)
+    assert settings.args["load_format"] == "dummy" and not settings.sleep and not settings.staging
+    assert (settings.context, settings.max_num_seqs) == (12, 256)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    found = json.loads((settings.checkpoint / "config.json").read_text())
+    assert ("quantization_config" in found) == (scheme == "w4a16")
+    if shape == "qwen3-30b-a3b":
+        assert found["architectures"] == ["Qwen3MoeForCausalLM"] and found["num_experts_per_tok"] == 8
+        read = AutoConfig.from_pretrained(settings.checkpoint)
+        assert (read.num_experts, read.moe_intermediate_size, layout.layers) == (128, 768, 48)
+
+
+def test_tokens_per_second_are_of_the_median_generation_after_a_warm_up(monkeypatch):
+    from vllm_bench import generation
+
+    clock, asked = [0.0], []
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: clock[0])
+
+    def draw(prompts: list[list[int]], new_tokens: int, seed: int) -> list[int]:
+        asked.append((len(prompts), len(prompts[0]), new_tokens, seed))
+        clock[0] += (100.0 if seed == 0 else 1.0) * (new_tokens + seed)
+        return [new_tokens] * len(prompts)
+
+    given = options("--prompt-tokens", "5", "--new-tokens", "9", "--generations", "3")
+    found = generation.generate_record(draw, 2, 64, torch.Generator().manual_seed(0), given)
+    assert asked == [(2, 5, new, seed) for new in (1, 9) for seed in range(4)]
+    assert (found["seconds"], found["first_token_s"]) == (11.0, 3.0) and found["all_seconds"] == [10.0, 11.0, 12.0]
+    assert found["tokens_per_s"] == pytest.approx(2 * 9 / 11) and found["later_token_s"] == 1.0
+    with pytest.raises(AssertionError, match="nothing ends a response early"):
+        generation.generate_record(lambda prompts, *_: [3] * len(prompts), 2, 64, torch.Generator(), given)
+
+
+@pytest.mark.slow
+def test_a_mixture_with_made_up_weights_generates_in_vllm(tmp_path: Path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_bench.case import Case
+    from vllm_bench.rollout_part import rollout_records
+    from vllm_bench.summary import engine_lines
+
+    sizes = ["--prompt-tokens", "8", "--new-tokens", "4", "--batch", "3", "2", "--generations", "1", "--threads", "1"]
+    case = Case("w4a16", "exact", "separate", CPU, tmp_path)
+    rows = list(rollout_records(case, "tiny-moe", options("--parts", "rollout", *sizes)))
+    assert [(row["what"], row.get("batch")) for row in rows] == [("start", None), ("generate", 3), ("generate", 2)]
+    assert rows[0]["phases"]["weights"] < rows[0]["seconds"]
+    assert all(row["tokens_per_s"] == pytest.approx(4 * row["batch"] / row["seconds"]) for row in rows[1:])
+    assert "weights made up" in engine_lines(rows)[1]

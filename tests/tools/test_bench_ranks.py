@@ -75,6 +75,7 @@ def learners(records: list[dict[str, Any]], codes: float) -> None:
         (["--part", "zero3"], "deepspeed", "--part zero3 needs deepspeed: pip install 'qarl[deepspeed]'"),
         (["--part", "zero3", "--hf-head", "trl"], "trl", "--hf-head trl needs trl: pip install 'trl>=1.16'"),
         (["--part", "learn", "--tokens", "1500"], "", "--tokens above 1024 takes multiples of it"),
+        (["--gpu-memory", "78", "--device", "cpu"], "", "--gpu-memory takes GiB above 0, of --device cuda"),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_line(arguments, missing, said, monkeypatch, capsys) -> None:

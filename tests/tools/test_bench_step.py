@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,9 +76,12 @@ def test_shapes_are_those_of_the_models_they_are_named_after():
     # Parameters by the models' own pages, with the vocabularies of their tokenizers.
     for name, vocabulary, billions in (
         ("smollm2", None, 0.1345),
+        ("qwen3-0.6b", 151_936, 0.596),
         ("qwen3-1.7b", 151_936, 1.72),
         ("qwen3-4b", 151_936, 4.02),
         ("qwen3-8b", 151_936, 8.19),
+        ("qwen3-14b", 151_936, 14.77),
+        ("qwen3-32b", 151_936, 32.76),
     ):
         shape = shape_of(name, None, vocabulary)
         assert shape.architecture().parameters / 1e9 == pytest.approx(billions, rel=0.01), name
@@ -205,7 +209,7 @@ def test_times_are_those_of_calls_after_the_warm_up():
     calls: list[str] = []
     found = timed(lambda: calls.append("call"), CPU, 2, 3, lambda: calls.append("prepare"))
     assert calls == ["prepare", "call"] * 5 and len(found["all_seconds"]) == 3
-    x = torch.randn(64, 64)
+    x = torch.randn(512, 512)
     (top,) = top_kernels(lambda: x @ x, CPU, 1)
     assert (top["name"], top["calls"]) == ("aten::mm", 1)
 
@@ -214,23 +218,48 @@ def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     from step_bench.trl_part import grpo_arguments
 
     given = options("--prompts", "32", "--responses", "8", "--device-batch", "8")
-    found = grpo_arguments(given, tmp_path)
+    found = grpo_arguments(given, tmp_path, "vllm", True)
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 256
     assert found["max_completion_length"] == 1024 and found["generation_kwargs"] == {"ignore_eos": True}
-    with pytest.raises(ValueError, match="does not divide 256 responses"):
-        grpo_arguments(options("--device-batch", "7"), tmp_path)
+    assert "deepspeed" not in found and found["model_init_kwargs"]["dtype"] == "float32"
+    several = grpo_arguments(options("--nproc", "4"), tmp_path, "vllm", True)
+    assert several["per_device_train_batch_size"] * several["gradient_accumulation_steps"] * 4 == 256
+    assert several["deepspeed"]["zero_optimization"]["stage"] == 3 and several["vllm_tensor_parallel_size"] == 1
+    own = grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers", False)
+    assert "use_vllm" not in own and own["generation_kwargs"] == {"min_new_tokens": 7} and not own["bf16"]
+    with pytest.raises(ValueError, match="--device-batch 7 does not divide 256 responses"):
+        grpo_arguments(options("--device-batch", "7"), tmp_path, "vllm", True)
+    with pytest.raises(ValueError, match="--device-batch 8 on 3 ranks does not divide 256 responses"):
+        grpo_arguments(options("--nproc", "3"), tmp_path, "vllm", True)
 
 
 def test_trl_takes_its_arguments(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from step_bench.trl_part import grpo_arguments
 
-    config = trl.GRPOConfig(**grpo_arguments(options(), tmp_path), use_cpu=True)
+    config = trl.GRPOConfig(**grpo_arguments(options(), tmp_path, "vllm", False), use_cpu=True)
     assert (config.steps_per_generation, config.generation_batch_size) == (32, 256)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trl_trains_alone_and_on_ranks_of_zero_3(ranks: int, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    out = tmp_path / "out.json"
+    sizes = ["--steps", "2", "--prompts", "4", "--responses", "2", "--new-tokens", "6", "--prompt-tokens", "400"]
+    given = [*sizes, "--device-batch", "2", "--nproc", str(ranks), "--model-dir", str(tmp_path)]
+    assert run_tool(monkeypatch, *TINY[:-1], str(out), "--part", "trl", *given) == 0, capsys.readouterr().err
+    *each, whole = json.loads(out.read_text())["records"]
+    assert [row["step"] for row in each] == [1, 2] and {row["engine"] for row in each} == {"transformers"}
+    assert (whole["ranks"], whole["zero_stage"]) == ((1, None) if ranks == 1 else (2, 3))
+    assert ("step_s_max" in whole) == (ranks == 2)
+    assert whole["generate_s"] <= whole["rollout_s"] < whole["step_s"] == each[1]["step_s"]
+
+
 def test_trls_time_is_cut_into_rollout_and_learner():
-    from step_bench.trl_part import Spent, records_of
+    from step_bench.trl_part import records_of
+    from step_bench.trl_rank import Spent
 
     class Owner:
         def inner(self) -> str:
@@ -240,10 +269,64 @@ def test_trls_time_is_cut_into_rollout_and_learner():
     spent.within(owner, "inner", "inner_s")
     assert owner.inner() == owner.inner() == "done"
     assert set(spent.read()) == {"inner_s"} and spent.read() == {}
-    steps = [{"step_s": 9.0, "rollout_s": 4.0}, {"step_s": 3.0, "rollout_s": 1.0}, {"step_s": 5.0, "rollout_s": 1.0}]
-    *each, whole = records_of(steps, 20.0, 1.0, 8)
+
+    def rank(*rollouts: float, total: float = 20.0) -> dict[str, Any]:
+        steps = [{"step_s": step, "rollout_s": own} for step, own in zip((9.0, 3.0, 5.0), rollouts, strict=True)]
+        return {"steps": steps, "total_s": total, "peak_gib": total / 10, "responses": 4, "zero_stage": None}
+
+    *each, whole = records_of([rank(4.0, 1.0, 1.0)], "vllm", 8)
     assert [row["learner_s"] for row in each] == [5.0, 2.0, 4.0]
     assert (whole["seconds"], whole["rollout_s"], whole["learner_s"]) == (4.0, 1.0, 3.0)
+    assert "learner_s_max" not in whole
+    *each, whole = records_of([rank(4.0, 1.0, 1.0), rank(4.0, 2.0, 2.0, total=30.0)], "vllm", 8)
+    assert [row["learner_s"] for row in each] == [5.0, 2.0, 4.0]
+    assert [row["rollout_s_mean"] for row in each] == [4.0, 1.5, 1.5]
+    assert (whole["learner_s_min"], whole["learner_s_mean"], whole["learner_s_max"]) == (2.0, 2.5, 3.0)
+    assert (whole["peak_gib"], whole["total_s"]) == (3.0, 30.0)
+
+
+def test_a_steps_record_has_its_phases_over_ranks_and_what_proves_its_publish():
+    from step_bench.step_part import records_of
+
+    def metrics(step: int, publish: float, **more: float) -> dict[str, Any]:
+        times = {"time/step_s": 2.0, "time/publish_s": publish, "time/publish_load_s": 0.25}
+        several = {f"time/publish_s_{how}": publish + more for how, more in (("min", 0.0), ("max", 1.0), ("mean", 0.5))}
+        rates = {"throughput/rollout_tokens_per_s": 1.0, "throughput/learner_tokens_per_s": 2.0}
+        rest = {"step": step, "response/length_mean": 8, "memory/peak_gib": 3.0, "policy/zero_advantage_frac": 0.0}
+        return times | several | rates | rest | more
+
+    proved = {"publish/proved_frac": 1.0, "publish/sent_mib": 4.0}
+    first, second, whole = records_of([metrics(1, 9.0), metrics(2, 1.0, **proved)], 8, "vllm", 30.0)
+    assert (first["publish_s"], first["publish_s_max"], first["publish_load_s"]) == (9.0, 10.0, 0.25)
+    assert (second["publish_proved_frac"], second["publish_sent_mib"]) == (1.0, 4.0)
+    assert (whole["publish_s"], whole["publish_s_mean"], whole["publish_s_max"]) == (1.0, 1.5, 2.0)
+
+
+def test_a_cap_is_for_a_gpu_and_for_one_process_that_has_it_alone(capsys):
+    import bench_step
+
+    step = ["--part", "step", "--engine", "native"]
+    assert bench_step.parse(["--out", "x", "--gpu-memory", "78", *step]).gpu_memory == 78
+    for wrong, said in (
+        (["--device", "cpu"], "--gpu-memory takes GiB above 0, of a GPU"),
+        (["--part", "step"], "--gpu-memory with --part step needs --engine native: a vLLM has memory of its own"),
+        ([*step, "--nproc", "2"], "leave --nproc out, or use bench_ranks.py"),
+    ):
+        with pytest.raises(SystemExit):
+            bench_step.parse(["--out", "x", "--gpu-memory", "78", *wrong])
+        assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_a_cap_is_a_share_of_the_gpu_and_not_more_than_it(monkeypatch):
+    from step_bench.measure import cap_memory
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given))
+    cap_memory(80.0, torch.device("cuda", 1))
+    assert asked == [(0.8, torch.device("cuda", 1))]
+    with pytest.raises(ValueError, match=r"--gpu-memory 101: this GPU has 100.0 GiB"):
+        cap_memory(101.0, torch.device("cuda", 1))
 
 
 def report(*records: dict[str, Any]) -> dict[str, Any]:
@@ -257,12 +340,17 @@ def test_the_table_compares_with_the_peer_of_another_report():
 
     speed = {"length": 8, "tokens": 16, "tflops": 1.0, "seconds": 0.02, "what": "forward_backward"}
     expected = {"estimated_gib": 1.25}
-    step = {"prompts": 2, "responses": 2, "new_tokens": 8, "what": "step"}
+    sizes = {"prompts": 2, "responses": 2, "new_tokens": 8}
+    step = {"what": "step", **sizes}
+    ranks = {"ranks": 2, "step_s_min": 3.0, "learner_s": 0.5, "learner_s_min": 0.5, "learner_s_max": 0.75}
+    ranks["gpu_memory_gib"] = 78
     kernels = [{"name": "gemm", "ms": 1.5, "calls": 3}]
     ours = report(
         {"part": "learner", "scheme": "fp8", "tokens_per_s": 300.0, "kernels": kernels, **expected, **speed},
         {"part": "learner", "scheme": "w4a16", "length": 8, "tokens": 16, "what": "forward", "error": "no memory"},
         {"part": "step", "scheme": "fp8", "engine": "vllm", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0, **step},
+        {"part": "step", "scheme": "fp8", "engine": "native", "seconds": 3.0, "step_s": 3.0, **ranks, **step},
+        {"part": "step", "scheme": "fp8", "what": "capped", "reserved_gib": 61.0, "beside_gib": 0.5, **ranks, **sizes},
         {"part": "canary", "scheme": "fp8", "what": "result", "tokens": 128, "seconds": 0.05},
     )
     peer = report(
@@ -274,7 +362,11 @@ def test_the_table_compares_with_the_peer_of_another_report():
     assert "fp8 layer + backward 300 1.0 20.0 10.0 1.0 1.2 1.50" in lines
     assert "hf layer + backward 200 1.0 20.0 10.0 1.0" in lines
     assert "1.50 3 gemm" in lines
-    assert "fp8 vllm 4.00 1.00 2.50" in lines and "trl 10.00" in lines
+    assert "fp8 vllm 4.00 1.00 1.0 2.50" in lines and "trl 10.00 1.0" in lines
+    assert "fp8 native 3.00 0.50 1.0 of 78 GiB" in lines  # on two ranks there is no peer
+    assert "over ranks: learner 0.50 to 0.75" in lines
+    capped = "step s, 2 layers, vocabulary 9 fp8, at most 78 GiB: torch had 61.0 GiB, 0.5 GiB were in use beside it"
+    assert capped in lines
     assert any(line.startswith("canary s, 2 layers") and "50.0 ms" in line for line in lines)
     assert "failed: learner s w4a16 8: no memory" in lines
 

@@ -59,16 +59,20 @@ class _Own(Pending):
         return self._rows.clone()
 
 
-def learn_records(bench: Bench, schemes: Sequence[str], tokens: int, offload: str | bool) -> Iterator[Record]:
-    """Micro-batches of `tokens` with messages and without, rounds of a rank that has no part, and whole updates.
+def learn_records(
+    bench: Bench, schemes: Sequence[str], tokens: int, offload: str | bool, without: bool = True
+) -> Iterator[Record]:
+    """Micro-batches of `tokens` with messages and, if asked for, `without`, rounds of a rank that has no part, and
+    whole updates.
 
     Times of an update are those of norm, clip, optimizer, quantization and the gather of all codes. Bytes are those
     that one call received.
     """
     exchange = bench.exchange
     silent = Silent(bench.group, exchange.rank, exchange.count, exchange.device)
+    ways = [("with messages", exchange), *([("without messages", silent)] if without else [])]
     for scheme in schemes:
-        for what, used in (("with messages", exchange), ("without messages", silent)):
+        for what, used in ways:
             yield from _records(bench, scheme, tokens, offload, what, used)
             gc.collect()  # parameters and those who wait for their gradients know each other
             if bench.device.type == "cuda":

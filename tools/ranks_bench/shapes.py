@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from model_sizes import SIZES, Sizes
+from model_sizes import QWEN3, SIZES, Sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,7 +28,7 @@ def _shape(name: str, **more: Any) -> Shape:
 SHAPES = {
     "tiny": _shape("tiny", vocabulary=512, group_size=32),
     "tiny-moe": Shape(128, 64, 4, 4, 2, 32, True, 512, 32, experts=128, per_token=8),
-    **{name: _shape(name) for name in ("qwen3-1.7b", "qwen3-8b", "qwen3-32b")},
+    **{name: _shape(name) for name in QWEN3},
     "qwen3-30b-a3b": _shape("qwen3-30b-a3b", experts=128, per_token=8),
 }
 

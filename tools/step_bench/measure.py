@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +90,33 @@ def peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss counts bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def spread(ranks: Sequence[Mapping[str, float]]) -> Record:
+    """NAME_min, NAME_mean and NAME_max of each number that all ranks have."""
+    found: Record = {}
+    for name in ranks[0]:
+        if all(name in rank for rank in ranks):
+            values = [rank[name] for rank in ranks]
+            found |= {f"{name}_min": min(values), f"{name}_mean": statistics.mean(values), f"{name}_max": max(values)}
+    return found
+
+
+def cap_memory(gib: float, device: torch.device) -> None:
+    """Let torch's allocator in this process have so much of the GPU, as if that were smaller; beyond it memory is out.
+
+    What does not come from torch (a CUDA context of about half a GiB, NCCL's buffers) is beside it, and so is what
+    another process has. Raises ValueError where the GPU has less.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gib * 2**30 > total:
+        raise ValueError(f"--gpu-memory {gib:g}: this GPU has {total / 2**30:.1f} GiB; give less, or leave it out")
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
+
+
+def beside_torch(device: torch.device) -> Record:
+    """reserved_gib: the most that torch's allocator had of the GPU. beside_gib: in use there now that it does not have,
+    CUDA's own in this process and all of others."""
+    free, total = torch.cuda.mem_get_info(device)
+    beside = total - free - torch.cuda.memory_reserved(device)
+    return {"reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30, "beside_gib": beside / 2**30}

@@ -7,11 +7,12 @@ import random
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_sizes import SIZES, Sizes
+from model_sizes import QWEN3, SIZES, Sizes
 from tiny_models import save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -72,7 +73,7 @@ TINY: dict[str, Any] = {"group_size": 32, "vocabulary": 512, "tokenizer": BYTES}
 SHAPES = {
     "tiny": _shape("tiny", family="llama", **TINY),
     "smollm2": _shape("smollm2", family="llama", group_size=64),
-    **{name: _shape(name) for name in ("qwen3-1.7b", "qwen3-4b", "qwen3-8b")},
+    **{name: _shape(name) for name in QWEN3},
     "tiny-mixture": _shape("tiny", family="mixtral", **TINY, experts=4, per_token=2),
     "qwen3-30b-a3b": _shape("qwen3-30b-a3b", family="qwen3_moe", experts=128, per_token=8),
 }
@@ -84,11 +85,13 @@ def shape_of(name: str, layers: int | None, vocabulary: int | None, tokenizer: s
     return replace(SHAPES[name], **{key: value for key, value in given.items() if value is not None})
 
 
-def random_model(shape: Shape, device: torch.device, seed: int, **settings: Any) -> PreTrainedModel:
-    """Float32 weights, made where they are used: drawing billions of them on a CPU takes minutes."""
+def random_model(
+    shape: Shape, device: torch.device, seed: int, dtype: torch.dtype = torch.float32, **settings: Any
+) -> PreTrainedModel:
+    """Weights made where they are used: drawing billions of them on a CPU takes minutes."""
     torch.manual_seed(seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32, **settings)
+        return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, **settings)
 
 
 def model_directory(root: Path, name: str, shape: Shape, device: torch.device, seed: int) -> Path:
@@ -97,15 +100,31 @@ def model_directory(root: Path, name: str, shape: Shape, device: torch.device, s
     directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer}-{seed}"
     if directory.is_dir():
         return directory
-    made = directory.with_name(f".{directory.name}.making")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    if shape.tokenizer == BYTES:
-        save_tokenizer(made, chat_template=False)
-    else:
-        load_tokenizer(ModelConfig(path=shape.tokenizer)).save_pretrained(made)
-    random_model(shape, device, seed).to(torch.bfloat16).save_pretrained(made)
-    return made.rename(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
+    try:
+        if shape.tokenizer == BYTES:
+            save_tokenizer(made, chat_template=False)
+        else:
+            load_tokenizer(ModelConfig(path=shape.tokenizer)).save_pretrained(made)
+        if device.type == "cpu":
+            _save_model(made, shape, device, seed)
+        else:  # by a process that leaves nothing on the GPU, where ranks and a sampler need the room
+            making = get_context("spawn").Process(target=_save_model, args=(made, shape, device, seed))
+            making.start()
+            making.join()
+            if making.exitcode:
+                raise RuntimeError(f"{directory}: the process that makes the model ended with {making.exitcode}")
+        made.rename(directory)
+    except BaseException as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if not (isinstance(error, OSError) and directory.is_dir()):  # or another benchmark has made it meanwhile
+            raise
+    return directory
+
+
+def _save_model(place: Path, shape: Shape, device: torch.device, seed: int) -> None:
+    random_model(shape, device, seed, dtype=torch.bfloat16).save_pretrained(place)
 
 
 THINGS = ("apples", "pencils", "tickets", "stamps", "marbles", "books", "loaves of bread", "bottles of water")

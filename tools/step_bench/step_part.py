@@ -22,6 +22,9 @@ from step_bench.settings import step_sections
 from step_bench.shapes import REWARD, Shape, model_directory, write_questions
 
 PHASES = ("step", "rollout", "reward", "learner", "diagnostics", "publish")
+PARTS = ("publish_receive", "publish_load", "publish_check", "publish_score", "sampler_wake")  # of vLLM's publish
+PROOFS = ("proved_frac", "sent_frac", "sent_mib", "canary_abs_mean", "canary_abs_max")
+SPREAD = ("", "_min", "_mean", "_max")  # over ranks
 
 
 def peak_of(metrics: dict[str, Any]) -> float:
@@ -57,26 +60,34 @@ def run(options: argparse.Namespace, path: Path, config: Config) -> int:
     return train(config)
 
 
+def seconds_of(metrics: dict[str, Any]) -> Record:
+    """NAME_s of each phase and of what a publish to vLLM is made of; on several ranks NAME_s is the first one's, beside
+    NAME_s_min, NAME_s_mean and NAME_s_max."""
+    names = [f"{name}_s{over}" for name in (*PHASES, *PARTS) for over in SPREAD]
+    return {name: metrics[f"time/{name}"] for name in names if f"time/{name}" in metrics}
+
+
+def publish_of(metrics: dict[str, Any]) -> Record:
+    """What proves the publish to vLLM, the first rank's: a rank whose publish fails ends the run."""
+    return {f"publish_{name}": metrics[f"publish/{name}"] for name in PROOFS if f"publish/{name}" in metrics}
+
+
 def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total: float) -> Iterator[Record]:
     """steps: lines of metrics.jsonl. total: seconds of the run with its start.
 
-    Of several ranks memory is the most of any, and a phase's time that of the first; the whole batch's tokens count.
+    Of several ranks memory is the most of any; the whole batch's tokens count, by the slowest rank's time.
     """
     for metrics in steps:
         assert metrics["response/length_mean"] == new_tokens, "nothing ends a response early"
-        times = {f"{phase}_s": metrics[f"time/{phase}_s"] for phase in PHASES if f"time/{phase}_s" in metrics}
         rates = {f"{side}_tokens_per_s": metrics[f"throughput/{side}_tokens_per_s"] for side in ("rollout", "learner")}
         memory = {"peak_gib": peak_of(metrics)}
         seen = {"idle_responses": metrics["policy/zero_advantage_frac"]}
         if "mismatch/delta_abs_max" in metrics:
             seen["delta_abs_max"] = metrics["mismatch/delta_abs_max"]
-        yield {"what": "one_step", "step": metrics["step"], "engine": engine, **times, **rates, **memory, **seen}
-    timed = steps[1:] or steps
-    medians = {
-        f"{phase}_s": statistics.median(metrics[f"time/{phase}_s"] for metrics in timed)
-        for phase in PHASES
-        if f"time/{phase}_s" in timed[0]
-    }
+        found = seconds_of(metrics) | rates | memory | publish_of(metrics) | seen
+        yield {"what": "one_step", "step": metrics["step"], "engine": engine, **found}
+    timed = [seconds_of(metrics) for metrics in steps[1:] or steps]
+    medians = {name: statistics.median(times[name] for times in timed if name in times) for name in timed[0]}
     yield {
         "what": "step",
         "engine": engine,

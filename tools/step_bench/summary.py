@@ -23,6 +23,7 @@ def table(reports: Sequence[Record]) -> str:
         learn(rows),
         optimizer(rows),
         step(rows),
+        capped(rows),
     ]
     return "\n\n".join("\n".join(block) for block in [*blocks, errors(rows)] if block)
 
@@ -43,7 +44,10 @@ def name_of(row: Record) -> str:
 
 def overrides(row: Record) -> str:
     """What is not as it is by default."""
-    return " ".join([*row.get("set", []), *(["TRL's output layer"] if row.get("head") == "trl" else [])])
+    marks = ["TRL's output layer"] * (row.get("head") == "trl")
+    marks += [f"ZeRO-{row['zero_stage']}"] if row.get("zero_stage") else []
+    marks += [f"of {row['gpu_memory_gib']:g} GiB"] if row.get("gpu_memory_gib") else []
+    return " ".join([*row.get("set", []), *marks])
 
 
 def cases(rows: Iterable[Record], *keys: str) -> list[tuple[Any, ...]]:
@@ -136,24 +140,46 @@ def optimizer(rows: Rows) -> list[str]:
 
 
 def step(rows: Rows) -> list[str]:
-    """Seconds of a whole step beside TRL's, and how many times as long TRL's takes."""
-    found = [row for row in rows if row["part"] in ("step", "trl") and row.get("what") == "step"]
+    """Seconds of a whole step beside TRL's, and how many times as long TRL's takes, on as many ranks."""
+    found = [{"ranks": 1} | row for row in rows if row["part"] in ("step", "trl") and row.get("what") == "step"]
     lines = []
-    keys = ("prompts", "responses", "new_tokens")
+    keys = ("prompts", "responses", "new_tokens", "ranks")
     for case in cases(found, *keys):
         mine = matching(found, case, *keys)
-        prompts, responses, tokens = case[-3:]
-        lines.append(f"{name_of(mine[0])}: a step of {prompts} prompts x {responses} responses of {tokens:,} tokens")
-        lines.append(f"  {'':14}" + "".join(f"{key.removesuffix('_s'):>10}" for key in STEP) + "    trl over it")
+        prompts, responses, tokens, ranks = case[-4:]
+        where = f", {ranks} ranks" if ranks > 1 else ""
+        lines.append(
+            f"{name_of(mine[0])}: a step of {prompts} prompts x {responses} responses of {tokens:,} tokens{where}"
+        )
+        heads = "".join(f"{key.removesuffix('_s'):>10}" for key in STEP)
+        lines.append(f"  {'':14}{heads}{'GiB':>8}    trl over it")
         peer = next((row["seconds"] for row in mine if row["part"] == "trl"), None)
         for row in mine:
             who = "trl" if row["part"] == "trl" else f"{row['scheme']} {row['engine']}"
             seconds = "".join(f"{row[key]:10.2f}" if key in row else f"{'':10}" for key in STEP)
+            memory = f"{row['peak_gib']:8.1f}" if "peak_gib" in row else f"{'':8}"
             ratio = f"{peer / row['seconds']:8.2f}" if peer and row["part"] != "trl" else ""
-            lines.append(f"  {who:14}{seconds} {ratio} {overrides(row)}")
+            lines.append(f"  {who:14}{seconds}{memory} {ratio} {overrides(row)}")
+            if f"{STEP[0]}_min" in row:
+                spans = [
+                    f"{key.removesuffix('_s')} {row[f'{key}_min']:.2f} to {row[f'{key}_max']:.2f}"
+                    for key in STEP[1:]
+                    if f"{key}_min" in row
+                ]
+                lines.append(f"  {'':14} over ranks: {', '.join(spans)}")
     if any(row["part"] == "trl" for row in found):
         lines.append("trl's rollout holds generation, publishing and the log-probs at the snapshot")
     return lines
+
+
+def capped(rows: Rows) -> list[str]:
+    """What processes had whose GPU counted as smaller than it is."""
+    return [
+        f"{row['part']} {name_of(row)} {row.get('scheme', '')}, at most {row['gpu_memory_gib']:g} GiB: torch had "
+        f"{row['reserved_gib']:.1f} GiB, {row['beside_gib']:.1f} GiB were in use beside it"
+        for row in rows
+        if row.get("what") == "capped"
+    ]
 
 
 def errors(rows: Rows) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,6 +16,7 @@ from qarl.types import Prompt
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.sender import WeightSender
 from vllm_bench.case import Case, Record, engine_config, environment, seconds_of, wait, with_vllm
+from vllm_bench.generation import generate_record, random_tokens
 from vllm_bench.models import (
     GROUPS,
     SHAPES,
@@ -56,7 +56,8 @@ def engine_records(case: Case, shape: str, options: argparse.Namespace) -> Itera
 
 
 class Session:
-    """The policy before and after a simulated optimizer step, and the engine that is fed with both."""
+    """The policy before a simulated optimizer step and, where `options.modes` publish it, after; and the engine that is
+    fed with them."""
 
     def __init__(self, case: Case, shape: str, options: argparse.Namespace) -> None:
         self.case, self.shape, self.options, self.device = case, shape, options, case.device
@@ -65,10 +66,11 @@ class Session:
         self.context = options.prompt_tokens + options.new_tokens
         masters = random_masters(options.seed, case.device)
         self.version = 0
-        moved = stepped(masters, options.lr, options.seed, case.device)
-        self.policies = [self._policy(masters), self._policy(moved)]
+        self.policies = [self._policy(masters)]
+        if options.modes:
+            self.policies.append(self._policy(stepped(masters, options.lr, options.seed, case.device)))
         self.random = torch.Generator().manual_seed(options.seed)
-        self.canary = self._tokens(2, min(CANARY, self.context - 1))
+        self.canary = random_tokens(2, min(CANARY, self.context - 1), self.model.vocab_size, self.random)
         # It starts in mode delta, which costs a copy of what vLLM's layout hides; modes can be changed afterwards.
         config = engine_config(
             case,
@@ -86,9 +88,6 @@ class Session:
 
     def _policy(self, masters: Callable) -> Policy:
         return policy_of(self.model, self.quant, masters, self.version, self.device, self.context)
-
-    def _tokens(self, rows: int, length: int) -> list[list[int]]:
-        return torch.randint(3, self.model.vocab_size, (rows, length), generator=self.random).tolist()
 
     def _record(self, what: str, seconds: list[float] | None = None, **values: object) -> Record:
         labels = {"part": "engine", "shape": self.shape, **self.case.labels(), "what": what}
@@ -142,36 +141,16 @@ class Session:
             yield self._record(what, [seconds_of(action, self.device) for _ in range(self.options.reps)])
 
     def generate(self, batch: int) -> Record:
-        """Tokens per second, seconds to all first tokens, and of each later one.
-
-        Prompts are new each time, so that none is in the prefix cache.
-        """
-        options, new = self.options, self.options.new_tokens
-        turns = range(options.generations + 1)
-        first = [self._generate(batch, 1, turn) for turn in turns]
-        seconds = [self._generate(batch, new, turn) for turn in turns]
-        until_first, middle = (statistics.median(times[1:]) for times in (first, seconds))
-        return self._record(
-            "generate",
-            seconds[1:],
-            batch=batch,
-            prompt_tokens=options.prompt_tokens,
-            new_tokens=new,
-            tokens_per_s=batch * new / middle,
-            first_token_s=until_first,
-            later_token_s=(middle - until_first) / max(new - 1, 1),
+        """See `generate_record`."""
+        return self._record("generate") | generate_record(
+            self._draw, batch, self.model.vocab_size, self.random, self.options
         )
 
-    def _generate(self, batch: int, new_tokens: int, turn: int) -> float:
-        """Seconds of responses of so many tokens to a batch of new prompts."""
-        prompts = [Prompt(i, ids, "") for i, ids in enumerate(self._tokens(batch, self.options.prompt_tokens))]
-        sampling = SamplingParams(n=1, seed=self.options.seed + turn, max_response_length=new_tokens)
-        begin = time.perf_counter()
-        rollouts = self.engine.generate(prompts, sampling, self.version)
-        seconds = time.perf_counter() - begin
-        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        assert tokens == batch * new_tokens, "nothing ends a response early"
-        return seconds
+    def _draw(self, prompts: list[list[int]], new_tokens: int, seed: int) -> list[int]:
+        """Lengths of a response to each prompt."""
+        sampling = SamplingParams(n=1, seed=seed, max_response_length=new_tokens)
+        rollouts = self.engine.generate([Prompt(i, ids, "") for i, ids in enumerate(prompts)], sampling, self.version)
+        return [len(rollout.token_ids) for rollout in rollouts]
 
     def sleep(self, level: int) -> Record:
         """Seconds to sleep and to be up to date again, and GiB of the GPU that are free meanwhile.

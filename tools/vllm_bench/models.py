@@ -73,8 +73,29 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
         tie_word_embeddings=True,
         **SPECIAL,
     ),
+    "tiny-moe": lambda: Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        **SPECIAL,
+    ),
 }
-GROUPS = {"qwen3-8b": 128, "qwen3-30b-a3b": 128, "smollm2": 64, "tiny": 64}  # group size of int4 weights
+GROUPS = {
+    "qwen3-8b": 128,
+    "qwen3-30b-a3b": 128,
+    "smollm2": 64,
+    "tiny": 64,
+    "tiny-moe": 64,
+}  # group size of int4 weights
 
 Masters = Callable[[str, tuple[int, ...]], Tensor]
 

@@ -33,8 +33,8 @@ def table(report: Record) -> str:
 
 
 def engine_lines(records: Sequence[Record]) -> list[str]:
-    """One line a start and measurement."""
-    rows = [r for r in records if r["part"] == "engine" and r.get("what") in ENGINE]
+    """One line a start and measurement, of a vLLM that is published to and of one that is not."""
+    rows = [r for r in records if r["part"] in ("engine", "rollout") and r.get("what") in ENGINE]
     if not rows:
         return []
     lines = [f"{'engine':38} {'seconds':>9}  more"]
@@ -48,7 +48,9 @@ def engine_lines(records: Sequence[Record]) -> list[str]:
 def _more(row: Record) -> str:
     what = row["what"]
     if what == "start":
-        found = f"{row['gib']:.2f} GiB, proved {row['proved_frac']:.3f}, canary {row['canary_mean']:.4f}"
+        found = "weights made up"
+        if row["part"] == "engine":
+            found = f"{row['gib']:.2f} GiB, proved {row['proved_frac']:.3f}, canary {row['canary_mean']:.4f}"
         phases = row.get("phases", {})  # none of an earlier result
         return ", ".join([found, *(f"{name} {seconds:.2f}" for name, seconds in phases.items())])
     if what == "generate":
