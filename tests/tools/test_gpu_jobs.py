@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import itertools
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,7 @@ def step_configurations(options: argparse.Namespace) -> None:
     from step_bench.shapes import shape_of
 
     options.device = "cuda"
-    schemes, (shape,) = list(options.scheme), options.shape
-    for scheme in schemes:
+    for scheme, shape in itertools.product(list(options.scheme), options.shape):
         options.scheme, model = scheme, shape_of(shape, options.layers, options.vocabulary)
         if "step" in options.part:
             sections = step_sections(options, model, Path("model"), Path("place"), options.engine or "vllm")
