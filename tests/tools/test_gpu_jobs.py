@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import itertools
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
