@@ -41,7 +41,7 @@ class Target:
     def label(self) -> str:
         """One line for people."""
         at = "" if self.step is None else f" step {self.step}"
-        return f"{self.name}{at}, {self.quant.scheme}"
+        return f"{self.name}{at}, {self.quant.label}"
 
 
 def given(**quant: Any) -> dict[str, Any]:
