@@ -33,7 +33,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w4a8": {"scheme": "w4a8", "group_size": 32},
     "fp8_block": {"scheme": "fp8_block"},
     "nvfp4a16": {"scheme": "nvfp4a16"},
-    "fp8-kv": {"scheme": "w4a16", "group_size": 32, "kv_cache_dtype": "fp8"},
 }
 
 
