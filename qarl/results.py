@@ -150,14 +150,15 @@ class Difference:
 class Exactness:
     """Whether the log-probs of drawn tokens are the learner's, bit for bit.
 
-    target, scheme, engine, device: what was checked, where. versions: of torch, triton, vllm. tokens, responses: drawn
-    and compared. longest: tokens of a prompt and its response. preemptions: how often a sequence lost its KV pages;
-    None where the engine does not say. differing: tokens whose log-prob differs; largest: by how much, in nats.
-    drawn_per_s, recomputed_per_s: tokens a second. first: None where nothing differs.
+    target, scheme, kv_cache_dtype, engine, device: what was checked, where. versions: of torch, triton, vllm. tokens,
+    responses: drawn and compared. longest: tokens of a prompt and its response. preemptions: how often a sequence lost
+    its KV pages; None where the engine does not say. differing: tokens whose log-prob differs; largest: by how much, in
+    nats. drawn_per_s, recomputed_per_s: tokens a second. first: None where nothing differs.
     """
 
     target: str
     scheme: str
+    kv_cache_dtype: str
     engine: str
     device: str
     versions: dict[str, str]

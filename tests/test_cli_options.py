@@ -176,6 +176,10 @@ def test_a_number_out_of_its_range_is_one_line_that_names_its_option(command, op
         (["generate", "x", "--n"], "error: option '--n' requires an argument; see qarl"),
         (["generate", "x", "--nn", "1"], "error: no such option: --nn (Possible options: --"),
         (["quantize", "x", "y"], "error: --scheme: is required, and not given; see qarl quantize --help"),
+        (
+            ["generate", "x", "--kv-cache-dtype", "int8"],
+            "error: --kv-cache-dtype: 'int8' is not one of 'auto', 'fp8'; see qarl generate --help",
+        ),
         (["report", "x", "y"], "error: got unexpected extra argument"),
         (["eval", "x", "--device", "tpu"], "error: --device: "),
         (["schema", "--nope\n"], "error: no such option: --nope"),

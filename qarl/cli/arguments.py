@@ -83,7 +83,8 @@ def usage_line(error: Any) -> str:
     if parameter is not None:
         option = next((name for name in parameter.opts if name.startswith("--")), None)
         place = option or parameter.metavar or str(parameter.name).upper()
-        said = re.sub(r"^\w+ should (be|have)", r"must \1", str(error.message)) or "is required, and not given"
+        said = re.sub(r"^\w+ should (be|have)", r"must \1", str(error.message).removeprefix("Value error, "))
+        said = said or "is required, and not given"
         message = f"{place}: {said}"
     command = error.ctx.command_path if error.ctx is not None else "qarl"
     text = shown(message, _LONGEST).rstrip(".")

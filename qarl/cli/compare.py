@@ -98,6 +98,12 @@ def compare(
         int | None,
         typer.Option(min=-1, max=128, help=f"With --offline: of {GROUPED}; default 128.", show_default=False),
     ] = None,
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"] | None,
+        typer.Option(
+            "--kv-cache-dtype", help="With --offline: of every scheme; default the run's.", show_default=False
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -112,7 +118,8 @@ def compare(
 
     Interrupted, the same command goes on. Exit code 1: a member failed; its row says why, the others are there.
     """
-    only_offline = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens, "--device": device}
+    only_offline: dict[str, object] = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens}
+    only_offline |= {"--kv-cache-dtype": kv_cache_dtype, "--device": device}
     only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs}
     only_study = {"--profile": profile, "--only": only}
     if offline is not None:
@@ -126,6 +133,7 @@ def compare(
             schemes,
             text=text,
             group_size=group_size,
+            kv_cache_dtype=kv_cache_dtype,
             max_tokens=max_tokens or OFFLINE_TOKENS,
             out=out,
             device=device or "auto",

@@ -105,9 +105,10 @@ def verify_exact(
 def lines(found: Exactness) -> list[str]:
     """What was found, for people."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    cache = ", FP8 KV cache" if found.kv_cache_dtype == "fp8" else ""
     preempted = "" if found.preemptions is None else f", {found.preemptions:,} preemptions"
     shown = [
-        f"{found.target}, {found.scheme}, engine {found.engine}, {found.device} ({versions})",
+        f"{found.target}, {found.scheme}{cache}, engine {found.engine}, {found.device} ({versions})",
         f"{found.tokens:,} tokens of {found.responses:,} responses, sequences of up to {found.longest:,} "
         f"tokens{preempted}",
         f"drawn at {found.drawn_per_s:,.0f} tokens/s, recomputed at {found.recomputed_per_s:,.0f}",

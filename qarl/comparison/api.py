@@ -76,6 +76,7 @@ def compare_offline(
     *,
     text: AnyPath | None = None,
     group_size: int | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] | None = None,
     max_tokens: int = OFFLINE_TOKENS,
     out: AnyPath | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -83,8 +84,9 @@ def compare_offline(
     """Compare a model's schemes without RL: weight error, divergence from bf16, perplexity, bytes and speed.
 
     model: a run, one of its checkpoints, or a model. text: a UTF-8 file, default one that comes with qarl, of which
-    the first max_tokens tokens are used. group_size: of w4a16 and w4a8. out: default runs/offline-NAME; the same call
-    goes on with what is not measured yet.
+    the first max_tokens tokens are used. group_size: of w4a16 and w4a8. kv_cache_dtype: of every scheme, default as the
+    run was trained; the bf16 that they are compared with has a KV cache of its own dtype. out: default
+    runs/offline-NAME; the same call goes on with what is not measured yet.
     """
     from qarl_formats.registry import scheme_names
 
@@ -98,7 +100,16 @@ def compare_offline(
     slug = Path(name).name.replace(":", "-")[:100]
     where = Path("runs") / f"offline-{slug}" if out is None else user_path(out, "--out")
     file = None if text is None else user_path(text, "--text")
-    code = run(name, names, out=where, text=file, group_size=group_size, max_tokens=max_tokens, device=device)
+    code = run(
+        name,
+        names,
+        out=where,
+        text=file,
+        group_size=group_size,
+        kv_cache_dtype=kv_cache_dtype,
+        max_tokens=max_tokens,
+        device=device,
+    )
     return _compared(where, code)
 
 

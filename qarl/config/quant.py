@@ -105,6 +105,11 @@ class QuantConfig(Section):
         "debugging. The CPU, and model.dtype float32, have only the latter.",
     )
 
+    @property
+    def label(self) -> str:
+        """For people: what the sampler runs in."""
+        return self.scheme + (", FP8 KV cache" if self.kv_cache_dtype == "fp8" else "")
+
     def faults(self) -> Iterator[Fault]:
         kind = scheme_class(self.scheme)
         if self.group_size is not None and not kind.group_sizes:

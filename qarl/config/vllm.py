@@ -20,6 +20,8 @@ ARGS_BY_KEY = {
     "max_model_len": "model.max_length",
     "quantization": "quant.scheme",
     "kv_cache_dtype": "quant.kv_cache_dtype",
+    "kv_cache_dtype_skip_layers": "quant.kv_cache_dtype",  # all layers have it
+    "calculate_kv_scales": "quant.kv_cache_dtype",  # the scale is 1
     "seed": "train.seed",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_batched_tokens",

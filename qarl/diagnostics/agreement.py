@@ -49,8 +49,9 @@ def command(config: Config) -> str:
     """The check of a run's model, scheme and engine."""
     quant = config.quant
     group = "" if quant.group_size is None else f" --group-size {quant.group_size}"
+    cache = "" if quant.kv_cache_dtype == "auto" else f" --kv-cache-dtype {quant.kv_cache_dtype}"
     engine = "" if config.rollout.engine == "native" else f" --engine {config.rollout.engine}"
-    return f"qarl verify-exact {shlex.quote(config.model.path)} --scheme {quant.scheme}{group}{engine}"
+    return f"qarl verify-exact {shlex.quote(config.model.path)} --scheme {quant.scheme}{group}{cache}{engine}"
 
 
 def promised(config: Config, policy: Policy) -> bool:

@@ -100,6 +100,7 @@ def evaluate_target(
                 "target": target.name,
                 "step": target.step,
                 "scheme": target.quant.scheme,
+                "kv_cache_dtype": target.quant.kv_cache_dtype,
                 "samples": settings.samples,
                 "sampling": settings.describe(),
                 **summary,
@@ -128,10 +129,11 @@ def _default_directory(target: Target, tasks: list[LoadedTask], identity: dict[s
     names = "-".join(task.name for task in tasks[:3]) + ("-more" if len(tasks) > 3 else "")
     names = names[:100]  # a directory's name has 255 bytes at most
     mark = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
+    quant = target.quant.scheme + ("-kv-fp8" if target.quant.kv_cache_dtype == "fp8" else "")
     if target.run_dir is not None:
-        return target.run_dir / "eval" / f"{target.step:06d}-{target.quant.scheme}-{names}-{mark}"
+        return target.run_dir / "eval" / f"{target.step:06d}-{quant}-{names}-{mark}"
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name).strip("-.")[-100:] or "model"
-    return Path("eval") / f"{slug}-{target.quant.scheme}-{names}-{mark}"
+    return Path("eval") / f"{slug}-{quant}-{names}-{mark}"
 
 
 def _loaded(section: EvaluationConfig, target: Target) -> list[LoadedTask]:

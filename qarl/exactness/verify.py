@@ -51,7 +51,8 @@ class Check:
     def __init__(self, policy: Policy, engine: Engine, target: str, engine_name: str) -> None:
         self.policy, self.engine = policy, engine
         self._device = policy.device.type
-        self.found = Exactness(target, policy.scheme.name, engine_name, _device_name(policy.device), _versions())
+        quant, device = policy.quant, _device_name(policy.device)
+        self.found = Exactness(target, quant.scheme, quant.kv_cache_dtype, engine_name, device, _versions())
         self.first: tuple[Drawn, int, int] | None = None
         self._seconds: list[tuple[int, float, float]] = []
 

@@ -47,7 +47,7 @@ def model_card(
     if target.run is not None and target.run_dir is not None:
         record = read_run(target.run_dir)
         training = training_facts(target.run, record.metrics, target.step)
-        evaluations = evaluations_of(record, target.step, scheme.name)
+        evaluations = evaluations_of(record, target.step, target.quant)
         title = f"{target.run_dir.resolve().name}-{scheme.name}"
     weights = _weights(target, scheme, dtype, file_format, tensor_bytes, bf16_bytes)
     parts = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from qarl.config import Config
+from qarl.config import Config, QuantConfig
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
@@ -42,14 +42,14 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     rollout, train, optim = config.rollout, config.train, config.optim
     rewards = ", ".join(Path(function.name).name for function in config.reward.functions)
     source = config.data.source
-    regime = REGIMES[config.quant.learner] if config.quant.scheme != "bf16" else "BF16 RL: nothing is quantized"
+    regime = REGIMES[config.quant.learner] if config.quant.scheme != "bf16" else "BF16 RL: no weight is quantized"
     facts = [
         ("Steps", f"{step} of {train.steps}"),
         (
             "Objective",
             f"{config.objective.name}, advantage {config.objective.advantage}, {config.objective.aggregation}",
         ),
-        ("Regime", f"{regime} (scheme {config.quant.scheme}, learner {config.quant.learner})"),
+        ("Regime", f"{regime} (scheme {config.quant.label}, learner {config.quant.learner})"),
         ("Prompts", Path(source).name if config.data.kind == "local" else source),
         ("Rewards", rewards),
         (
@@ -86,21 +86,23 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     return facts
 
 
-def evaluations_of(record: RunRecord, step: int, scheme: str) -> list[Evaluation]:
-    """Evaluations of the policy at `step` in `scheme` by `qarl eval`, and the last one up to `step` inside training.
+def evaluations_of(record: RunRecord, step: int, quant: QuantConfig) -> list[Evaluation]:
+    """Evaluations of the policy at `step` by `qarl eval`, and the last one up to `step` inside training, of the scheme
+    and the KV cache in `quant`.
 
     Raises UserError for a results file that cannot be read.
     """
     found = []
+    own, wanted = record.config.quant, (quant.scheme, quant.kv_cache_dtype)
     during = [line for line in record.evaluations if line["step"] <= step]
-    if during and scheme == record.config.quant.scheme:
+    if during and wanted == (own.scheme, own.kv_cache_dtype):
         found += _evaluations(record.path / EVALUATIONS, during[-1]["step"], during[-1])
     for path in sorted((record.path / "eval").glob("*/results.json")):
         try:
             results = read_json_object(path, nonfinite=True)
         except Unreadable as error:
             raise UserError(f"{error}; remove it, or evaluate again") from error
-        if (results.get("step"), results.get("scheme")) == (step, scheme):
+        if (results.get("step"), results.get("scheme"), results.get("kv_cache_dtype", "auto")) == (step, *wanted):
             found += _evaluations(path, step, results)
     return found
 

@@ -92,6 +92,8 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     stored = read_json_object(out / "config.json", nonfinite=True)
     if "quantization_config" not in stored:
         target = replace(target, quant=QuantConfig(scheme="bf16"))
+    # Files say nothing of a KV cache: every reader has one of 16 bits.
+    target = replace(target, quant=target.quant.model_copy(update={"kv_cache_dtype": "auto"}))
     opened = open_policy(target, device=device)
     prompts = [
         Prompt(index, opened.tokenizer(text)["input_ids"], text) for index, text in enumerate(_prompt_texts(target))

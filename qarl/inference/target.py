@@ -41,7 +41,7 @@ class Target:
     def label(self) -> str:
         """One line for people."""
         at = "" if self.step is None else f" step {self.step}"
-        return f"{self.name}{at}, {self.quant.scheme}"
+        return f"{self.name}{at}, {self.quant.label}"
 
 
 def given(**quant: Any) -> dict[str, Any]:
@@ -171,7 +171,12 @@ def _quant(values: dict[str, Any]) -> QuantConfig:
     try:
         return QuantConfig.model_validate(values)
     except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, QuantConfig, values, lambda loc: "--scheme"))) from None
+        raise UserError("\n".join(fault_lines(error, QuantConfig, values, _option))) from None
+
+
+def _option(loc: tuple[int | str, ...]) -> str:
+    """Of the command line, where a `quant.*` key's value stands."""
+    return f"--{str(loc[0]).replace('_', '-')}" if loc and loc[0] in ("group_size", "kv_cache_dtype") else "--scheme"
 
 
 def quantization_of(path: Path) -> dict[str, Any] | None:

@@ -60,7 +60,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     check_replaceable(path)
     sections = report_sections(record)
     config = record.config
-    subtitle = f"{config.model.path} · {config.quant.scheme}, {config.quant.learner} learner · {config.objective.name}"
+    subtitle = f"{config.model.path} · {config.quant.label}, {config.quant.learner} learner · {config.objective.name}"
     with drawn_ahead(sections):
         charts = chart_files(path.parent / "plots", sections)
         return write_page(path, f"Run {record.path.resolve().name}", subtitle, sections, charts)
@@ -139,6 +139,7 @@ def _facts(record: RunRecord) -> Facts:
         ("State", record.state),
         ("Steps", f"{record.step:,} of {config.train.steps:,}"),
         ("Scheme", f"{config.quant.scheme}, groups of {config.quant.group_size}" if grouped else config.quant.scheme),
+        ("KV cache", "FP8" if config.quant.kv_cache_dtype == "fp8" else config.model.dtype),
         ("Learner", config.quant.learner),
         ("Sampler", config.rollout.sampler_text),
         ("Objective", config.objective.name),

@@ -66,7 +66,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
             with open_run_directory(config, config.checkpoint.resume, ranks) as directory:
                 ranks.log_in(directory.path)
                 console.message(
-                    f"{config.model.path}, {config.quant.scheme} ({config.quant.learner} learner), "
+                    f"{config.model.path}, {config.quant.label} ({config.quant.learner} learner), "
                     f"{config.objective.name}: {config.train.steps} steps in {directory.path}"
                 )
                 rewards_log = own_folder(directory.path, ranks) / "rewards.log"

@@ -26,7 +26,7 @@ def compare(tmp_path: Path, monkeypatch) -> Callable[..., tuple[int, list[str]]]
         lines: list[str] = []
         group = {"group_size": 32} if {"w4a16", "w4a8"} & set(schemes) else {}
         code = command.compare_offline(
-            str(model), schemes, out=tmp_path / "out", say=lines.append, **{**SMALL, **group, **arguments}
+            str(model), schemes, say=lines.append, **{"out": tmp_path / "out", **SMALL, **group, **arguments}
         )
         return code, lines
 

@@ -43,6 +43,16 @@ def test_all_schemes_leave_a_table_a_page_and_plots(tiny_model, tmp_path, compar
     assert "w4a16 g32" in capsys.readouterr().out
 
 
+def test_an_fp8_kv_cache_is_compared_with_bf16_that_has_none(tiny_model, tmp_path, compare, monkeypatch):
+    compare(tiny_model(), ["bf16", "w4a16"], out=tmp_path / "auto")
+    compare(tiny_model(), ["bf16", "w4a16"], out=tmp_path / "fp8", kv_cache_dtype="fp8")
+    auto, fp8 = (result_in(tmp_path / name) for name in ("auto", "fp8"))
+    assert fp8["settings"].pop("kv_cache_dtype") == "fp8" and fp8["settings"] == auto["settings"]
+    assert fp8["title"] == f"{auto['title']}, FP8 KV cache"
+    assert auto["members"][0]["kl"]["max"] == 0.0 < fp8["members"][0]["kl"]["mean"] < fp8["members"][1]["kl"]["mean"]
+    assert auto["members"][1]["kl"]["mean"] != fp8["members"][1]["kl"]["mean"]
+
+
 def test_the_same_again_measures_nothing(tiny_model, tmp_path, compare, monkeypatch):
     compare(tiny_model(), ["bf16", "fp8"])
     before = result_in(tmp_path / "out")["members"]

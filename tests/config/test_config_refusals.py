@@ -307,6 +307,7 @@ REFUSALS = [
     ([*EXACT, "rollout.linear_kernels=vllm"], 'rollout.linear_kernels = "vllm"', "qarl's kernels; leave null"),
     ([*EXACT, "rollout.vllm.args.block_size=32"], "args.block_size = 32", "or use numerics fast"),
     ([*VLLM, "rollout.vllm.args.kv_cache_dtype=fp8"], 'args.kv_cache_dtype = "fp8"', "quant.kv_cache_dtype"),
+    ([*VLLM, "rollout.vllm.args.calculate_kv_scales=true"], "args.calculate_kv_scales", "quant.kv_cache_dtype"),
     ([*EXACT, "rollout.vllm.args.speculative_config.method=ngram"], "args.speculative_config", "numerics is exact"),
     ([*EXACT, "model.device=cuda", "quant.kernels=reference"], 'rollout.numerics = "exact"', "leave it out, or use"),
     (

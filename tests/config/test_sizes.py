@@ -76,6 +76,13 @@ def test_nothing_but_the_sizes_changes():
     assert found.model_dump(exclude=update) == left.model_dump(exclude=update)
 
 
+@pytest.mark.parametrize(("kernels", "most"), [("auto", 128), ("reference", 64)])
+def test_an_fp8_kv_cache_has_room_for_more_sequences_where_it_takes_half(kernels, most):
+    auto, fp8 = (config(quant={"kv_cache_dtype": cache, "kernels": kernels}) for cache in ("auto", "fp8"))
+    found = [decide_sizes(one, "cuda", LARGE, 80 * GIB).rollout.max_num_seqs for one in (auto, fp8)]
+    assert found == [64, most]
+
+
 def test_a_large_gpu_does_more_at_once():
     assert numbers(decide_sizes(config(), "cuda", SMALL, 80 * GIB)) == (256, 4096, 16384, 4096)
     assert decided_for(80) == (16384, "elementwise")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_runs import parts
 
-from qarl.diagnostics.agreement import Agreement, promised
+from qarl.diagnostics.agreement import Agreement, command, promised
 from qarl.training.batch import Column
 
 
@@ -40,6 +40,13 @@ def test_what_agrees_is_not_spoken_of_and_the_first_difference_is_once(run):
         f"0.5 nats at most; the first is token 3 of response 4. qarl verify-exact {run.config.model.path} --scheme "
         "w4a16 --group-size 32 finds out where"
     ]
+
+
+def test_the_check_that_is_told_is_of_the_runs_kv_cache(run):
+    quant = run.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
+    assert command(run.config.model_copy(update={"quant": quant})) == (
+        f"qarl verify-exact {run.config.model.path} --scheme w4a16 --group-size 32 --kv-cache-dtype fp8"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

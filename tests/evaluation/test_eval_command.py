@@ -64,11 +64,14 @@ def trained(qarl, tiny_model, tmp_path_factory) -> Path:
 
 
 def test_a_model_on_a_local_set_leaves_results_and_every_completion(commands):
-    done = commands.gsm8k("--samples", 2, "--k", "1,2", "--max-prompts", 3, "--scheme", "w4a16", "--group-size", 32)
+    quant = ["--scheme", "w4a16", "--group-size", 32, "--kv-cache-dtype", "fp8"]
+    done = commands.gsm8k("--samples", 2, "--k", "1,2", "--max-prompts", 3, *quant)
     assert (done.code, done.err) == (0, "")
     assert "avg@2" in done.out and "pass@2" in done.out and "w4a16" in done.out
     (folder,) = (commands.folder / "eval").iterdir()
+    assert "-w4a16-kv-fp8-gsm8k-" in folder.name
     results = json.loads((folder / "results.json").read_text())
+    assert results["kv_cache_dtype"] == "fp8"
     assert (results["format_version"], results["scheme"], results["step"], results["samples"]) == (1, "w4a16", None, 2)
     (task,) = results["tasks"]
     assert (task["name"], task["prompts"]) == ("gsm8k", 3) and set(task["pass"]) == {"1", "2"}

@@ -13,6 +13,7 @@ import torch
 
 import qarl
 from qarl import cli
+from qarl.cli.verify_exact import lines
 from qarl.errors import UserError
 from qarl.exactness.engines import Native, tight
 from qarl.exactness.request import Request, Sizes, rounds, sizes_of
@@ -48,6 +49,15 @@ def test_what_agrees_is_exact_whatever_is_preempted_and_cut(opened, request_):
     assert found.exact and found.first is None and found.largest == 0.0
     assert found.tokens > found.responses > 0 and found.longest > 64
     assert found.preemptions is not None and found.preemptions > 0
+
+
+def test_an_fp8_kv_cache_is_exact_and_named(tiny_model):
+    target = resolve_target(str(tiny_model("qwen3")), quant={"scheme": "bf16", "kv_cache_dtype": "fp8"})
+    assert target.label.endswith(", bf16, FP8 KV cache")
+    rollout = tight(SIZES, "cpu").model_copy(update={"kv_cache_tokens": 192})
+    found = checked(open_policy(target, device="cpu", rollout=rollout, max_length=SIZES.longest)).found
+    assert found.exact and found.preemptions and found.kv_cache_dtype == "fp8"
+    assert lines(found)[0].startswith("tiny, bf16, FP8 KV cache, engine native, ")
 
 
 # --- faults of the sampler's forward -----------------------------------------------------------------------------

@@ -50,6 +50,14 @@ def test_a_good_export_agrees_bit_for_bit_in_qarl(tiny_model, tmp_path, name):
     assert found["vllm"] == found["vllm"] | {"status": "skipped", "reason": "not in this test"}
 
 
+def test_the_policy_of_an_fp8_kv_cache_is_compared_without_it(tiny_model, tmp_path):
+    """Which the files do not tell their readers of."""
+    run = save_run(tmp_path / "run", tiny_model(), steps=(2,), **SCHEMES["w4a16-g32"], kv_cache_dtype="fp8")
+    run.export(tmp_path / "out")
+    ok, found = verified(run, tmp_path / "out")
+    assert ok and found["qarl"]["status"] == "agrees" and found["qarl"]["delta_abs_max"] == 0.0
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["whole blocks", "parts of blocks"])
 def test_an_export_in_blocks_agrees_and_transformers_reads_whole_ones(tiny_model, tmp_path, whole):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if whole else {}

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, str, int | None, dict[str, Any]]] = {
     "nvfp4a16": ("qwen3", "nvfp4a16", None, {}),
     "w4a16, FP8 KV": ("qwen3", "w4a16", 32, {}),
     "bf16, FP8 KV": ("llama", "bf16", None, {}),
+    "mixture in w8a8, FP8 KV without graphs": ("qwen3_moe", "w8a8", None, EAGER),
     "mixture in w4a16": ("mixtral", "w4a16", 32, {}),
     "mixture in fp8": ("qwen3_moe", "fp8", None, {}),
     "shared expert in w8a8": ("qwen2_moe", "w8a8", None, {}),

@@ -119,6 +119,24 @@ def test_graphs_draw_what_single_launches_draw_with_the_learners_logprobs(
     assert few.generate(PROMPTS, SAMPLING, 0) == rollouts
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp8_kv_cache_takes_half_the_memory_and_is_exact(make_policy, make_engine, family: str, dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("e4m3 needs compute capability 8.9")
+    held, drawn = {}, {}
+    for cache in ("auto", "fp8"):
+        policy = make_policy("w8a8", family, dtype, kv_cache_dtype=cache)
+        engine = make_engine(policy, kv_cache_tokens=4096)
+        before = torch.cuda.memory_allocated()
+        engine._kv_cache(256, 16)
+        held[cache] = torch.cuda.memory_allocated() - before
+        drawn[cache] = engine.generate(PROMPTS, SAMPLING, 0)
+        assert_exact(policy, drawn[cache])
+    assert held["auto"] == 2 * held["fp8"] > 0
+    assert drawn["auto"] != drawn["fp8"]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_family_and_dtype_is_exact(make_policy, make_engine, family: str, dtype: torch.dtype) -> None:

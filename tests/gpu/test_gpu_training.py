@@ -16,6 +16,12 @@ pytestmark = [
 
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
 MIXTURES = [("mixtral", "w4a16", 32), ("qwen3_moe", "fp8", None), ("olmoe", "bf16", None), ("qwen2_moe", "w8a8", None)]
+FP8_KV = [("qwen3", "w4a16", 32), ("mistral", "bf16", None), ("llama", "fp8", None), ("mixtral", "w8a8", None)]
+WINDOWS = {"mistral": {"sliding_window": 40}}  # of prompts and responses of up to 88 tokens
+ADA = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="e4m3 needs compute capability 8.9",
+)
 RUNS = [("qwen3", *scheme) for scheme in SCHEMES] + MIXTURES
 
 
@@ -34,9 +40,16 @@ def test_low_bit_products_agree_with_the_cpu(product: str, rows: int) -> None:
 
 
 def metrics_of(
-    model: Path, run_dir: Path, scheme: str, group_size: int | None, routing: str = "own", updates: int = 2
+    model: Path,
+    run_dir: Path,
+    scheme: str,
+    group_size: int | None,
+    routing: str = "own",
+    updates: int = 2,
+    recompute: str = "elementwise",
+    **quant: str,
 ) -> list[dict[str, float]]:
-    """Of a short run of the native engine, a line a step. updates: of a step's 16 responses."""
+    """Of a short run of the native engine, a line a step. updates: of a step's 16 responses. quant: more of that."""
     from qarl.config import load_config
     from qarl.training.loop import train as run
 
@@ -45,7 +58,7 @@ def metrics_of(
         json.dumps(
             {
                 "model": {"path": str(model), "routing": routing},
-                "quant": {"scheme": scheme, "group_size": group_size},
+                "quant": {"scheme": scheme, "group_size": group_size, **quant},
                 "rollout": {"n": 4, "max_response_length": 24, "max_num_seqs": 8},
                 "data": {"source": "task:arithmetic", "chat_template": False, "max_prompt_length": 64},
                 "reward": {"functions": [{"name": "length"}]},
@@ -54,6 +67,7 @@ def metrics_of(
                     "steps": 2,
                     "prompts_per_step": 4,
                     "minibatch_size": 16 // updates,
+                    "recompute": recompute,
                     "run_dir": str(run_dir),
                 },
                 "logging": {"tensorboard": False, "console": "none"},
@@ -80,6 +94,39 @@ def test_two_runs_of_a_seed_are_equal_to_the_last_digit(tiny_model, tmp_path, fa
     one, other = (metrics_of(model, tmp_path / name, scheme, group_size) for name in ("one", "other"))
     assert len(one) == 2
     assert unmeasured(one) == unmeasured(other)
+
+
+@ADA
+@pytest.mark.parametrize(("family", "scheme", "group_size"), FP8_KV)
+def test_an_fp8_kv_cache_trains_without_mismatch_with_any_recompute(
+    tiny_model, tmp_path, family, scheme, group_size
+) -> None:
+    model, fp8 = tiny_model(family, **WINDOWS.get(family, {})), {"kv_cache_dtype": "fp8"}
+    modes = ("elementwise", "products", "layer")
+    runs = [metrics_of(model, tmp_path / m, scheme, group_size, recompute=m, **fp8) for m in modes]
+    assert max(record["mismatch/delta_abs_max"] for record in runs[0]) == 0.0
+    assert all(record["policy/grad_norm"] > 0 for record in runs[0])
+    assert all(unmeasured(run) == unmeasured(runs[0]) for run in runs[1:])
+    plain = metrics_of(model, tmp_path / "auto", scheme, group_size)
+    assert unmeasured(plain) != unmeasured(runs[0])
+
+
+@ADA
+def test_a_learner_in_full_precision_keeps_its_keys_and_values(tiny_model, tmp_path) -> None:
+    """Of 16 bits, so that what the cache rounds is all that the two do not share."""
+    mean = {}
+    for cache in ("auto", "fp8"):
+        how = {"learner": "full_precision", "kv_cache_dtype": cache}
+        records = metrics_of(tiny_model("qwen3"), tmp_path / cache, "bf16", None, **how)
+        mean[cache] = max(record["mismatch/delta_abs_mean"] for record in records)
+    assert 2 * mean["auto"] < mean["fp8"] < 0.2
+
+
+@ADA
+def test_plain_torch_rounds_keys_and_values_too(tiny_model, tmp_path) -> None:
+    how = {"kernels": "reference", "kv_cache_dtype": "fp8"}
+    records = metrics_of(tiny_model("qwen3"), tmp_path / "run", "w4a16", 32, **how)
+    assert all(record["policy/grad_norm"] > 0 and record["mismatch/delta_abs_mean"] < 0.05 for record in records)
 
 
 @pytest.mark.parametrize(("family", "scheme", "group_size"), MIXTURES)

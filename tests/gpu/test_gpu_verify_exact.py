@@ -65,6 +65,18 @@ def test_every_scheme_is_exact(tiny_model, family, scheme, group):
     assert found.tokens >= 4000 and found.preemptions > 0
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="e4m3 needs compute capability 8.9",
+)
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "bf16"), ("qwen3", "fp8"), ("qwen2_moe", "w8a8")])
+def test_an_fp8_kv_cache_is_exact(tiny_model, family, scheme):
+    model = tiny_model(family, **WHOLE.get(family, {}))
+    found = qarl.verify_exact(model, scheme=scheme, kv_cache_dtype="fp8", tokens=2000, longest=400, device="cuda")
+    assert found.exact, found.first
+    assert found.kv_cache_dtype == "fp8" and found.preemptions > 0
+
+
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 def test_every_truncation_is_exact(tiny_model, truncation):
     found = qarl.verify_exact(

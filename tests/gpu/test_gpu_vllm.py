@@ -36,6 +36,7 @@ CASES = {
     ],
     "deep sleep": ["quant.scheme=w4a16", "rollout.linear_kernels=qarl", "rollout.vllm.sleep_level=2"],
     "changed words": ["quant.scheme=fp8", "quant.group_size=null", "rollout.vllm.publish=delta"],
+    "FP8 KV in vLLM's attention": ["quant.scheme=bf16", "quant.group_size=null", "quant.kv_cache_dtype=fp8"],
     "in one process": ["quant.scheme=w8a8", "quant.group_size=null", "rollout.vllm.process=inline"],
 }
 

@@ -70,6 +70,16 @@ def test_fp8_on_an_older_gpu_is_refused_with_the_way_out(capability, scheme: str
     assert use_kernels(_quant(scheme), _scheme(scheme), torch.bfloat16, GPU)
 
 
+def test_an_fp8_kv_cache_on_an_older_gpu_is_refused_and_plain_torch_has_it(capability) -> None:
+    capability(8, 6)
+    arguments = _scheme("bf16"), torch.bfloat16, GPU
+    with pytest.raises(UserError, match=r"^quant\.kv_cache_dtype: fp8 .* 8\.9 .* has 8\.6; use auto$"):
+        use_kernels(_quant("bf16", kv_cache_dtype="fp8"), *arguments)
+    assert not use_kernels(_quant("bf16", kv_cache_dtype="fp8", kernels="reference"), *arguments)
+    capability(8, 9)
+    assert use_kernels(_quant("bf16", kv_cache_dtype="fp8"), *arguments)
+
+
 @pytest.mark.parametrize(("device", "of", "needs"), [(CPU, (9, 0), "plain torch"), (GPU, (8, 6), r"8\.9 .* 8\.6")])
 def test_an_fp8_backward_is_refused_where_it_cannot_run(capability, device, of, needs) -> None:
     capability(*of)

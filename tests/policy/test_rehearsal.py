@@ -33,8 +33,8 @@ class Forward:
 
     def pages(self, count: int = 1) -> Caches:
         config = self.policy.model.config
-        head_dim = config.head_dim
-        made = [torch.zeros(count, config.num_key_value_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16)]
+        head_dim, dtype = config.head_dim, self.policy.sampler.cache_dtype
+        made = [torch.zeros(count, config.num_key_value_heads, PAGE, 2 * head_dim, dtype=dtype)]
         made *= config.num_hidden_layers
         return [(cache[..., :head_dim], cache[..., head_dim:]) for cache in made]
 
@@ -62,12 +62,14 @@ def vllm_config(graphs: bool) -> SimpleNamespace:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_later_forwards_launch_nothing_else(family: str, tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "held"), [("qwen3", "auto"), ("mixtral", "auto"), ("qwen3", "fp8")])
+def test_later_forwards_launch_nothing_else(family, held, tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
     with recording():  # a policy whose weights are whatever memory held: kernels depend on no number
-        policy = make_policy(tiny_model(family, num_hidden_layers=1, head_dim=32), "bf16", torch.bfloat16)
+        model = tiny_model(family, num_hidden_layers=1, head_dim=32)
+        policy = make_policy(model, "bf16", torch.bfloat16, kv_cache_dtype=held)
     assert policy.sampler.view.fused
+    assert policy.sampler.cache_dtype == (torch.float8_e4m3fn if held == "fp8" else torch.bfloat16)
     forward = Forward(policy)
     with recording() as ahead:
         perform(forward, vllm_config(True), CPU)

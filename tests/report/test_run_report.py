@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from full_disk import fill_disk
 from hand_made_runs import make_run, step
 from typer.testing import CliRunner
@@ -184,3 +185,13 @@ def test_runs_lists_state_step_and_reward_and_names_what_it_cannot_read(tmp_path
     assert "unreadable" in result.stderr and "config.yaml" in result.stderr
     listed = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).stdout)
     assert [row["reward"] for row in listed["runs"]] == [0.2, None] and len(listed["problems"]) == 1
+    assert [row["kv_cache_dtype"] for row in listed["runs"]] == ["auto", "auto"]
+
+
+def test_an_fp8_kv_cache_is_named_in_the_list_and_on_the_page(tmp_path):
+    run = make_run(tmp_path / "a", [step(1), step(2)])
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(values | {"quant": {"scheme": "w8a8", "kv_cache_dtype": "fp8"}}))
+    assert "w8a8, FP8 KV" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
+    page = write_report(run).read_text()
+    assert "w8a8, FP8 KV cache, aligned learner" in page and "<dt>KV cache</dt><dd>FP8</dd>" in page

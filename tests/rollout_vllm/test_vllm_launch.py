@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,15 +106,20 @@ def test_an_fp8_kv_cache_is_vllms_own_or_the_policys(tiny) -> None:
     assert "kv_cache_dtype" not in engine_arguments(replace(settings, kv_fp8=False))
 
 
-def test_an_fp8_kv_cache_of_vllms_attention_needs_avx512_on_a_cpu(tiny, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("avx512", "head_dim", "served"), [(False, 64, False), (True, 16, False), (True, 64, True), (True, None, True)]
+)
+def test_what_an_fp8_kv_cache_of_vllms_attention_needs_on_a_cpu(tiny, monkeypatch, avx512, head_dim, served) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
     quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
-    given = tiny.policy.device, tiny.policy.max_length
-    with pytest.raises(UserError, match=r"quant\.kv_cache_dtype: .* use rollout\.numerics: exact"):
-        require_vllm(tiny.config.model_copy(update={"quant": quant}), *given)
+    config, given = tiny.config.model_copy(update={"quant": quant}), (tiny.policy.device, tiny.policy.max_length)
+    refused = pytest.raises(UserError, match=r"quant\.kv_cache_dtype: .* use rollout\.numerics: exact")
+    with nullcontext() if served else refused:
+        require_vllm(config, *given, head_dim=head_dim)
     exact = changed(tiny, numerics="exact", linear_kernels=None).rollout
-    require_vllm(tiny.config.model_copy(update={"quant": quant, "rollout": exact}), *given)
+    require_vllm(config.model_copy(update={"rollout": exact}), *given, head_dim=head_dim)
+    require_vllm(tiny.config, *given, head_dim=head_dim)
 
 
 def test_request_seeds_stay_what_they_are() -> None:

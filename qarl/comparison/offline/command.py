@@ -13,7 +13,7 @@ from qarl.comparison.offline.page import write_page_and_plots
 from qarl.comparison.offline.record import Record, open_out
 from qarl.comparison.offline.speed import SpeedTest
 from qarl.comparison.offline.summary import member_line, print_table
-from qarl.comparison.offline.targets import REFERENCE, scheme_targets, weights_mark
+from qarl.comparison.offline.targets import reference_target, scheme_targets, weights_mark
 from qarl.comparison.offline.windows import cut, read_text
 from qarl.inference.context import context_of
 from qarl.inference.masters import open_masters
@@ -30,6 +30,7 @@ def compare_offline(
     out: Path,
     text: Path | None = None,
     group_size: int | None = None,
+    kv_cache_dtype: str | None = None,
     max_tokens: int = 4096,
     window: int = 256,
     speed: SpeedTest | None = None,
@@ -42,16 +43,18 @@ def compare_offline(
     model: a run, one of its checkpoints, or a model; not a quantized checkpoint. schemes: names; bf16, which the others
     are compared with, gets a row only if it is among them. out: directory of the results, made, or with the same
     arguments continued. text: UTF-8 file, default the text that comes with qarl. group_size: for schemes with groups.
-    max_tokens: how much of the text is used. window: tokens that see each other, fewer where the context is shorter.
-    speed: sizes of the speed test (default `SpeedTest()`). device: auto, cpu or cuda. seed: of the tokens drawn in the
-    speed test. say: shows one line of progress.
+    kv_cache_dtype: of all of them, see `scheme_targets`; never of the reference. max_tokens: how much of the text is
+    used. window: tokens that see each other, fewer where the context is shorter. speed: sizes of the speed test
+    (default `SpeedTest()`). device: auto, cpu or cuda. seed: of the tokens drawn in the speed test. say: shows one line
+    of progress.
     Writes comparison.json, comparison.html and plots/*.png, and prints a table on stdout. Returns 0, or 1 where a
     scheme could not be measured: its row says why, the others are there.
     Raises UserError: a model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
     that holds something else.
     """
-    targets = scheme_targets(model, schemes, group_size)
-    base = targets[REFERENCE]
+    targets = scheme_targets(model, schemes, group_size, kv_cache_dtype)
+    base = reference_target(model)
+    cache = next(iter(targets.values())).quant.kv_cache_dtype
     source = read_text(text)
     where = pick_device(device)
     context = context_of(base)
@@ -63,6 +66,7 @@ def compare_offline(
         "step": base.step,
         "weights": weights_mark(base),
         "group_size": group_size,
+        **({} if cache == "auto" else {"kv_cache_dtype": cache}),
         "text": source.name,
         "text_sha256": source.sha256,
         "max_tokens": max_tokens,
@@ -78,7 +82,8 @@ def compare_offline(
         "threads": torch.get_num_threads(),
     }
     open_out(out, settings)
-    record = Record(out, settings, f"Schemes of {base.name}", command_line(), describe_environment(seed))
+    title = f"Schemes of {base.name}" + (", FP8 KV cache" if cache == "fp8" else "")
+    record = Record(out, settings, title, command_line(), describe_environment(seed))
     members = {name: record.member(name) for name in schemes}
     record.save(list(members.values()))
     missing = [name for name, member in members.items() if member["state"] == "pending"]
@@ -87,7 +92,9 @@ def compare_offline(
             say(f"{name}: measured before")
     if missing:
         say(f"opening {model}")
-        bench = Bench(targets, open_masters(base), windows, speed, where, seed, out / "reference.safetensors", say)
+        bench = Bench(
+            targets, base, open_masters(base), windows, speed, where, seed, out / "reference.safetensors", say
+        )
         for member in measure(bench, missing):
             if member["state"] == "finished":
                 record.keep(member)

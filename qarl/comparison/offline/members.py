@@ -33,6 +33,7 @@ class Bench:
     """What every scheme is measured with. reference_file: keeps the reference's states between starts."""
 
     targets: Mapping[str, Target]
+    reference: Target
     masters: Masters
     windows: Windows
     speed: SpeedTest
@@ -41,10 +42,10 @@ class Bench:
     reference_file: Path
     say: Callable[[str], None]
 
-    def open(self, scheme: str) -> Opened:
+    def open(self, target: Target) -> Opened:
         test = self.speed
         sizes = RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
-        return open_policy(self.targets[scheme], device=self.device.type, rollout=sizes, masters=self.masters)
+        return open_policy(target, device=self.device.type, rollout=sizes, masters=self.masters)
 
 
 def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
@@ -66,7 +67,7 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
     target = bench.targets[scheme]
     bench.masters.check(scheme_of(target.quant), target.quant.ignore, "--group-size")
     bench.say(f"{scheme}: quantizing" if scheme != REFERENCE else f"{scheme}: opening")
-    opened = bench.open(scheme)
+    opened = bench.open(target)
     layers = list(weight_errors(bench.masters, opened.policy.current))
     bench.say(f"{scheme}: {len(bench.windows.ids)} windows of text")
     text = token_numbers(opened.policy, final_states(opened.policy, bench.windows), reference, bench.windows)
@@ -74,7 +75,7 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
     speed = engine_speed(opened, [token for ids in bench.windows.ids for token in ids], bench.speed, bench.seed)
     opened.close()
     size = checkpoint_bytes(bench.masters, target.quant, opened.policy.dtype)
-    plain = checkpoint_bytes(bench.masters, bench.targets[REFERENCE].quant, opened.policy.dtype)
+    plain = checkpoint_bytes(bench.masters, bench.reference.quant, opened.policy.dtype)
     return {
         "group_size": opened.policy.scheme.group_size,
         **text.summary(),
@@ -87,7 +88,7 @@ def _numbers(bench: Bench, scheme: str, reference: Tensor) -> dict[str, Any]:
 
 def _reference(bench: Bench) -> Tensor:
     """States of the bf16 policy before each predicted token: (windows, predictions, H) in the compute dtype."""
-    windows, target = bench.windows, bench.targets[REFERENCE]
+    windows, target = bench.windows, bench.reference
     dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
     shape = (len(windows.ids), windows.predictions, bench.masters.config.hidden_size)
     try:
@@ -97,7 +98,7 @@ def _reference(bench: Bench) -> Tensor:
     except (OSError, SafetensorError, KeyError):
         pass  # not there, or not whole
     bench.say(f"{REFERENCE}: the reference, {shape[0]} windows of text")
-    opened = bench.open(REFERENCE)
+    opened = bench.open(target)
     states = final_states(opened.policy, windows)
     opened.close()
     data = save({"states": states})

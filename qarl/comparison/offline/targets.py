@@ -9,15 +9,18 @@ from pathlib import Path
 from qarl_formats.registry import grouped_names, scheme_names
 
 from qarl.errors import UserError
-from qarl.inference.target import Target, resolve_target
+from qarl.inference.target import Target, given, resolve_target
 from qarl.policy.load_config import locate
 
 REFERENCE = "bf16"
 
 
-def scheme_targets(model: str, schemes: list[str], group_size: int | None) -> dict[str, Target]:
-    """The target of each scheme in the order given, and that of `REFERENCE`. Reads no weights.
+def scheme_targets(
+    model: str, schemes: list[str], group_size: int | None, kv_cache_dtype: str | None
+) -> dict[str, Target]:
+    """The target of each scheme, in the order given. Reads no weights.
 
+    kv_cache_dtype: of all of them; None: as the run was trained, for a model auto.
     Raises UserError: no scheme, an unknown one, one named twice, a group size that no scheme here has, a quantized
     checkpoint.
     """
@@ -32,10 +35,13 @@ def scheme_targets(model: str, schemes: list[str], group_size: int | None) -> di
         raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
     if resolve_target(model).kind == "export":
         raise UserError(f"{model}: is quantized already; give the model that it was made from")
-    return {
-        name: resolve_target(model, quant={"scheme": name} | _group(name, group_size))
-        for name in dict.fromkeys([*schemes, REFERENCE])
-    }
+    cache = given(kv_cache_dtype=kv_cache_dtype)
+    return {name: resolve_target(model, quant={"scheme": name} | _group(name, group_size) | cache) for name in schemes}
+
+
+def reference_target(model: str) -> Target:
+    """The model with nothing quantized, nor its KV cache. Reads no weights. Raises UserError: see `resolve_target`."""
+    return resolve_target(model, quant={"scheme": REFERENCE, "kv_cache_dtype": "auto"})
 
 
 def _group(scheme: str, group_size: int | None) -> dict[str, int]:

