@@ -7,9 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from qarl_kernels.launch import collecting
+
+from qarl.rollout.vllm.exact import rehearsal
 
 SEQUENCES = 24
 CASES = {"qwen3": "qwen3", "qwen3 over FP8": "qwen3:fp8", "mixtral": "mixtral"}
@@ -47,3 +52,25 @@ def test_later_forwards_launch_nothing_else(said: list[Any], case: str) -> None:
 
 def test_without_graphs_decodes_of_all_sequences_are_compiled(said: list[Any]) -> None:
     assert said[-1] == [SEQUENCES] * 5
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("no room")])
+def test_a_rehearsal_that_fails_is_one_line_of_the_log(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pages() -> NoReturn:
+        assert collecting()
+        raise error
+
+    lines: list[str] = []
+    # vLLM, where another test imported it, passes no line on.
+    monkeypatch.setattr(rehearsal.logger, "warning", lambda text, *parts: lines.append(text % parts))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    mode = SimpleNamespace(has_full_cudagraphs=lambda: False)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8),
+        model_config=SimpleNamespace(max_model_len=16),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+    )
+    model = SimpleNamespace(policy=SimpleNamespace(fused=True, pages=pages))
+    rehearsal.rehearse(SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"), vllm_config=config))
+    assert lines == [f"kernels are compiled when they are needed: {type(error).__name__}: no room"]
+    assert not collecting()
