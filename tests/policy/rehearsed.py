@@ -18,10 +18,10 @@ import torch
 from policy_models import make_policy
 from qarl_kernels.ahead import Different, Pointer, kind_of
 from qarl_kernels.attention import PAGE
-from qarl_kernels.distribution import Distribution, distribution
+from qarl_kernels.head import fused_distribution
 from qarl_kernels.launch import Launch, recording
-from qarl_kernels.logprob import Truncation
 from qarl_kernels.noise import exponential_
+from qarl_kernels.truncation import Distribution, Truncation
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -43,7 +43,7 @@ class Forward:
     """As much of `qarl.rollout.vllm.exact.model.Forward` as vLLM's start runs, of a policy of Triton kernels."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy, self.head = policy, policy.sampler.view.head.to(torch.bfloat16)
         self.logit_rows: list[int] = []
 
     def pages(self, count: int = 1) -> Caches:
@@ -59,7 +59,7 @@ class Forward:
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.logit_rows.append(len(hidden))
-        self.found = distribution(hidden.contiguous(), self.policy.sampler.view.head, Truncation())
+        self.found = fused_distribution(hidden.contiguous(), self.head, Truncation())  # `distribution`, on a GPU
         return self.found.logits
 
     def take(self, logits: Tensor) -> Distribution:
@@ -97,14 +97,14 @@ def tiny_policy(path: Path, kv_cache_dtype: str) -> Policy:
 
 def batches(forward: Forward) -> Iterator[None]:
     """Such as vLLM runs: decodes of graphs' sizes, a prefill and a chunk beside decodes, tokens drawn."""
-    pages, table = forward.pages(9), torch.randint(9, (SEQUENCES, CONTEXT // PAGE), dtype=torch.int32)
+    pages, table = forward.pages(9), torch.randint(9, (SEQUENCES + 2, CONTEXT // PAGE), dtype=torch.int32)
     positions = torch.arange(SEQUENCES) * 10
     for rows in (1, 8, SEQUENCES):
         of_rows = positions[:rows], positions[:rows] + PAGE, table[:rows], positions[:rows].int() + 1
         forward.logits(forward.run(torch.full((rows,), 7), DecodeAttention(*of_rows, CONTEXT, pages)))
         yield
-    for decodes, at in ((0, 0), (1, 100), (1, 1500), (4, 1500), (11, 100)):
-        counts, starts = np.array([MOST - 40 - decodes, 37] + [1] * decodes), np.array([0, 70] + [at] * decodes)
+    for rows, decodes, at in ((93, 0, 0), (93, 1, 100), (93, 1, 1500), (50, 4, 1500), (40, 11, 100), (96, 24, 100)):
+        counts, starts = np.array([rows - 19 - decodes, 19] + [1] * decodes), np.array([0, 70] + [at] * decodes)
         slots = torch.arange(int(counts.sum()))
         forward.run(slots, PagedAttention.of_tables(counts, starts, table[: len(counts)], pages, slots))
         yield

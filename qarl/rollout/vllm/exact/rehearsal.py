@@ -64,7 +64,7 @@ def perform(policy: Forward, config: Any, device: torch.device) -> None:
 def _batches(
     policy: Forward, sizes: list[int], most: int, context: int, device: torch.device
 ) -> Iterator[tuple[int, Attention]]:
-    """(rows, attention) of what measures memory and of prefills, of `most` rows each, and of decodes of these sizes."""
+    """(rows, attention) of what measures memory, of prefills of `most` rows and fewer, and of decodes of all sizes."""
     from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 
     pages = policy.pages()
@@ -73,18 +73,22 @@ def _batches(
         positions = torch.zeros(rows, dtype=torch.int64, device=device)
         return DecodeAttention(positions, positions, _table(rows, longest, device), positions.int(), longest, pages)
 
-    def prefill(beside: int, position: int) -> tuple[int, PagedAttention]:
-        """The first tokens of a sequence, and decodes beside it, of tokens at this position."""
-        length = min(most - beside, context)
-        counts, positions = np.array([length] + [1] * beside), np.array([0] + [position] * beside)
-        return length + beside, PagedAttention.of_tables(counts, positions, _table(1 + beside, context, device), pages)
+    def prefill(rows: int, beside: int = 0, position: int = 0) -> tuple[int, PagedAttention]:
+        """Of new sequences, with decodes beside them of tokens at this position."""
+        whole, rest = divmod(rows - beside, context)
+        begun = [context] * whole + [rest] * (rest > 0)
+        counts, positions = np.array(begun + [1] * beside), np.array([0] * len(begun) + [position] * beside)
+        return rows, PagedAttention.of_tables(counts, positions, _table(len(counts), context, device), pages)
 
     yield most, decode(most, 1)
-    yield prefill(0, 0)
-    beside = min(sizes[-1], most) - 1
+    rows = most
+    while rows > sizes[-1]:  # products choose their tiles by the rows
+        yield prefill(rows)
+        rows //= 2
+    beside = min(sizes[-1], most - 1)
     if beside > 0:
-        yield prefill(1, context - 1)  # whose keys several programs share
-        yield prefill(beside, 0)
+        yield prefill(most, 1, context - 1)  # whose keys several programs share
+        yield prefill(most, beside)
     for rows in sizes:
         yield rows, decode(rows, context)
 
