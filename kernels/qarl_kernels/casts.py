@@ -1,17 +1,20 @@
 """Conversions between float32 and the stored float types, the same bits on a GPU and in Triton's interpreter.
 
-A GPU has them as instructions. The interpreter (Triton 3.9) rounds bf16 and e4m3 ties away from zero, and loses bf16
-subnormals and the NaN of e4m3, so there the same numbers are made with integer arithmetic.
+A GPU has them as instructions, though before Hopper Triton 3.6 goes to e4m3 by way of fp16, cut off. The interpreter
+(Triton 3.9) rounds bf16 and e4m3 ties away from zero, and loses bf16 subnormals and the NaN of e4m3, so there the same
+numbers are made with integer arithmetic.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from qarl_kernels.launch import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_BY_FP16 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))  # seen in 3.6, and not in 3.9
 
 
 @triton.jit
@@ -49,7 +52,19 @@ def narrow_e4m3(x):
         code = tl.where(magnitude < 0x3C800000, small, normal)
         code = tl.where(x == x, code, 0x7F) | ((bits >> 24) & 0x80)
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    if _BY_FP16 and not cuda_capability_geq(9, 0):
+        x = odd_fp16(x)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def odd_fp16(x):
+    """fp32 that rounds, cut off to fp16 first, as it does itself: what would be cut off sets the last bit that stays.
+
+    In e4m3's range; below fp16's normal numbers all is 0 to e4m3.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    return (bits | (((bits & 0x1FFF) + 0x1FFF) & 0x2000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -74,14 +74,15 @@ def _device_of(arguments: dict[str, Any]) -> torch.device:
 
 
 @contextmanager
-def recording(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
+def recording(capability: tuple[int, int] = (9, 0), collected: list[Launch] | None = None) -> Iterator[list[Launch]]:
     """Collect launches instead of running them; tensors may live on any device, results keep what memory held.
 
-    capability: the compute capability that choices between kernels are made for, as (9, 0).
+    capability: the compute capability that choices between kernels are made for, as (9, 0). collected: gets the
+    launches, with all tensors that they were to read and write; None: a new list.
     """
     global _collected, _capability
     before = _collected, _capability
-    _collected, _capability = [], capability
+    _collected, _capability = [] if collected is None else collected, capability
     try:
         yield _collected
     finally:

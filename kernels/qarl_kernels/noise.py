@@ -27,7 +27,7 @@ def _noise(bits):
     return -tl.log(tl.minimum(uniform, LARGEST))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seeds", "counters"])  # rows of one tensor: the second is aligned as their number is
 def _exponential(out, seeds, counters, columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     draw = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

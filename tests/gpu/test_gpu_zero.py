@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import PATHS, ROOT
 from tiny_runs import settings, write_config
 
 GPUS = torch.cuda.device_count()
@@ -25,9 +26,9 @@ pytestmark = [
 def run(config: Path, folder: Path, *overrides: str) -> tuple[list[str], list[float]]:
     """(codes of each checkpoint, norms of each step's gradients) of a run on two ranks."""
     command = [sys.executable, "-m", "qarl.cli", "train", str(config), "--nproc", "2", f"train.run_dir={folder}"]
-    done = subprocess.run(
-        [*command, *overrides], capture_output=True, text=True, timeout=560, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    path = os.pathsep.join([str(ROOT / part) for part in PATHS] + sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=560, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     states: list[dict[str, Any]] = [
         json.loads((folder / "checkpoints" / step / "state.json").read_text()) for step in ("000001", "000002")

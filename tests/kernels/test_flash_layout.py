@@ -21,6 +21,13 @@ def test_positions_continue_those_of_the_prompt() -> None:
         assert layout.positions[rows[before:]].tolist() == list(range(before, len(rows)))
 
 
+def test_tables_begin_where_kernels_are_compiled_for() -> None:
+    for groups in (GROUPS, [(3, [2])], [(128, [1])]):
+        layout = packed_layout(groups, CPU)
+        for table in (layout.positions, layout.queries, layout.items, layout.cuts):
+            assert table.data_ptr() % 16 == 0 or not table.numel()
+
+
 def test_query_tiles_cover_every_row_once_and_find_its_keys() -> None:
     layout = packed_layout(GROUPS, CPU)
     keys = {row: rows[: i + 1] for rows, before in sequences(GROUPS) for i, row in enumerate(rows) if i >= before}

@@ -123,8 +123,11 @@ def _cut(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def upload(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
-    """Tables of int64 and int32 on the device by one copy, from pinned memory to a GPU, which nobody waits for."""
-    words = [-(-table.nbytes // 8) for table in tables]
+    """Tables of int64 and int32 on the device by one copy, from pinned memory to a GPU, which nobody waits for.
+
+    Each begins at a multiple of 16 bytes: a kernel is compiled for that, and again for an address that is none.
+    """
+    words = [-(-table.nbytes // 16) * 2 for table in tables]
     pinned = device.type == "cuda"
     host = torch.zeros(sum(words), dtype=torch.int64, pin_memory=pinned)
     at, whole = 0, host.numpy()

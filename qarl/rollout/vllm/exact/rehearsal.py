@@ -1,7 +1,7 @@
 """The kernels of the policy's forward, compiled side by side before vLLM runs it and compiles one after the other.
 
-What vLLM is about to run is recorded instead of run: the batch that measures memory, a prefill, and the decodes that
-CUDA graphs are captured for. What else comes up later is compiled then.
+What vLLM is about to run is recorded instead of run: the batch that measures memory, a prefill, decodes beside one,
+the decodes that CUDA graphs are captured for, and the drawing of tokens. What else comes up later is compiled then.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def rehearse(model_runner: Any) -> None:
     device: torch.device = model_runner.device
     threads = min(len(os.sched_getaffinity(0)), THREADS)
     try:
-        from qarl_kernels.ahead import compile_ahead  # by parts of Triton that another version may lack
+        from qarl_kernels.ahead import Different, compile_ahead  # by parts of Triton that another version may lack
         from qarl_kernels.launch import recording
 
-        with recording(torch.cuda.get_device_capability(device)) as launches:
+        launches = Different()
+        with recording(torch.cuda.get_device_capability(device), launches):
             perform(policy, model_runner.vllm_config, device)
         count = compile_ahead(launches, device, threads)
         logger.info("%d kernels compiled ahead, by %d threads", count, threads)
@@ -47,20 +48,24 @@ def rehearse(model_runner: Any) -> None:
 
 def perform(policy: Forward, config: Any, device: torch.device) -> None:
     """The forwards and the distributions of what vLLM is about to run. config: vLLM's."""
+    from qarl_kernels.noise import exponential_  # imports Triton
+
     scheduler, context = config.scheduler_config, config.model_config.max_model_len
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     sizes = {scheduler.max_num_seqs, *(config.compilation_config.cudagraph_capture_sizes or () if graphs else ())}
     drawn = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     for rows, attention in _batches(policy, sorted(sizes), scheduler.max_num_batched_tokens, context, device):
         hidden = policy.run(torch.zeros(rows, dtype=torch.int64, device=device), attention)
-        policy.take(policy.logits(hidden[:drawn]))
+        logits = policy.take(policy.logits(hidden[:drawn])).logits
+    zeros = torch.zeros(2, len(logits), dtype=torch.int64, device=device)
+    exponential_(torch.empty_like(logits, memory_format=torch.contiguous_format), *zeros)
 
 
 def _batches(
     policy: Forward, sizes: list[int], most: int, context: int, device: torch.device
 ) -> Iterator[tuple[int, Attention]]:
-    """(rows, attention) of decodes of these sizes, of what measures memory and of a prefill, of `most` rows each."""
-    from qarl.policy.fused_attention import DecodeAttention, PagedAttention  # imports Triton
+    """(rows, attention) of what measures memory, of prefills of `most` rows and fewer, and of decodes of all sizes."""
+    from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 
     pages = policy.pages()
 
@@ -68,9 +73,22 @@ def _batches(
         positions = torch.zeros(rows, dtype=torch.int64, device=device)
         return DecodeAttention(positions, positions, _table(rows, longest, device), positions.int(), longest, pages)
 
+    def prefill(rows: int, beside: int = 0, position: int = 0) -> tuple[int, PagedAttention]:
+        """Of new sequences, with decodes beside them of tokens at this position."""
+        whole, rest = divmod(rows - beside, context)
+        begun = [context] * whole + [rest] * (rest > 0)
+        counts, positions = np.array(begun + [1] * beside), np.array([0] * len(begun) + [position] * beside)
+        return rows, PagedAttention.of_tables(counts, positions, _table(len(counts), context, device), pages)
+
     yield most, decode(most, 1)
-    length = min(most, context)
-    yield length, PagedAttention.of_tables(np.array([length]), np.array([0]), _table(1, context, device), pages)
+    rows = most
+    while rows > sizes[-1]:  # products choose their tiles by the rows
+        yield prefill(rows)
+        rows //= 2
+    beside = min(sizes[-1], most - 1)
+    if beside > 0:
+        yield prefill(most, 1, context - 1)  # whose keys several programs share
+        yield prefill(most, beside)
     for rows in sizes:
         yield rows, decode(rows, context)
 

@@ -1,0 +1,40 @@
+"""The way to e4m3 by fp16, which a GPU before Hopper goes in Triton 3.6."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from qarl_kernels.casts import odd_fp16
+from qarl_kernels.launch import launch
+from torch import Tensor
+
+
+@triton.jit
+def odd_kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, odd_fp16(tl.load(x + at)))
+
+
+def by_fp16(x: Tensor) -> Tensor:
+    """float32 -> e4m3 as `cvt.rz.f16.f32` and `cvt.rn.satfinite.e4m3x2.f16x2` do it, above fp16's subnormals."""
+    cut = (x.view(torch.int32) & ~0x1FFF).view(torch.float32).half()
+    return cut.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def test_nothing_that_is_cut_off_is_forgotten() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values
+    ties = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([codes, ties, ties.nextafter(codes[1:]), ties.nextafter(codes[:-1])])
+    x = torch.cat([near, torch.randn(8192 - len(near), generator=generator) * 100]).clamp(-448, 448)
+    out = torch.empty_like(x)
+    launch(odd_kernel, (8,), x=x, out=out, BLOCK=1024)
+    exact = x.to(torch.float8_e4m3fn).view(torch.uint8)
+    found = by_fp16(out).view(torch.uint8)
+    assert torch.equal(found, exact)
+    assert (by_fp16(x).view(torch.uint8) != exact).sum() > 100, "what is cut off matters"
+    nan = torch.full((1024,), torch.nan)
+    launch(odd_kernel, (1,), x=nan, out=out, BLOCK=1024)
+    assert out[:1024].isnan().all()

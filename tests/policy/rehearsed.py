@@ -1,0 +1,160 @@
+"""`python rehearsed.py MODEL [MODEL:fp8 ...]`: what a rehearsal records and later forwards launch, by Triton's keys.
+
+Prints JSON, see `main`. A process of its own: with TRITON_INTERPRET=1, which the test suite sets, kernels have no keys.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from policy_models import make_policy
+from qarl_kernels.ahead import Different, Pointer, kind_of
+from qarl_kernels.attention import PAGE
+from qarl_kernels.head import fused_distribution
+from qarl_kernels.launch import Launch, recording
+from qarl_kernels.noise import exponential_
+from qarl_kernels.truncation import Distribution, Truncation
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import qarl.policy.policy
+from qarl.policy.attention import Attention, Caches
+from qarl.policy.fused_attention import DecodeAttention, PagedAttention
+from qarl.policy.policy import Policy
+from qarl.rollout.vllm.exact.rehearsal import perform
+
+CPU = torch.device("cpu")
+HOPPER = make_backend(GPUTarget("cuda", 90, 32))
+CONTEXT, MOST, SEQUENCES = 2048, 96, 24
+
+
+class Forward:
+    """As much of `qarl.rollout.vllm.exact.model.Forward` as vLLM's start runs, of a policy of Triton kernels."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.head = policy, policy.sampler.view.head.to(torch.bfloat16)
+        self.logit_rows: list[int] = []
+
+    def pages(self, count: int = 1) -> Caches:
+        config = self.policy.model.config
+        head_dim, dtype = config.head_dim, self.policy.sampler.cache_dtype
+        made = [torch.zeros(count, config.num_key_value_heads, PAGE, 2 * head_dim, dtype=dtype)]
+        made *= config.num_hidden_layers
+        return [(cache[..., :head_dim], cache[..., head_dim:]) for cache in made]
+
+    def run(self, ids: Tensor, attention: Attention) -> Tensor:
+        with self.policy.sampler.running():
+            return self.policy.sampler.hidden_states(ids, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.logit_rows.append(len(hidden))
+        self.found = fused_distribution(hidden.contiguous(), self.head, Truncation())  # `distribution`, on a GPU
+        return self.found.logits
+
+    def take(self, logits: Tensor) -> Distribution:
+        assert self.found.logits is logits
+        return self.found
+
+
+def vllm_config(graphs: bool) -> SimpleNamespace:
+    mode = SimpleNamespace(has_full_cudagraphs=lambda: graphs)
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES, max_num_batched_tokens=MOST),
+        model_config=SimpleNamespace(max_model_len=CONTEXT),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[1, 8, SEQUENCES]),
+    )
+
+
+@cache
+def binder(kernel: Any) -> Any:
+    return create_function_from_signature(kernel.signature, kernel.params, HOPPER)
+
+
+def key_of(launch: Launch) -> str:
+    """What `JITFunction.run` finds a compiled kernel by."""
+    _, specialization, options = binder(launch.kernel)(**launch.arguments, **launch.options)
+    return f"{launch.kernel.__name__} {specialization} {options}"
+
+
+def tiny_policy(path: Path, kv_cache_dtype: str) -> Policy:
+    """Of Triton kernels, with weights that are whatever memory held: kernels depend on no number."""
+    with recording():
+        policy = make_policy(path, "bf16", torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+    assert policy.sampler.view.fused
+    return policy
+
+
+def batches(forward: Forward) -> Iterator[None]:
+    """Such as vLLM runs: decodes of graphs' sizes, a prefill and a chunk beside decodes, tokens drawn."""
+    pages, table = forward.pages(9), torch.randint(9, (SEQUENCES + 2, CONTEXT // PAGE), dtype=torch.int32)
+    positions = torch.arange(SEQUENCES) * 10
+    for rows in (1, 8, SEQUENCES):
+        of_rows = positions[:rows], positions[:rows] + PAGE, table[:rows], positions[:rows].int() + 1
+        forward.logits(forward.run(torch.full((rows,), 7), DecodeAttention(*of_rows, CONTEXT, pages)))
+        yield
+    for rows, decodes, at in ((93, 0, 0), (93, 1, 100), (93, 1, 1500), (50, 4, 1500), (40, 11, 100), (96, 24, 100)):
+        counts, starts = np.array([rows - 19 - decodes, 19] + [1] * decodes), np.array([0, 70] + [at] * decodes)
+        slots = torch.arange(int(counts.sum()))
+        forward.run(slots, PagedAttention.of_tables(counts, starts, table[: len(counts)], pages, slots))
+        yield
+    for rows in (3, 8):
+        exponential_(torch.empty(rows, forward.found.logits.shape[1]), *torch.zeros(2, rows, dtype=torch.int64))
+        yield
+
+
+def compared(forward: Forward) -> dict[str, Any]:
+    """recorded, later: how many keys. new: those of launches that nobody rehearsed. torn: kinds of launches with
+    several keys. held: tensors that the record keeps in memory; logit_rows: of each distribution rehearsed."""
+    ahead = Different()
+    with recording(collected=ahead):
+        perform(forward, vllm_config(True), CPU)
+    logit_rows = list(forward.logit_rows)
+    values = [value for launch in ahead for value in launch.arguments.values()]
+    values += [value.base for value in values if isinstance(value, TensorDescriptor)]
+    assert any(isinstance(value, Pointer) for value in values)
+    known, kinds = {key_of(launch) for launch in ahead}, {kind_of(launch): key_of(launch) for launch in ahead}
+    later, torn = set(), set()
+    with recording() as launches:
+        for _ in batches(forward):
+            for launch in launches:
+                later.add(key_of(launch))
+                if kinds.setdefault(kind_of(launch), key_of(launch)) != key_of(launch):
+                    torn.add(key_of(launch))
+            launches.clear()
+    return {
+        "recorded": len(known),
+        "later": len(later),
+        "new": sorted(later - known),
+        "torn": sorted(torn),
+        "held": sum(isinstance(value, Tensor) for value in values),
+        "logit_rows": logit_rows,
+    }
+
+
+@torch.inference_mode()
+def main(models: list[str]) -> None:
+    """A line for each model, and one of the rows of distributions where there are no graphs."""
+    qarl.policy.policy.use_kernels = lambda *_: True
+    for model in models:
+        path, _, kv_cache_dtype = model.partition(":")
+        forward = Forward(tiny_policy(Path(path), kv_cache_dtype or "auto"))
+        print(json.dumps(compared(forward)))
+    forward.logit_rows.clear()
+    with recording(collected=Different()):
+        perform(forward, vllm_config(False), CPU)
+    print(json.dumps(forward.logit_rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
