@@ -41,6 +41,8 @@ class HashingSampler:
     tracer = None
     experts: tuple[ExpertLayer, ...] = ()
 
+    cache_dtype = torch.float32
+
     def __init__(self) -> None:
         self.layout = SimpleNamespace(
             max_length=4096, layers=1, kv_heads=1, head_dim=1, dtype=torch.float64, device=torch.device("cpu")
