@@ -18,6 +18,7 @@ from qarl.config.limits import ITEMS, NAME
 
 GROUPED = " and ".join(grouped_names())
 ZERO_POINTS = " and ".join(scheme_names(lambda kind: kind.zero_points))
+OF_TRAINING = {"learner", "ste_input", "backward"}  # keys of `quant` that only a learner reads
 
 
 def _known(name: str) -> str:
