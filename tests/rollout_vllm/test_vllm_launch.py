@@ -15,7 +15,7 @@ from qarl.rollout.engine import SamplingParams
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.arguments import engine_arguments, graph_sizes
 from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_settings
-from qarl.rollout.vllm.settings import Drawing, request_seed
+from qarl.rollout.vllm.settings import KV_FP8, Drawing, request_seed
 from qarl.types import Prompt
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, bfloat16
@@ -52,6 +52,8 @@ def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny
     found = engine_arguments(settings)
     assert found["hf_overrides"] == {"architectures": ["ExactLlamaForCausalLM"]}
     assert (found["block_size"], found["enforce_eager"]) == (64, True) and "compilation_config" not in found
+    fp8 = engine_arguments(replace(settings, kv_fp8=True))
+    assert fp8 == found | {"additional_config": {KV_FP8: True}}
     on_gpu = engine_arguments(replace(settings, cuda=0, enforce_eager=False, max_num_seqs=40))
     graphs = on_gpu["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
