@@ -48,7 +48,7 @@ from qarl.training.updates import Updates
 from qarl.types import Prompt
 
 if TYPE_CHECKING:
-    from qarl.rollout.vllm.early import EarlySampler
+    from qarl.rollout.vllm.early import BegunSampler
 
 ALONE = Alone()
 
@@ -252,7 +252,7 @@ def _draws(config: Config, ranks: Ranks) -> bool:
     return ranks.rank < config.rollout.samplers(ranks.count)
 
 
-def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> EarlySampler | None:
+def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:
     if config.rollout.engine == "native" or not _draws(config, ranks):
         return None
     from qarl.rollout.vllm.early import early_sampler
@@ -267,7 +267,7 @@ def _own_engine(
     place: Path,
     say: Callable[[str], None],
     ranks: Ranks,
-    early: EarlySampler | None,
+    early: BegunSampler | None,
 ) -> RolloutEngine:
     if not _draws(config, ranks):
         return NoSampler()
@@ -281,7 +281,7 @@ def build_engine(
     prompts: Sequence[Prompt],
     run_dir: Path,
     say: Callable[[str], None],
-    early: EarlySampler | None = None,
+    early: BegunSampler | None = None,
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know. early: is
     the engine's from now on.
