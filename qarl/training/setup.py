@@ -110,7 +110,14 @@ def build_run(
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
-        engine = together(ranks, lambda: _own_engine(config, policy, asked, place, say, ranks, early))
+        engine = together(
+            ranks,
+            lambda: (
+                build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early)
+                if _draws(config, ranks)
+                else NoSampler()
+            ),
+        )
         stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
         learner = Learner(policy, updates, config, sampling.truncation, ranks)
         if learner.objective.needs.reference:
@@ -258,20 +265,6 @@ def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ran
     from qarl.rollout.vllm.early import early_sampler
 
     return early_sampler(config, device, place)
-
-
-def _own_engine(
-    config: Config,
-    policy: Policy,
-    asked: _Asked,
-    place: Path,
-    say: Callable[[str], None],
-    ranks: Ranks,
-    early: BegunSampler | None,
-) -> RolloutEngine:
-    if not _draws(config, ranks):
-        return NoSampler()
-    return build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early)
 
 
 def build_engine(
