@@ -164,8 +164,7 @@ def _asked_and_scored(
         if config.rollout.engine == "vllm" and _draws(config, ranks):
             from qarl.rollout.vllm.launch import require_vllm
 
-            experts = shape is not None and shape.mixture is not None
-            require_vllm(config, device, context, experts, None if shape is None else shape.head_dim)
+            require_vllm(config, device, context, shape)
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
         prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary)

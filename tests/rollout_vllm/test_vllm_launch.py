@@ -11,6 +11,7 @@ from qarl_kernels.logprob import Truncation
 from tiny_runs import parts
 
 from qarl.errors import UserError
+from qarl.policy.load_config import load_architecture
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.arguments import engine_arguments, graph_sizes
@@ -115,13 +116,14 @@ def test_what_an_fp8_kv_cache_of_vllms_attention_needs_on_a_cpu(tiny, monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
     quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
-    config, given = tiny.config.model_copy(update={"quant": quant}), (tiny.policy.device, tiny.policy.max_length)
+    config, shape = tiny.config.model_copy(update={"quant": quant}), load_architecture(tiny.config.model)
+    given = tiny.policy.device, tiny.policy.max_length, head_dim and replace(shape, head_dim=head_dim)
     refused = pytest.raises(UserError, match=r"quant\.kv_cache_dtype: .* use rollout\.numerics: exact")
     with nullcontext() if served else refused:
-        require_vllm(config, *given, head_dim=head_dim)
+        require_vllm(config, *given)
     exact = changed(tiny, numerics="exact", linear_kernels=None).rollout
-    require_vllm(config.model_copy(update={"rollout": exact}), *given, head_dim=head_dim)
-    require_vllm(tiny.config, *given, head_dim=head_dim)
+    require_vllm(config.model_copy(update={"rollout": exact}), *given)
+    require_vllm(tiny.config, *given)
 
 
 def test_request_seeds_stay_what_they_are() -> None:
