@@ -74,8 +74,14 @@ def gpu_bytes() -> int | None:
         library.nvmlShutdown()
 
 
-def gpu_count() -> int:
-    """GPUs that this process may use, as the driver's library counts them and `CUDA_VISIBLE_DEVICES` leaves them."""
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use: those that the driver's library counts, as `CUDA_VISIBLE_DEVICES` names them."""
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), _gpu_count()
+    names = map(str, range(count)) if visible is None else filter(None, visible.split(","))
+    return list(names)[:count]
+
+
+def _gpu_count() -> int:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2():
@@ -84,19 +90,9 @@ def gpu_count() -> int:
         return 0
     count = ctypes.c_uint()
     try:
-        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return 0
+        return 0 if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) else count.value
     finally:
         library.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count.value if visible is None else min(count.value, len([name for name in visible.split(",") if name]))
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs of `gpu_count`, as `CUDA_VISIBLE_DEVICES` names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(gpu_count())] if visible is None else [n for n in visible.split(",") if n]
-    return names[: gpu_count()]
 
 
 class _GPUMemory(ctypes.Structure):

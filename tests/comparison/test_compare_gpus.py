@@ -92,7 +92,7 @@ def test_a_process_has_the_environment_that_it_is_given(tmp_path, monkeypatch) -
     ("visible", "count", "names"), [(None, 2, ["0", "1"]), ("5,GPU-a", 2, ["5", "GPU-a"]), ("", 0, []), ("4,5", 0, [])]
 )
 def test_gpus_are_named_as_the_environment_names_them(monkeypatch, visible, count, names) -> None:
-    monkeypatch.setattr(machine, "gpu_count", lambda: count)
+    monkeypatch.setattr(machine, "_gpu_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
