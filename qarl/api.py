@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qarl.comparison.api import compare, compare_offline
 from qarl.config.check import check_inputs, check_ranks
+from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, read_source
 from qarl.distributed.place import place
 from qarl.errors import UserError
@@ -38,7 +39,6 @@ __all__ = [
 
 AnyPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
-KVCacheDtype = Literal["auto", "fp8"]
 
 
 def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:

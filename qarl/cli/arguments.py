@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from qarl.config.check_files import Unusable, look
 from qarl.config.messages import shown
+from qarl.config.quant import KVCacheDtype
 from qarl.errors import UserError
 from qarl.inputs.paths import path_fault, shown_path
 
@@ -57,8 +58,8 @@ MovedModel = Annotated[
 ]
 
 
-KVCacheDtype = Annotated[
-    Literal["auto", "fp8"] | None,
+KVCacheOption = Annotated[
+    KVCacheDtype | None,
     typer.Option("--kv-cache-dtype", help="What the KV cache holds; default: as the run was trained, else auto."),
 ]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from qarl import api
-from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
+from qarl.cli.arguments import KVCacheOption, MovedModel, name_of, path_of, text_of
 from qarl.config.evaluation_presets import PRESETS
 from qarl.config.limits import ITEMS, ROWS, STEPS
 from qarl.config.messages import shown
@@ -44,7 +44,7 @@ def evaluate(
     group_size: Annotated[
         int | None, typer.Option(min=-1, max=128, help="Of the scheme's weights; -1: one group a row.")
     ] = None,
-    kv_cache_dtype: KVCacheDtype = None,
+    kv_cache_dtype: KVCacheOption = None,
     samples: Annotated[int | None, typer.Option(help="Responses per prompt; default 4, greedy 1.")] = None,
     k: Annotated[str | None, typer.Option(help="Every k of pass@k, as in 1,4; default 1 and --samples.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,

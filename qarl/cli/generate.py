@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
+from qarl.cli.arguments import KVCacheOption, MovedModel, name_of, path_of, text_of
 from qarl.config.limits import SAMPLES, STEPS, TOKENS
 from qarl.config.quant import GROUPED
 from qarl.inference.target import given, resolve_target
@@ -65,7 +65,7 @@ def generate(
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
-    kv_cache_dtype: KVCacheDtype = None,
+    kv_cache_dtype: KVCacheOption = None,
     step: Annotated[
         int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
     ] = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from qarl import api
-from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
+from qarl.cli.arguments import KVCacheOption, MovedModel, name_of, path_of, text_of
 from qarl.config.limits import STEPS, TOKENS, VOCABULARY
 from qarl.config.quant import GROUPED
 from qarl.inputs.json import strict
@@ -33,7 +33,7 @@ def verify_exact(
         ),
     ] = None,
     group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
-    kv_cache_dtype: KVCacheDtype = None,
+    kv_cache_dtype: KVCacheOption = None,
     engine: Annotated[
         Literal["native", "vllm"], typer.Option(help="What draws; vllm with rollout.numerics exact.")
     ] = "native",
