@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from qarl.config.check_files import Unusable, look
 from qarl.config.messages import shown
-from qarl.config.quant import KVCacheDtype
 from qarl.errors import UserError
 from qarl.inputs.paths import path_fault, shown_path
 
@@ -48,20 +47,6 @@ def name_of(place: str) -> Callable[[str], str]:
         return text_of(place)(value)  # it goes into configurations, which are UTF-8
 
     return parse
-
-
-MovedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model", parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."
-    ),
-]
-
-
-KVCacheOption = Annotated[
-    KVCacheDtype | None,
-    typer.Option("--kv-cache-dtype", help="What the KV cache holds; default: as the run was trained, else auto."),
-]
 
 
 def text_of(place: str) -> Callable[[str], str]:
