@@ -230,7 +230,7 @@ def evaluate(
     from qarl.inference.target import given, resolve_target
 
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(os.fspath(target), step=step, quant=quant or None, model=model)
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
     ks = None if pass_at is None else tuple(pass_at)
     request = Request(tuple(data), samples, ks, temperature, max_response_length, max_prompts, seed)
     section, notes = evaluation_section(found, request)
