@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qarl.comparison.api import compare, compare_offline
 from qarl.config.check import check_inputs, check_ranks
+from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, read_source
 from qarl.distributed.place import place
 from qarl.errors import UserError
@@ -38,7 +39,6 @@ __all__ = [
 
 AnyPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
-KVCacheDtype = Literal["auto", "fp8"]
 
 
 def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
@@ -230,7 +230,7 @@ def evaluate(
     from qarl.inference.target import given, resolve_target
 
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(os.fspath(target), step=step, quant=quant or None, model=model)
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
     ks = None if pass_at is None else tuple(pass_at)
     request = Request(tuple(data), samples, ks, temperature, max_response_length, max_prompts, seed)
     section, notes = evaluation_section(found, request)

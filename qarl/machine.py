@@ -6,8 +6,9 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
@@ -53,50 +54,50 @@ def _limit(path: Path) -> int | None:
 def gpu_bytes() -> int | None:
     """Memory of the first GPU that this process may use, all of it, as the driver's library says; None without one.
 
-    `CUDA_VISIBLE_DEVICES` may name it by number or by identifier. https://docs.nvidia.com/deploy/nvml-api
+    `CUDA_VISIBLE_DEVICES` may name it by number or by identifier.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2():
-            return None
-    except (OSError, AttributeError):
-        return None
     device, memory = ctypes.c_void_p(), _GPUMemory()
-    try:
+    with _driver() as library:
+        if library is None:
+            return None
         if first.isdecimal():
             failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(first)), ctypes.byref(device))
         else:
             failed = library.nvmlDeviceGetHandleByUUID(first.encode(), ctypes.byref(device))
         failed = failed or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         return None if failed else int(memory.total)
-    finally:
-        library.nvmlShutdown()
-
-
-def gpu_count() -> int:
-    """GPUs that this process may use, as the driver's library counts them and `CUDA_VISIBLE_DEVICES` leaves them."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2():
-            return 0
-    except (OSError, AttributeError):
-        return 0
-    count = ctypes.c_uint()
-    try:
-        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return 0
-    finally:
-        library.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return count.value if visible is None else min(count.value, len([name for name in visible.split(",") if name]))
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of `gpu_count`, as `CUDA_VISIBLE_DEVICES` names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(gpu_count())] if visible is None else [n for n in visible.split(",") if n]
-    return names[: gpu_count()]
+    """GPUs that this process may use: those that the driver's library counts, as `CUDA_VISIBLE_DEVICES` names them."""
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), _gpu_count()
+    names = map(str, range(count)) if visible is None else filter(None, visible.split(","))
+    return list(names)[:count]
+
+
+def _gpu_count() -> int:
+    count = ctypes.c_uint()
+    with _driver() as library:
+        failed = library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        return 0 if failed else count.value
+
+
+@contextmanager
+def _driver() -> Iterator[Any]:
+    """The driver's library, ready for questions; None where it does not answer. https://docs.nvidia.com/deploy/nvml-api"""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        ready = not library.nvmlInit_v2()
+    except (OSError, AttributeError):
+        ready = False
+    if not ready:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
 
 
 class _GPUMemory(ctypes.Structure):

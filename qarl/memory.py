@@ -177,9 +177,8 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
         masters = gradients = optimizer = row_share(config, architecture, ranks)
         if ranks > 1:
             flying = rows_in_flight(architecture, ranks)
-            widths = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
             # Gone when operands are made, and counted beside them: an allocator may keep these blocks.
-            codes = codes_in_flight(config, architecture, ranks, *widths)
+            codes = codes_in_flight(config, architecture, ranks)
             more = [
                 Item("gradients of layers on their way between ranks", flying, "update"),
                 Item("messages of codes between ranks", codes, "publish"),

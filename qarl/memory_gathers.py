@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from qarl_formats.scheme import Scheme
 
+from qarl.activations import DTYPE_BYTES
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.distributed.rows import most_rows
@@ -30,13 +31,14 @@ class _Rows(NamedTuple):
     in_place: bool  # can arrive where they belong
 
 
-def codes_in_flight(config: Config, architecture: Architecture, ranks: int, width: int, learner_width: int) -> int:
+def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> int:
     """Messages that are there at once while a version is gathered, as `qarl.distributed.gathers` sends them.
 
     Of each message this rank's rows; where it is of several tensors or of a part of one, these packed, and those of
     all ranks before they go to their places, which are the version's. A learner that is not aligned gathers values of
-    its own afterwards. width, learner_width: bytes of the compute dtypes.
+    its own afterwards.
     """
+    width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
     blocks = blocks_of(config, architecture)
     gathers = [[(block, _stored(block, block.scheme, width)) for block in blocks]]
     if config.quant.learner != "aligned":

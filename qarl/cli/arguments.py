@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
 
@@ -47,20 +47,6 @@ def name_of(place: str) -> Callable[[str], str]:
         return text_of(place)(value)  # it goes into configurations, which are UTF-8
 
     return parse
-
-
-MovedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model", parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."
-    ),
-]
-
-
-KVCacheDtype = Annotated[
-    Literal["auto", "fp8"] | None,
-    typer.Option("--kv-cache-dtype", help="What the KV cache holds; default: as the run was trained, else auto."),
-]
 
 
 def text_of(place: str) -> Callable[[str], str]:

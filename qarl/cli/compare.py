@@ -12,7 +12,7 @@ from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.comparison.api import OFFLINE_TOKENS, refuse
 from qarl.config.limits import TOKENS, WORKERS
-from qarl.config.quant import GROUPED
+from qarl.config.quant import GROUPED, KVCacheDtype
 from qarl.errors import UserError
 
 
@@ -99,7 +99,7 @@ def compare(
         typer.Option(min=-1, max=128, help=f"With --offline: of {GROUPED}; default 128.", show_default=False),
     ] = None,
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"] | None,
+        KVCacheDtype | None,
         typer.Option(
             "--kv-cache-dtype", help="With --offline: of every scheme; default the run's.", show_default=False
         ),

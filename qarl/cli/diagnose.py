@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qarl.cli.arguments import MovedModel, path_of
+from qarl.cli.arguments import path_of
+from qarl.cli.options import Device, MovedModel
 from qarl.cli.tables import table_console
 from qarl.config.limits import STEPS
 from qarl.storage.runs import read_run_config
@@ -39,7 +40,7 @@ def diagnose(
         Path | None, typer.Option("--out", parser=path_of("--out"), metavar="DIR", help="Default RUN/diagnose/NNNNNN.")
     ] = None,
     model: MovedModel = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Recompute a step's log-probs in the learner's and in the sampler's arithmetic, and read the numbers.
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from qarl import api
-from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
+from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
 from qarl.config.evaluation_presets import PRESETS
-from qarl.config.limits import ITEMS, ROWS, STEPS
+from qarl.config.limits import ITEMS, ROWS
 from qarl.config.messages import shown
 from qarl.errors import UserError
 
@@ -32,19 +33,9 @@ def evaluate(
             "again. Without it: the run's evaluation.tasks, or else its training data.",
         ),
     ] = None,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            "--scheme",
-            parser=text_of("--scheme"),
-            metavar="SCHEME",
-            help="Quantize to this scheme; default: the run's own, bf16 for a model.",
-        ),
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(min=-1, max=128, help="Of the scheme's weights; -1: one group a row.")
-    ] = None,
-    kv_cache_dtype: KVCacheDtype = None,
+    scheme: Scheme = None,
+    group_size: GroupSize = None,
+    kv_cache_dtype: KVCache = None,
     samples: Annotated[int | None, typer.Option(help="Responses per prompt; default 4, greedy 1.")] = None,
     k: Annotated[str | None, typer.Option(help="Every k of pass@k, as in 1,4; default 1 and --samples.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
@@ -55,9 +46,7 @@ def evaluate(
         int | None, typer.Option(min=1, max=ROWS, help="Only the first prompts of each set.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the random streams; default 0.")] = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
-    ] = None,
+    step: Step = None,
     model: MovedModel = None,
     out: Annotated[
         Path | None,
@@ -65,7 +54,7 @@ def evaluate(
             "--out", parser=path_of("--out"), metavar="DIR", help="Results directory; default RUN/eval/... or eval/..."
         ),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % confidence intervals. Rerun to go on."""
     ks = None if k is None else _numbers(k)

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from qarl import api
-from qarl.cli.arguments import MovedModel, name_of, path_of, text_of
-from qarl.config.limits import STEPS
+from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.options import MovedModel, Step
 from qarl.results import ExportResult
 
 ShardSize = Annotated[
@@ -37,7 +37,7 @@ def export(
         Path | None,
         typer.Argument(parser=path_of("OUT"), metavar="[OUT]", help="New directory; default RUN/export."),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint; default the newest.")] = None,
+    step: Step = None,
     model: MovedModel = None,
     dtype: Annotated[Literal["bf16"] | None, typer.Option(help="Export the masters, unquantized.")] = None,
     max_shard_size: ShardSize = "5GB",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
-from qarl.config.limits import SAMPLES, STEPS, TOKENS
-from qarl.config.quant import GROUPED
+from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
+from qarl.config.limits import SAMPLES, TOKENS
 from qarl.inference.target import given, resolve_target
 from qarl.threads import wait_politely
 
@@ -55,22 +55,12 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this probability; 1 is off.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Longest completion.")] = 128,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            "--scheme",
-            parser=text_of("--scheme"),
-            metavar="SCHEME",
-            help="Default: the run's or checkpoint's; for a model bf16.",
-        ),
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
-    kv_cache_dtype: KVCacheDtype = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
-    ] = None,
+    scheme: Scheme = None,
+    group_size: GroupSize = None,
+    kv_cache_dtype: KVCache = None,
+    step: Step = None,
     model: MovedModel = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto is CUDA where there is one.")] = "auto",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random stream.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a completion, with token ids and log-probs.")

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import typer
 
 from qarl import api
-from qarl.cli.arguments import KVCacheDtype, MovedModel, name_of, path_of, text_of
-from qarl.config.limits import STEPS, TOKENS, VOCABULARY
-from qarl.config.quant import GROUPED
+from qarl.cli.arguments import name_of, path_of
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
+from qarl.config.limits import TOKENS, VOCABULARY
 from qarl.inputs.json import strict
 from qarl.results import Difference, Exactness
 from qarl.storage.disk import write_together
@@ -23,17 +23,9 @@ def verify_exact(
         str,
         typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to run."),
     ],
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            "--scheme",
-            parser=text_of("--scheme"),
-            metavar="SCHEME",
-            help="Default: the run's or checkpoint's; for a model bf16.",
-        ),
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUPED}: 32, 64, 128 or -1.")] = None,
-    kv_cache_dtype: KVCacheDtype = None,
+    scheme: Scheme = None,
+    group_size: GroupSize = None,
+    kv_cache_dtype: KVCache = None,
     engine: Annotated[
         Literal["native", "vllm"], typer.Option(help="What draws; vllm with rollout.numerics exact.")
     ] = "native",
@@ -58,11 +50,9 @@ def verify_exact(
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of prompts and draws.")] = 0,
-    step: Annotated[
-        int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")
-    ] = None,
+    step: Step = None,
     model: MovedModel = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto is CUDA where there is one.")] = "auto",
+    device: Device = "auto",
     out: Annotated[
         Path | None,
         typer.Option("--json", parser=path_of("--json"), metavar="FILE", help="Write what was found there too."),

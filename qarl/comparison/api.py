@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
@@ -76,7 +77,7 @@ def compare_offline(
     *,
     text: AnyPath | None = None,
     group_size: int | None = None,
-    kv_cache_dtype: Literal["auto", "fp8"] | None = None,
+    kv_cache_dtype: KVCacheDtype | None = None,
     max_tokens: int = OFFLINE_TOKENS,
     out: AnyPath | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",

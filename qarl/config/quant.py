@@ -18,6 +18,8 @@ from qarl.config.limits import ITEMS, NAME
 
 GROUPED = " and ".join(grouped_names())
 ZERO_POINTS = " and ".join(scheme_names(lambda kind: kind.zero_points))
+KVCacheDtype = Literal["auto", "fp8"]
+OF_TRAINING = {"learner", "ste_input", "backward"}  # keys of `quant` that only a learner reads
 
 
 def _known(name: str) -> str:
@@ -93,7 +95,7 @@ class QuantConfig(Section):
         "capability 8.9 or later; the routed experts of a mixture stay with bf16. diagnostics.backward_every measures "
         "what it does to the gradient.",
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+    kv_cache_dtype: KVCacheDtype = Field(
         "auto",
         description="What the sampler's KV cache holds. auto: model.dtype. fp8: e4m3 with a scale of 1, in half the "
         "memory on a GPU of compute capability 8.9 or later; an aligned or fake_quant learner rounds its keys and "

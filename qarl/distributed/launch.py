@@ -27,7 +27,7 @@ from qarl.distributed.place import MEETING, log_name
 from qarl.distributed.watch import GRACE_S, NOTE
 from qarl.errors import UNEXPECTED, UserError
 from qarl.inputs.paths import user_path
-from qarl.machine import gpu_count
+from qarl.machine import visible_gpus
 from qarl.memory import expected_device
 from qarl.signals import Signals
 
@@ -60,7 +60,7 @@ def train_on_ranks(config: str, overrides: list[str], count: int) -> int:
 
 def gpus_for_ranks(config: Config) -> int | None:
     """GPUs of this machine, where the configuration runs on them."""
-    return (gpu_count() or None) if expected_device(config) == "cuda" else None
+    return (len(visible_gpus()) or None) if expected_device(config) == "cuda" else None
 
 
 def launch(argv: list[str], count: int, run_dir: Path) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config import EvaluationConfig, RewardConfig
+from qarl.config.quant import OF_TRAINING
 from qarl.evaluation.directory import ResultsDirectory
 from qarl.evaluation.request import DEFAULT_RESPONSE_LENGTH
 from qarl.evaluation.runner import Settings, evaluate
@@ -115,7 +116,7 @@ def _identity(target: Target, tasks: list[LoadedTask], settings: Settings) -> di
     """What decides the results, but for the weights and the stop tokens, which loading them tells."""
     sampling = settings.describe()
     del sampling["stop_token_ids"]
-    quant = target.quant.model_dump(exclude={"learner", "ste_input", "backward"})  # those are of training
+    quant = target.quant.model_dump(exclude=OF_TRAINING)
     return {
         "step": target.step,
         "quant": quant,

@@ -14,7 +14,7 @@ from qarl_formats.quantize import QuantizedWeight
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qarl.config.quant import scheme_of
+from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.staging import require_space, staged
 from qarl.inference.masters import Masters
@@ -160,7 +160,7 @@ def _provenance(
         "run": None if target.run_dir is None else target.run_dir.resolve().name,
         "step": target.step,
         "model": target.model.model_dump(include={"path", "gguf_file", "revision"}),
-        "quant": target.quant.model_dump(exclude={"learner", "ste_input"}),
+        "quant": target.quant.model_dump(exclude=OF_TRAINING),
         "policy_version": masters.version,
         "run_snapshot_sha256": masters.digest,
         "snapshot_sha256": digest,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
-from qarl.config.quant import scheme_of
+from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.config.weights import EMBEDDING, HEAD, require_weights
 from qarl.errors import UserError
 from qarl.inference.masters import Masters, open_masters, plain_config
@@ -108,8 +108,8 @@ def same_codes_expected(target: Target) -> bool:
     """Whether opening `target` gives the tensors that its run published: the run's own scheme and layout."""
     if target.run is None:
         return False
-    of_training = {"learner", "ste_input", "kernels"}
-    return target.quant.model_dump(exclude=of_training) == target.run.quant.model_dump(exclude=of_training)
+    others = OF_TRAINING | {"kernels", "kv_cache_dtype"}  # which decide no code
+    return target.quant.model_dump(exclude=others) == target.run.quant.model_dump(exclude=others)
 
 
 def require_codes(target: Target, masters: Masters, digest: str) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from qarl.config import Config, ModelConfig, QuantConfig, check_model
 from qarl.config.messages import fault_lines
+from qarl.config.quant import OF_TRAINING
 from qarl.errors import UserError
 from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
@@ -152,12 +153,10 @@ def _run_target(
         if model is not None:
             raise
         raise UserError(f"{error}; if the base model of {name} moved, give its new place with --model") from error
-    own = run.quant.model_dump()
+    own = run.quant.model_dump(exclude=OF_TRAINING)
     if quant.get("scheme", run.quant.scheme) != run.quant.scheme:  # what belongs to the run's scheme does not apply
         own = {key: own[key] for key in ("ignore", "scale_dtype", "kernels", "kv_cache_dtype")}
-    # Only training has a learner to misalign, and a backward.
-    both = own | dict(quant) | {"learner": "aligned", "ste_input": "unquantized", "backward": "bf16"}
-    return Target("run", name, base, _quant(both), run, run_dir, step_of(checkpoint.name), checkpoint)
+    return Target("run", name, base, _quant(own | dict(quant)), run, run_dir, step_of(checkpoint.name), checkpoint)
 
 
 def _model(values: dict[str, Any]) -> ModelConfig:

@@ -48,7 +48,7 @@ from qarl.training.updates import Updates
 from qarl.types import Prompt
 
 if TYPE_CHECKING:
-    from qarl.rollout.vllm.early import EarlySampler
+    from qarl.rollout.vllm.early import BegunSampler
 
 ALONE = Alone()
 
@@ -110,7 +110,14 @@ def build_run(
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
-        engine = together(ranks, lambda: _own_engine(config, policy, asked, place, say, ranks, early))
+        engine = together(
+            ranks,
+            lambda: (
+                build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early)
+                if _draws(config, ranks)
+                else NoSampler()
+            ),
+        )
         stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
         learner = Learner(policy, updates, config, sampling.truncation, ranks)
         if learner.objective.needs.reference:
@@ -157,8 +164,7 @@ def _asked_and_scored(
         if config.rollout.engine == "vllm" and _draws(config, ranks):
             from qarl.rollout.vllm.launch import require_vllm
 
-            experts = shape is not None and shape.mixture is not None
-            require_vllm(config, device, context, experts, None if shape is None else shape.head_dim)
+            require_vllm(config, device, context, shape)
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
         prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary)
@@ -252,26 +258,12 @@ def _draws(config: Config, ranks: Ranks) -> bool:
     return ranks.rank < config.rollout.samplers(ranks.count)
 
 
-def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> EarlySampler | None:
+def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:
     if config.rollout.engine == "native" or not _draws(config, ranks):
         return None
     from qarl.rollout.vllm.early import early_sampler
 
     return early_sampler(config, device, place)
-
-
-def _own_engine(
-    config: Config,
-    policy: Policy,
-    asked: _Asked,
-    place: Path,
-    say: Callable[[str], None],
-    ranks: Ranks,
-    early: EarlySampler | None,
-) -> RolloutEngine:
-    if not _draws(config, ranks):
-        return NoSampler()
-    return build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early)
 
 
 def build_engine(
@@ -281,7 +273,7 @@ def build_engine(
     prompts: Sequence[Prompt],
     run_dir: Path,
     say: Callable[[str], None],
-    early: EarlySampler | None = None,
+    early: BegunSampler | None = None,
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know. early: is
     the engine's from now on.

@@ -7,7 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -23,7 +23,7 @@ from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.link import Link, SamplerFault
 from qarl.weight_sync.plan import UpdatePlan, flatten, plan_update, unflatten
 from qarl.weight_sync.snapshot import Snapshot
-from qarl.weight_sync.transport import ReceiverPlan, TeamCarrier, make_carrier
+from qarl.weight_sync.transport import TeamCarrier
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
@@ -94,20 +94,9 @@ class WeightSender:
         write_snapshot_checkpoint(directory, snapshot, self.layout, self.tokenizer)
         self._scored = self.scorer.score(self.canary).tolist()
 
-    def open(self, sampler_gpu: int | None) -> ReceiverPlan:
-        """Make the carrier of later updates to a process of its own, and say what that process must open."""
-        return self.opened(*make_carrier(self.layout.device, sampler_gpu))
-
-    def opened(self, carrier: Carrier, plan: ReceiverPlan) -> ReceiverPlan:
-        """`open`, with a carrier that there is already: from now on it is this one's to close."""
+    def use(self, carrier: Carrier | TeamCarrier) -> None:
+        """The way of later updates to a process of its own; `close` closes it too."""
         self._carrier = carrier
-        return plan
-
-    def open_team(self, sampler_gpus: Sequence[int | None]) -> list[ReceiverPlan]:
-        """`open`, to several processes that hold a part of the model each: what each of them must open."""
-        made = [make_carrier(self.layout.device, gpu) for gpu in sampler_gpus]
-        self._carrier = TeamCarrier([carrier for carrier, _ in made])
-        return [plan for _, plan in made]
 
     def accept(self, link: Link, snapshot: Snapshot, mode: Mode) -> None:
         """Note that a sampler has started from what was prepared; the first one's canary sets the bound of all others.

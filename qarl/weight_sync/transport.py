@@ -44,6 +44,12 @@ def make_carrier(learner: torch.device, sampler_gpu: int | None) -> tuple[Carrie
     return CudaIpcCarrier(), ReceiverPlan("cuda_ipc", gpus=(own,) if own == source else (own, source))
 
 
+def make_team(learner: torch.device, sampler_gpus: Sequence[int | None]) -> tuple[TeamCarrier, list[ReceiverPlan]]:
+    """`make_carrier`, to several processes that hold a part of the model each: what each of them must open."""
+    made = [make_carrier(learner, gpu) for gpu in sampler_gpus]
+    return TeamCarrier([carrier for carrier, _ in made]), [plan for _, plan in made]
+
+
 class TeamCarrier:
     """Packs tensors for several receivers, a parcel for each: a handle of CUDA IPC counts one receiver."""
 

@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 import pytest
 from comparisons import settings_of, write_model
 
-from qarl import machine
 from qarl.comparison import launch
 from qarl.comparison.launch import TrainProcess, train_members, write_configs
 from qarl.comparison.plan import Member
@@ -86,14 +85,3 @@ def test_a_process_has_the_environment_that_it_is_given(tmp_path, monkeypatch) -
     while process.poll() is None:
         pass
     assert (tmp_path / "log").read_text() == f"7 {'PATH' in os.environ}\n"
-
-
-@pytest.mark.parametrize(
-    ("visible", "count", "names"), [(None, 2, ["0", "1"]), ("5,GPU-a", 2, ["5", "GPU-a"]), ("", 0, []), ("4,5", 0, [])]
-)
-def test_gpus_are_named_as_the_environment_names_them(monkeypatch, visible, count, names) -> None:
-    monkeypatch.setattr(machine, "gpu_count", lambda: count)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.visible_gpus() == names

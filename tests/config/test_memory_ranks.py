@@ -111,7 +111,7 @@ def test_runs_of_experts_are_packed_and_arrive_before_they_are_in_place():
     shapes = Architecture("qwen3_moe", 2048, 6144, 2, 32, 4, 128, 10_000, 40960, tied_embeddings=False, mixture=of)
     # Three messages: a run of this rank's rows in bf16, half of its 2^28 bytes in float32, and those of both ranks.
     bf16 = config(quant={"scheme": "bf16", "group_size": None})
-    assert codes_in_flight(bf16, shapes, 2, 2, 2) == 3 * (1 + 2) * 2**27
+    assert codes_in_flight(bf16, shapes, 2) == 3 * (1 + 2) * 2**27
 
 
 def test_messages_are_as_large_as_they_are_sent():

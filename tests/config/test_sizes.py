@@ -210,16 +210,18 @@ def test_each_decision_is_a_line():
 
 
 class FakeDriver:
-    """The calls of libnvidia-ml.so.1 that are made, with one GPU of 80 GiB."""
+    """The calls of libnvidia-ml.so.1 that are made, with GPUs of 80 GiB."""
 
-    def __init__(self, fail: str = "") -> None:
-        self.calls, self.fail = [], fail
+    def __init__(self, fail: str = "", count: int = 1) -> None:
+        self.calls, self.fail, self.count = [], fail, count
 
     def __getattr__(self, name: str):
         def call(*arguments) -> int:
             self.calls.append((name, arguments))
             if name == "nvmlDeviceGetMemoryInfo":
                 arguments[1]._obj.total = 80 * GIB
+            if name == "nvmlDeviceGetCount_v2":
+                arguments[0]._obj.value = self.count
             return int(name == self.fail)
 
         return call
@@ -245,9 +247,24 @@ def test_a_driver_that_says_nothing_is_no_memory(monkeypatch, fail):
     assert machine.gpu_bytes() is None
 
 
-def test_a_machine_without_a_driver_has_no_gpu_memory(monkeypatch):
+@pytest.mark.parametrize(
+    ("visible", "count", "names"), [(None, 2, ["0", "1"]), ("5,GPU-a", 2, ["5", "GPU-a"]), ("", 2, []), ("4,5", 0, [])]
+)
+def test_gpus_are_those_that_the_driver_counts_and_the_environment_names(monkeypatch, visible, count, names):
+    driver = FakeDriver(count=count)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.visible_gpus() == names
+    assert driver.calls[-1][0] == "nvmlShutdown"
+    driver.fail = "nvmlDeviceGetCount_v2"
+    assert machine.visible_gpus() == []
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     def absent(name: str):
         raise OSError("no such library")
 
     monkeypatch.setattr(machine.ctypes, "CDLL", absent)
-    assert machine.gpu_bytes() is None
+    assert machine.gpu_bytes() is None and machine.visible_gpus() == []

@@ -69,7 +69,11 @@ class FirstRank(GroupExchange):
 def config(learner: str, quant: Mapping[str, Any]) -> Config:
     return Config.model_validate(
         {
-            "model": {"path": "x", "dtype": "bfloat16"},
+            "model": {
+                "path": "x",
+                "dtype": "bfloat16",
+                "learner_dtype": None if learner == "aligned" else "float32",
+            },
             "quant": {"learner": learner, "ignore": ["lm_head", r"re:.*\.mlp\.gate$"], **quant},
             "data": {"source": "task:arithmetic"},
             "reward": {"functions": [{"name": "exact"}]},
@@ -124,11 +128,11 @@ QUANT: Sequence[Mapping[str, Any]] = (
 @pytest.mark.parametrize("quant", QUANT, ids=lambda quant: f"{quant['scheme']} {quant['group_size']}")
 def test_messages_hold_what_is_estimated(quant, architecture, count) -> None:
     own = config("aligned", quant)
-    assert held(own, architecture, count) == pytest.approx(codes_in_flight(own, architecture, count, 2, 2), rel=1e-3)
+    assert held(own, architecture, count) == pytest.approx(codes_in_flight(own, architecture, count), rel=1e-3)
 
 
 def test_a_learner_that_is_not_aligned_gathers_its_values_too() -> None:
     own = config("full_precision", {"scheme": "w4a16", "group_size": 128})
-    estimated = codes_in_flight(own, MIXTURE, 4, 2, 4)
-    assert estimated > 2 * codes_in_flight(config("aligned", {"group_size": 128}), MIXTURE, 4, 2, 4)
+    estimated = codes_in_flight(own, MIXTURE, 4)
+    assert estimated > 2 * codes_in_flight(config("aligned", {"group_size": 128}), MIXTURE, 4)
     assert held(own, MIXTURE, 4) == pytest.approx(estimated, rel=1e-3)

@@ -134,9 +134,17 @@ def test_masters_of_another_model_or_type_are_refused_by_name(run_of):
             open_masters(resolve_target(str(run_of(GOOD, change))))
 
 
-def test_a_run_whose_digest_is_anothers_is_refused(run_of):
+@pytest.mark.parametrize(
+    ("trained", "asked"),
+    [({}, {}), ({"backward": "fp8"}, {}), ({"learner": "fake_quant"}, {}), ({}, {"kv_cache_dtype": "fp8"})],
+)
+def test_a_run_whose_digest_is_anothers_is_refused(run_of, trained, asked):
+    """Also where it was trained, or is run, with what is no matter of codes."""
+    path = run_of(GOOD)
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    (path / "config.yaml").write_text(yaml.safe_dump(config | {"quant": config["quant"] | trained}))
     with pytest.raises(UserError, match="its masters quantize to other codes than they did in the run"):
-        open_policy(resolve_target(str(run_of(GOOD))), device="cpu")
+        open_policy(resolve_target(str(path), quant=asked), device="cpu")
 
 
 @pytest.mark.parametrize("name", ["²²²²²²", "last", "12", "0000000000000001"])

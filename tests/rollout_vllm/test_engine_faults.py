@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fake_sampler
 import pytest
@@ -17,7 +18,9 @@ from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
+from qarl.rollout.vllm.early import early_sampler
 from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
+from qarl.rollout.vllm.process import BegunProcess
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import WeightSender
@@ -37,7 +40,7 @@ class Case:
         self.troubles = folder / "troubles"
         self.engine: VLLMEngine | None = None
 
-    def make(self, *troubles: str, exact: bool = False, **vllm) -> VLLMEngine:
+    def make(self, *troubles: str, exact: bool = False, early: bool = False, **vllm) -> VLLMEngine:
         self.troubles.write_text("\n".join(troubles))
         section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
         config = decide_sizes(Config.model_validate(settings(self.model, rollout=section)), "cpu")
@@ -46,7 +49,8 @@ class Case:
         )
         sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, [[5, 70, 90], [6, 71]], say, exact)
-        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say)
+        begun = early_sampler(config, sampler.layout.device, self.folder) if early else None
+        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say, begun)
         return self.engine
 
     def publish(self) -> None:
@@ -109,6 +113,27 @@ def test_a_process_that_has_begun_ends_when_the_policy_cannot_be_written(case, m
     with pytest.raises(type(fault)):
         case.publish()
     assert len(begun) == 1 and not fake_sampler.alive(begun[0])
+
+
+def test_a_process_that_began_early_is_taken_over_and_the_next_start_begins_its_own(case, monkeypatch) -> None:
+    started, real = [], BegunProcess.__init__
+
+    def counted(begun: BegunProcess, *given: Any) -> None:
+        real(begun, *given)
+        started.append(begun.process.pid)
+
+    monkeypatch.setattr(BegunProcess, "__init__", counted)
+    engine = case.make("generate kill", early=True)
+    assert len(started) == 1
+    case.publish()
+    assert case.pids == started == [engine._sampler.pid]
+    assert len(case.draw()) == 12 and case.pids == started and len(started) == 2
+
+
+def test_one_that_nothing_was_published_to_ends_with_the_engine(case) -> None:
+    begun = case.make(early=True)._early.begun
+    case.engine.close()
+    assert not fake_sampler.alive(begun.process.pid)
 
 
 def test_the_canary_is_scored_once_for_a_start(case, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from tiny_runs import Qarl, settings, write_config
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.team import SamplerTeam
 from qarl.weight_sync.link import SamplerFault
-from qarl.weight_sync.transport import TeamCarrier, make_carrier
+from qarl.weight_sync.transport import make_team
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
@@ -33,15 +33,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
     fake_sampler.install(monkeypatch.setattr)
-    made = [make_carrier(torch.device("cpu"), None) for _ in range(2)]
+    carrier, plans = make_team(torch.device("cpu"), [None, None])
     teams: list[SamplerTeam] = []
 
     def make(*troubles: str, timeout_s: float = 30.0) -> SamplerTeam:
         for index in range(2):
             (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
-        plans = [plan for _, plan in made]
         teams.append(SamplerTeam(fake_sampler.settings(tmp_path), {}, plans, tmp_path / "sampler.log", timeout_s))
-        teams[-1].carrier = TeamCarrier([carrier for carrier, _ in made])
+        teams[-1].carrier = carrier
         teams[-1].start(ignore)
         return teams[-1]
 
@@ -49,8 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for team in teams:
         team.close()
         assert gone(team) and not team._folder.exists()
-    for carrier, _ in made:
-        carrier.close()
+    carrier.close()
 
 
 def gone(team: SamplerTeam) -> bool:

@@ -11,11 +11,12 @@ from qarl_kernels.logprob import Truncation
 from tiny_runs import parts
 
 from qarl.errors import UserError
+from qarl.policy.load_config import load_architecture
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.arguments import engine_arguments, graph_sizes
 from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_settings
-from qarl.rollout.vllm.settings import Drawing, request_seed
+from qarl.rollout.vllm.settings import KV_FP8, Drawing, request_seed
 from qarl.types import Prompt
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, head size, bfloat16
@@ -52,6 +53,8 @@ def test_exact_numerics_are_qarls_kernels_in_pages_of_the_policys_attention(tiny
     found = engine_arguments(settings)
     assert found["hf_overrides"] == {"architectures": ["ExactLlamaForCausalLM"]}
     assert (found["block_size"], found["enforce_eager"]) == (64, True) and "compilation_config" not in found
+    fp8 = engine_arguments(replace(settings, kv_fp8=True))
+    assert fp8 == found | {"additional_config": {KV_FP8: True}}
     on_gpu = engine_arguments(replace(settings, cuda=0, enforce_eager=False, max_num_seqs=40))
     graphs = on_gpu["compilation_config"]
     assert (graphs["mode"], graphs["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
@@ -113,13 +116,14 @@ def test_what_an_fp8_kv_cache_of_vllms_attention_needs_on_a_cpu(tiny, monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
     quant = tiny.config.quant.model_copy(update={"kv_cache_dtype": "fp8"})
-    config, given = tiny.config.model_copy(update={"quant": quant}), (tiny.policy.device, tiny.policy.max_length)
+    config, shape = tiny.config.model_copy(update={"quant": quant}), load_architecture(tiny.config.model)
+    given = tiny.policy.device, tiny.policy.max_length, head_dim and replace(shape, head_dim=head_dim)
     refused = pytest.raises(UserError, match=r"quant\.kv_cache_dtype: .* use rollout\.numerics: exact")
     with nullcontext() if served else refused:
-        require_vllm(config, *given, head_dim=head_dim)
+        require_vllm(config, *given)
     exact = changed(tiny, numerics="exact", linear_kernels=None).rollout
-    require_vllm(config.model_copy(update={"rollout": exact}), *given, head_dim=head_dim)
-    require_vllm(tiny.config, *given, head_dim=head_dim)
+    require_vllm(config.model_copy(update={"rollout": exact}), *given)
+    require_vllm(tiny.config, *given)
 
 
 def test_request_seeds_stay_what_they_are() -> None:

@@ -12,6 +12,7 @@ from tiny_runs import Qarl, settings, write_config
 
 from qarl.config import Config
 from qarl.errors import UserError
+from qarl.policy.load_config import load_architecture
 from qarl.rollout.vllm.launch import require_vllm
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -49,7 +50,7 @@ def test_a_run_replays_what_vllm_chose_and_every_publish_of_experts_is_proved(
 def test_what_vllm_cannot_do_with_experts_is_refused(tiny_model, sections, device, says) -> None:
     config = Config.model_validate(settings(tiny_model("mixtral"), **sections))
     with pytest.raises(UserError, match=says):
-        require_vllm(config, torch.device(device), 512, experts=True)
+        require_vllm(config, torch.device(device), 512, load_architecture(config.model))
 
 
 def test_the_same_is_said_before_a_run(qarl: Qarl, tiny_model, tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 from qarl_kernels.attention import PAGE
 
-from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.rollout.vllm.settings import KV_FP8, SamplerSettings
 
 # Batches of decodes that CUDA graphs are captured for; a batch runs in the next larger one.
 STEPS = ((1, 2, 4, 8), range(16, 128, 16), range(128, 513, 32))
-
-KV_FP8 = "qarl_kv_fp8"  # of vLLM's additional configuration: keys and values of the policy's forward are e4m3
 
 
 def engine_arguments(settings: SamplerSettings) -> dict[str, Any]:
@@ -44,13 +42,11 @@ def engine_arguments(settings: SamplerSettings) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     if settings.linear_kernels == "qarl" and settings.scheme == "bf16":
         overrides["quantization_config"] = {"quant_method": "qarl-dense"}
-    if settings.kv_fp8:
-        # vLLM's own attention is not asked to take what the policy's does.
-        exact = settings.numerics == "exact"
-        arguments |= {"additional_config": {KV_FP8: True}} if exact else {"kv_cache_dtype": "fp8"}
     if settings.numerics == "exact":
         overrides["architectures"] = [_exact_architecture(settings)]
         arguments |= _exact_arguments(settings)
+    elif settings.kv_fp8:
+        arguments["kv_cache_dtype"] = "fp8"
     if overrides:
         arguments["hf_overrides"] = overrides
     return arguments | dict(settings.args)
@@ -79,6 +75,8 @@ def _exact_architecture(settings: SamplerSettings) -> str:
 
 def _exact_arguments(settings: SamplerSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {"block_size": PAGE}
+    if settings.kv_fp8:  # vLLM's own attention is not asked to take what the policy's does
+        arguments["additional_config"] = {KV_FP8: True}
     if settings.cuda is None:
         arguments["enforce_eager"] = True
     elif not settings.enforce_eager:  # nothing is compiled by torch: the policy's kernels are what they are

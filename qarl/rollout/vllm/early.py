@@ -1,4 +1,4 @@
-"""A sampler's process that begins before there is a policy: it imports vLLM while the learner loads the model."""
+"""How a sampler's process begins, also before there is a policy: it imports vLLM while the learner loads the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOG = "sampler.log"  # in the directory of a run, or of a rank's
 
 
 @dataclass(frozen=True)
-class EarlySampler:
-    """Of the first start of a run's vLLM. carrier, plan: the way of later publications to it."""
+class BegunSampler:
+    """A process of a run's vLLM. carrier, plan: the way of later publications to it."""
 
     begun: BegunProcess
     carrier: Carrier
@@ -30,19 +30,27 @@ class EarlySampler:
         self.carrier.close()
 
 
-def early_sampler(config: Config, device: torch.device, place: Path) -> EarlySampler | None:
-    """Begin the process of the vLLM that `config` asks for; None where it has none or several, or it cannot begin yet.
-
-    device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
-    """
+def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler | None:
+    """`begin_sampler`; None where `config` has no vLLM that is one process, or it cannot begin yet."""
     rollout = config.rollout
     if rollout.engine != "vllm" or rollout.vllm.process == "inline" or rollout.vllm.tensor_parallel > 1:
         return None
+    try:
+        return begin_sampler(config, device, place)
+    except OSError:  # which the start will tell, if it comes again
+        return None
+
+
+def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler:
+    """Begin the process of the vLLM that `config` asks for. Raises OSError.
+
+    device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
+    """
+    rollout, threads = config.rollout, sampler_threads(device)
     carrier, plan = make_carrier(device, sampler_gpu(config))
     try:
-        threads = sampler_threads(device)
         begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, plan, place / LOG)
-    except OSError:  # which the start will tell, if it comes again
+    except BaseException:
         carrier.close()
-        return None
-    return EarlySampler(begun, carrier, plan)
+        raise
+    return BegunSampler(begun, carrier, plan)

