@@ -51,7 +51,7 @@ TILES = {
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
 }
 # Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
-FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)), 256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))}
+FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
 BEFORE_HOPPER = {
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
