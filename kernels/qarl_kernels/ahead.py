@@ -7,7 +7,7 @@ caches, where the launches themselves find them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,18 +55,15 @@ class Different(list[Launch]):
             super().append(replace(launch, arguments=arguments))
 
 
-def compile_ahead(launches: Iterable[Launch], device: torch.device, threads: int) -> int:
+def compile_ahead(launches: Sequence[Launch], device: torch.device, threads: int) -> int:
     """Compile and load what these launches would run on a CUDA device. Returns how many kernels that are.
 
     A kernel that does not compile, or that the device cannot hold, is left to its launch, which says so.
     """
-    different = Different()
-    for launch in launches:
-        different.append(launch)
     with torch.cuda.device(device), ThreadPoolExecutor(threads) as pool:
         with AsyncCompileMode(pool, ignore_errors=True):
             futures = [
-                launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options) for launch in different
+                launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options) for launch in launches
             ]
         made = {id(kernel): kernel for future in futures if (kernel := _compiled(future)) is not None}
         return sum(pool.map(lambda kernel: _load(kernel, device), made.values()))

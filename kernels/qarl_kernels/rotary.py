@@ -91,7 +91,11 @@ def exists(head, heads, column):
 
 
 @triton.jit
-def store_halves(start, keep, first, second, HALF: tl.constexpr):
+def store_halves(start, keep, first, second, HALF: tl.constexpr, FP8: tl.constexpr = False):
+    """What `halves` reads, of the dtype that is stored there. FP8: 16-bit values, which are rounded to e4m3."""
+    if FP8:
+        first = round_e4m3(first, start.dtype.element_ty)
+        second = round_e4m3(second, start.dtype.element_ty)
     at = start[:, None] + tl.arange(0, _VECTOR)[None, :]
     tl.store(at, first, keep)
     tl.store(at + HALF, second, keep)
@@ -120,10 +124,7 @@ def copied_heads(
     for i in tl.static_range(HEADS):
         present = stored & exists(head + i, heads, column)
         first, second = halves(source + (head + i) * (2 * HALF) + column, present, HALF)
-        if FP8:
-            first = round_e4m3(first, into.dtype.element_ty)
-            second = round_e4m3(second, into.dtype.element_ty)
-        store_halves(into + (head + i) * pitch + column, present, first, second, HALF)
+        store_halves(into + (head + i) * pitch + column, present, first, second, HALF, FP8)
 
 
 @triton.jit
@@ -153,10 +154,7 @@ def turned_heads(
         turned_left = _round(left * cos_first, dtype) - _round(right * sin_first, dtype)
         turned_right = _round(right * cos_second, dtype) + _round(left * sin_second, dtype)
         first, second = narrow(turned_left, dtype), narrow(turned_right, dtype)
-        if FP8:
-            first = round_e4m3(first, into.dtype.element_ty)
-            second = round_e4m3(second, into.dtype.element_ty)
-        store_halves(into + (head + i) * pitch + column, stored & present, first, second, HALF)
+        store_halves(into + (head + i) * pitch + column, stored & present, first, second, HALF, FP8)
 
 
 @triton.jit(do_not_specialize=["rows"])

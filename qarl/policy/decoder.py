@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -65,14 +66,10 @@ class Decoder:
         hidden, note = self.embedding(ids), self.note
         note(-1, "embedding", hidden)
         cos, sin = self.rotary(hidden, attention.positions)
-        rounds = self.role.view.kv_fp8
         again = self.recompute == "layer" and torch.is_grad_enabled()
+        run = partial(checkpoint, plain_layer, use_reentrant=False) if again else plain_layer
         for layer in self.layers:
-            if again:
-                inputs = layer, hidden, cos, sin, attention, note, routes, rounds
-                hidden = checkpoint(plain_layer, *inputs, use_reentrant=False)
-            else:
-                hidden = plain_layer(layer, hidden, cos, sin, attention, note, routes, rounds)
+            hidden = run(layer, hidden, cos, sin, attention, note, routes, self.role.view.kv_fp8)
         note(len(self.layers), "final_stream", hidden)
         hidden = self.norm(hidden)
         note(len(self.layers), "final_norm", hidden)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stderr
 
 import transformers
 
@@ -37,23 +35,16 @@ def _reason(error: Exception) -> str:
     return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-class quiet_loading:
+@contextmanager
+def quiet_loading() -> Iterator[None]:
     """transformers' progress bars and notices stay out of the user's progress view while a model loads."""
-
-    def __enter__(self) -> None:
-        self.stderr = contextlib.redirect_stderr(io.StringIO())
-        self.stderr.__enter__()
-        self.verbosity = transformers.logging.get_verbosity()
-        self.bars = transformers.logging.is_progress_bar_enabled()
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         transformers.logging.set_verbosity(logging.CRITICAL)  # what it reports as an error, it raises too
         transformers.logging.disable_progress_bar()
-        self.warnings = warnings.catch_warnings()
-        self.warnings.__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *exc: Any) -> None:
-        transformers.logging.set_verbosity(self.verbosity)
-        if self.bars:
-            transformers.logging.enable_progress_bar()
-        self.warnings.__exit__(*exc)
-        self.stderr.__exit__(*exc)
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+            if bars:
+                transformers.logging.enable_progress_bar()

@@ -147,9 +147,9 @@ class DecodeAttention:
 def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values in a layer's cache, which `dtype` holds exactly; those of a negative slot are no row's."""
     page, offset = slots // cache[0].shape[2], slots % cache[0].shape[2]
-    keys, values = (part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in cache)
-    keys, values = keys[page, :, offset], values[page, :, offset]
-    return keys.view(cache[0].dtype).to(dtype), values.view(cache[1].dtype).to(dtype)
+    # As bytes: torch does not index e4m3 everywhere.
+    keys, values = (part.view(torch.uint8)[page, :, offset].view(part.dtype).to(dtype) for part in cache)
+    return keys, values
 
 
 FusedAttention: TypeAlias = PackedAttention | PagedAttention | DecodeAttention

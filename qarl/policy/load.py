@@ -53,8 +53,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _read_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
-    with quiet_loading():
-        return ask_transformers(config, "tokenizer", AutoTokenizer.from_pretrained, source)
+    return ask_transformers(config, "tokenizer", AutoTokenizer.from_pretrained, source)
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -80,17 +79,17 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
-    with quiet_loading():
-        model, info = ask_transformers(
-            config,
-            "model",
-            AutoModelForCausalLM.from_pretrained,
-            source,
-            dtype=torch.float32,
-            output_loading_info=True,
-            attn_implementation=ATTENTION,
-        )
-        if source.gguf_file is not None:
+    model, info = ask_transformers(
+        config,
+        "model",
+        AutoModelForCausalLM.from_pretrained,
+        source,
+        dtype=torch.float32,
+        output_loading_info=True,
+        attn_implementation=ATTENTION,
+    )
+    if source.gguf_file is not None:
+        with quiet_loading():
             model = _plain(model)
     _require_loaded(config, info)
     return model

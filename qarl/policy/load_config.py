@@ -82,8 +82,7 @@ def _gguf_config(config: ModelConfig, source: ModelSource, changed: int) -> tran
 
 
 def _read_config(config: ModelConfig, source: ModelSource) -> transformers.PretrainedConfig:
-    with quiet_loading():
-        return ask_transformers(config, "config", AutoConfig.from_pretrained, source)
+    return ask_transformers(config, "config", AutoConfig.from_pretrained, source)
 
 
 def load_generation_config(config: ModelConfig) -> GenerationConfig:
@@ -136,7 +135,7 @@ def ask_transformers(
     """What a `from_pretrained` makes of a source. Raises UserError for whatever it raises, which names `what`."""
     if source.gguf_file is not None:
         kwargs["gguf_file"] = source.gguf_file
-    with foreign_errors(f"model.path: cannot load the {what} of '{config.path}'"):
+    with quiet_loading(), foreign_errors(f"model.path: cannot load the {what} of '{config.path}'"):
         return loader(
             source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **kwargs
         )

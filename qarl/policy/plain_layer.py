@@ -12,8 +12,8 @@ from torch import Tensor
 from qarl.policy.attention import PlainAttention
 from qarl.policy.layer import LayerModules
 from qarl.policy.mixture import mixture
-from qarl.policy.routes import NO_ROUTES, Routes
-from qarl.policy.trace import Note, unnoted
+from qarl.policy.routes import Routes
+from qarl.policy.trace import Note
 
 
 def plain_layer(
@@ -22,9 +22,9 @@ def plain_layer(
     cos: Tensor,
     sin: Tensor,
     attention: PlainAttention,
-    note: Note = unnoted,
-    routes: Routes = NO_ROUTES,
-    kv_fp8: bool = False,
+    note: Note,
+    routes: Routes,
+    kv_fp8: bool,
 ) -> Tensor:
     """The layer's output (T, H).
 

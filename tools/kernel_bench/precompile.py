@@ -6,21 +6,19 @@ Triton's cache on disk, for a device that a stand-in driver describes, so that n
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import torch
 import triton
+from qarl_kernels.ahead import Different, kind_of
 from qarl_kernels.launch import Launch, recording
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_bench.peers import ERRORS
 from kernel_bench.problems import Activations, Weight, qarl_makers
@@ -52,7 +50,7 @@ def record(
     layers: Iterable[Layer], schemes: Sequence[str], many: Sequence[int], group: int, capability: tuple[int, int]
 ) -> list[Launch]:
     """The launches of every product, one of each kind."""
-    with recording(capability) as launches:
+    with recording(capability, Different()) as launches:
         for layer in layers:
             for scheme in schemes:
                 weight, activations = _operands(scheme, layer.n, layer.k, max(many), group)
@@ -61,26 +59,7 @@ def record(
                         for make in makers.values():
                             for m in many:
                                 make(m).call()
-    return list({_key(launch): launch for launch in launches}.values())
-
-
-def _key(launch: Launch) -> tuple[Any, ...]:
-    """Equal for launches that need the same binary; finer than the JIT's own key does no harm."""
-
-    parameters = inspect.signature(launch.kernel.fn).parameters.values()
-    constants = {parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)}
-
-    def of(name: str, value: Any) -> Any:
-        if isinstance(value, TensorDescriptor):
-            return value.base.dtype, tuple(value.block_shape)
-        if isinstance(value, Tensor):
-            return value.dtype
-        if type(value) is int and name not in constants:
-            return value == 1, value % 16 == 0, value >= 2**31
-        return str(value)
-
-    arguments = tuple((name, of(name, value)) for name, value in launch.arguments.items())
-    return launch.kernel, arguments, tuple(launch.options.items())
+    return launches
 
 
 class _Driver:
@@ -117,7 +96,7 @@ def _compile(index: int) -> str:
 
 def precompile(launches: Sequence[Launch], capability: tuple[int, int], processes: int | None = None) -> list[str]:
     """Compile the launches into Triton's cache, each kind once; returns a line for each that failed."""
-    _pending[:] = {_key(launch): launch for launch in launches}.values()
+    _pending[:] = {kind_of(launch): launch for launch in launches}.values()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes or os.cpu_count(), context, _start, (capability,)) as pool:
         failed = [line for line in pool.map(_compile, range(len(_pending))) if line]

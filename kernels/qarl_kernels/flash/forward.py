@@ -51,7 +51,7 @@ TILES = {
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
 }
 # Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
-FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)), 256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2))}
+FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
 BEFORE_HOPPER = {
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
@@ -270,7 +270,10 @@ def check(
     kv_heads = k.shape[head_axis]
     held = (q.dtype, torch.float8_e4m3fn) if fp8 else (q.dtype,)
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in held or v.dtype != k.dtype:
-        raise ValueError(f"attention needs q, k and v of bf16 or fp16, all one, not {q.dtype}, {k.dtype}, {v.dtype}")
+        other = " or k and v of e4m3," if fp8 else ""
+        raise ValueError(
+            f"attention needs q, k and v of bf16 or fp16, all one,{other} not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if dim > 256 or dim % 8:
