@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,6 +39,7 @@ from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.storage.environment import describe_environment
 from qarl.training.allocator import keep_freed_memory
+from qarl.training.metrics import peak_memory_gib
 from qarl.types import Prompt
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -176,7 +175,6 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
     first_run, *seconds = (timed(run, work.new_tokens, batch) for _ in range(1 + work.repeats))
     first_token = statistics.median(timed(run, 1, batch) for _ in range(work.repeats))
     middle = statistics.median(seconds)
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss counts bytes there, KiB elsewhere
     return Row(
         engine,
         source,
@@ -188,8 +186,8 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
         first_run,
         flops / middle / 1e9,
         seconds,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
-        torch.cuda.max_memory_allocated() / 2**30 if work.device == "cuda" else None,
+        peak_memory_gib(torch.device("cpu")),
+        peak_memory_gib(torch.device("cuda")) if work.device == "cuda" else None,
     )
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from step_bench.measure import Record, spread
+from qarl.training.metrics import spread
+from step_bench.measure import Record
 from step_bench.shapes import Shape, model_directory
 
 TOOLS = Path(__file__).parents[1]
