@@ -24,8 +24,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from model_sizes import SHAPES
 from qarl_formats.registry import make_scheme
-from step_bench.shapes import SHAPES, random_model, shape_of
+from step_bench.shapes import random_model, shape_of
 from tiny_models import save_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 

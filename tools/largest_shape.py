@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from model_sizes import QWEN3
+from model_sizes import DENSE, SHAPES
 
 TOOLS = Path(__file__).parent
 sys.path[:0] = [str(TOOLS.parent / folder) for folder in (".", "kernels", "quant_formats")]
@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gpus", type=int, nargs="+", default=[1], help="ranks, a GPU each")
     add("--offload", nargs="+", choices=list(OFFLOAD), default=list(OFFLOAD), help="optim.offload")
     add(
-        "--shapes", nargs="+", choices=("tiny", *QWEN3), default=list(QWEN3), metavar="SHAPE", help="the smallest first"
+        "--shapes", nargs="+", choices=("tiny", *DENSE), default=list(DENSE), metavar="SHAPE", help="the smallest first"
     )
     add("--scheme", choices=scheme_names(), default="w4a16")
     add("--tokens", type=int, default=16_384, help="of a micro-batch of a rank")
@@ -72,13 +72,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def expected(options: argparse.Namespace, shape: str, ranks: int, offload: str) -> Record:
     """GiB that `qarl check` expects of the learner and its optimizer on a rank's device, and at least of the host."""
-    from ranks_bench.shapes import SHAPES
-    from step_bench.shapes import shape_of
-
     from qarl.config.load import make_config
     from qarl.memory import certain_bytes, estimate, peak_bytes
 
-    model = shape_of(shape, None, SHAPES[shape].vocabulary)
+    model = SHAPES[shape]
     grouped = {"group_size": model.group_size} if options.scheme.startswith("w4") else {}
     data = {
         "model": {"path": "random/model", "device": options.device},
@@ -99,8 +96,6 @@ def expected(options: argparse.Namespace, shape: str, ranks: int, offload: str) 
 
 def command(options: argparse.Namespace, shape: str, ranks: int, offload: str, out: Path) -> list[str]:
     """What trains the shape, and writes its measures to `out`."""
-    from ranks_bench.shapes import SHAPES
-
     common = ["--part", "learn", "--shape", shape, "--scheme", options.scheme, "--tokens", str(options.tokens)]
     common += ["--iterations", "1", "--device", options.device, "--timeout", f"{options.timeout:g}", "--out", str(out)]
     if options.gpu_memory is not None:

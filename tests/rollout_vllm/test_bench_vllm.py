@@ -32,12 +32,13 @@ def options(*arguments: str):
 
 def policies(scheme: str, lr: float):
     """A tiny policy before and after a simulated step."""
+    from model_sizes import SHAPES
     from vllm_bench import models
 
     before = models.random_masters(0, CPU)
     quant = models.quant_of(scheme, 64)
     return [
-        models.policy_of(models.SHAPES["tiny"](), quant, masters, 0, CPU, 64)
+        models.policy_of(SHAPES["tiny"].config(), quant, masters, 0, CPU, 64)
         for masters in (before, models.stepped(before, lr, 0, CPU))
     ]
 

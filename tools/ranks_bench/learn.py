@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_sizes import Shape
 from qarl_kernels.logprob import Truncation
 from step_bench.measure import timed
 from torch import Tensor
@@ -20,9 +21,8 @@ from qarl.distributed.ranks import Alone
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
 from qarl.training.row_setup import from_rows
-from ranks_bench.micro_batch import model_config, random_tokens
+from ranks_bench.micro_batch import random_tokens
 from ranks_bench.parts import WARMUP, Bench, Record
-from ranks_bench.shapes import Shape
 
 
 class Bare(Alone):
@@ -83,7 +83,7 @@ def _records(
     bench: Bench, scheme: str, tokens: int, offload: str | bool, what: str, exchange: GroupExchange
 ) -> Iterator[Record]:
     shape, device = bench.shape, bench.device
-    model = skeleton(model_config(shape))
+    model = skeleton(shape.config())
 
     def random_rows(plan: RowPlan) -> dict[str, Tensor]:
         rank = exchange.rank

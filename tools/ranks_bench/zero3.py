@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_sizes import Shape
 from step_bench.hf_part import token_logprobs
 from step_bench.measure import timed
 from transformers import AutoModelForCausalLM
@@ -18,9 +19,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from qarl.config.optim import OptimConfig
 from qarl.training.zero_setup import local_rank, start_deepspeed
-from ranks_bench.micro_batch import model_config, random_tokens
+from ranks_bench.micro_batch import random_tokens
 from ranks_bench.parts import WARMUP, Bench, Record
-from ranks_bench.shapes import Shape
 
 OPTIM = OptimConfig()  # what the learner has
 
@@ -102,7 +102,7 @@ def zero3_engine(deepspeed: Any, shape: Shape, settings: Record, head: str) -> I
     checkpointed.
     """
     said = HfDeepSpeedConfig(settings)  # which transformers asks while it lives
-    model = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16, attn_implementation="sdpa")
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     if head == "trl":
         from trl.trainer.utils import add_fused_lm_head

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_sizes import Shape
 from qarl_formats.registry import grouped_names
 
 from qarl.config import Config
 from qarl.config.load import make_config
 from qarl.machine import gpu_bytes
 from qarl.sizes import decide_sizes
-from step_bench.shapes import Shape
 
 
 def quant_section(scheme: str, shape: Shape) -> dict[str, Any]:
