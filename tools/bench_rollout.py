@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -27,8 +26,7 @@ import torch
 from model_sizes import SHAPES
 from qarl_formats.registry import make_scheme
 from step_bench.shapes import random_model, shape_of
-from tiny_models import save_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tiny_models import byte_tokenizer
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.flops import forward_flops
@@ -155,7 +153,7 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
         shape = shape_of(source, None, work.vocabulary)
         architecture = shape.architecture()
         group_size, model = work.group_size or shape.group_size, random_model(shape, torch.device(work.device), 0)
-        tokenizer = byte_tokenizer()
+        tokenizer = byte_tokenizer(chat_template=False)
         prompts = torch.randint(3, 259, (batch, work.prompt_tokens)).tolist()
     else:
         group_size, model = work.group_size or 64, load_model(ModelConfig(path=source))
@@ -190,12 +188,6 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
         peak_memory_gib(torch.device("cpu")),
         peak_memory_gib(torch.device("cuda")) if work.device == "cuda" else None,
     )
-
-
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    with tempfile.TemporaryDirectory() as place:
-        save_tokenizer(Path(place), chat_template=False)
-        return AutoTokenizer.from_pretrained(place)
 
 
 def timed(run: Generate, new_tokens: int, batch: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from model_sizes import SHAPES, Shape
-from tiny_models import save_tokenizer
+from tiny_models import byte_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qarl.config import ModelConfig
@@ -55,7 +55,7 @@ def model_directory(
     made = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
     try:
         if tokenizer == BYTES:
-            save_tokenizer(made, chat_template=False)
+            byte_tokenizer(chat_template=False).save_pretrained(made)
         else:
             load_tokenizer(ModelConfig(path=tokenizer)).save_pretrained(made)
         if device.type == "cpu":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from model_sizes import SHAPES
+from tiny_models import byte_tokenizer
 
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -20,7 +21,6 @@ from vllm_bench.case import Case, Record, engine_config, environment, seconds_of
 from vllm_bench.generation import generate_record, random_tokens
 from vllm_bench.models import (
     as_new_version,
-    byte_tokenizer,
     policy_of,
     quant_of,
     random_masters,
@@ -81,7 +81,7 @@ class Session:
             publish="delta" if "delta" in options.modes else "changed",
         )
         self.notes: list[str] = []
-        sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(), self.notes.append
+        sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(chat_template=False), self.notes.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, self.canary, say)
         self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, case.place, say)
 

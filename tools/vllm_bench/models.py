@@ -9,7 +9,7 @@ import torch
 from qarl_formats.registry import grouped_names
 from qarl_formats.scheme import is_ignored
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
@@ -78,16 +78,3 @@ def as_new_version(policy: Policy, version: int) -> Snapshot:
     policy.current = Snapshot(version, policy.current.tensors, policy.current.weights)
     policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
     return policy.current
-
-
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of single bytes, for models whose tokens mean nothing."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {letter: i + 3 for i, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from model_sizes import SHAPES
+from tiny_models import byte_tokenizer
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
@@ -33,7 +34,7 @@ from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import make_carrier
 from vllm_bench.case import Case, Record, engine_config, environment
 from vllm_bench.generation import generate_record
-from vllm_bench.models import DTYPE, byte_tokenizer, quant_of
+from vllm_bench.models import DTYPE, quant_of
 
 NORM = "model.norm.weight"  # every shape has one; what vLLM is told that it holds
 
@@ -54,7 +55,7 @@ def dummy_settings(case: Case, shape: str, options: argparse.Namespace) -> tuple
     layout = ModelLayout(SHAPES[shape].config(), None, scheme_of(quant), quant.ignore, DTYPE, case.device, context)
     directory = case.place / "model"
     directory.mkdir()
-    byte_tokenizer().save_pretrained(directory)
+    byte_tokenizer(chat_template=False).save_pretrained(directory)
     write_config(directory, layout)
     settings = sampler_settings(config, layout, directory)
     arguments = {**settings.args, "load_format": "dummy"}
