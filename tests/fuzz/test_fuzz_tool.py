@@ -334,7 +334,8 @@ def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
 
 def test_arguments_are_such_as_a_shell_can_pass() -> None:
     from fuzzing.case import argument
-    from fuzzing.values import PATHS, TEXTS
+    from fuzzing.paths import PATHS
+    from fuzzing.values import TEXTS
 
     for text in (*TEXTS, *PATHS):
         raw = os.fsencode(argument(text))
