@@ -8,20 +8,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-TOOLS = Path(__file__).parents[2] / "tools"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tools_on_path() -> Iterator[None]:
-    sys.path.insert(0, str(TOOLS))
-    yield
-    sys.path.remove(str(TOOLS))
 
 
 def refuse(*lines: str) -> None:

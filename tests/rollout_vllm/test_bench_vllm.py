@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +12,7 @@ from transformers import AutoConfig
 
 from qarl.errors import UserError
 
-TOOLS = Path(__file__).parents[2] / "tools"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tools_on_path() -> Iterator[None]:
-    sys.path.insert(0, str(TOOLS))
-    yield
-    sys.path.remove(str(TOOLS))
 
 
 def options(*arguments: str):
