@@ -38,7 +38,8 @@ from typing import Any
 from model_sizes import SHAPES
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
+SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
+sys.path[:0] = SOURCES
 
 PARTS = ("learner", "hf", "canary", "decode", "learn", "optimizer", "step", "trl")
 SCHEMED = ("learner", "canary", "decode", "learn", "optimizer", "step")  # parts that there are of each scheme
@@ -180,12 +181,12 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
         finally:  # and not before: asking for the GPU's name starts CUDA, ahead of what a run forks
             # the host's name says nothing to a reader
             environment = {k: v for k, v in describe_environment(options.seed).items() if k not in ("command", "host")}
-            environment["packages"] |= version("trl") | version("deepspeed")
+            environment["packages"] |= version("trl")
             lines.write(json.dumps({"environment": environment}) + "\n")
 
 
 def version(package: str) -> Record:
-    """Of what only comparisons and several ranks need; empty where it is not installed."""
+    """Of what only this tool compares with; empty where it is not installed."""
     from importlib import metadata
 
     try:
@@ -248,8 +249,7 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
     with tempfile.TemporaryDirectory() as place:
         records = Path(place) / "records.jsonl"
         given = json.dumps(case | {"records": str(records)})
-        paths = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
-        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         with log.open("a") as output:
             print(f"--- {given}", file=output, flush=True)
