@@ -20,7 +20,7 @@ if not Path("/proc/driver/nvidia/version").exists():
 # For tiny_runs, policy_models, ranks, tiny_exports, which others read too.
 for folder in ("training", "policy", "distributed", "export"):
     sys.path.append(str(Path(__file__).parent / folder))
-sys.path.append(str(Path(__file__).parents[1] / "tools"))  # for tiny_models, which tools/fuzz.py reads too
+sys.path.append(str(Path(__file__).parents[1] / "tools"))  # what tests use of the tools
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreting

@@ -32,13 +32,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from model_sizes import QWEN3
+from ranks_bench.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 sys.path[:0] = SOURCES
 
-SHAPE_NAMES = ("tiny", "tiny-moe", *QWEN3, "qwen3-30b-a3b")
 PARTS = ("check", "sum", "overlap", "gather", "learn", "zero3")
 ALONE = ("learn", "zero3")  # parts that --part names, or they do not run
 LOG_LINES = 30  # shown of a rank that failed
@@ -57,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="PART",
         help=f"of {', '.join(PARTS)}",
     )
-    add("--shape", default="qwen3-8b", choices=SHAPE_NAMES, help="of the model")
+    add("--shape", default="qwen3-8b", choices=list(SHAPES), help="of the model")
     add("--layers", type=int, help="of the model; default the shape's")
     add("--scheme", nargs="+", default=["w4a16", "fp8", "bf16"], metavar="SCHEME", help="whose codes are gathered")
     add("--tokens", type=int, default=16_384, help="learn, zero3: of a micro-batch, in sequences of 1024")
@@ -96,7 +95,6 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
     import torch.distributed as dist
     from ranks_bench.learn import learn_records
     from ranks_bench.parts import Bench
-    from ranks_bench.shapes import SHAPES
     from step_bench.measure import cap_memory
 
     from qarl.distributed.exchange import GroupExchange

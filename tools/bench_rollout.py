@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,10 +23,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from model_sizes import SHAPES
 from qarl_formats.registry import make_scheme
-from step_bench.shapes import SHAPES, random_model, shape_of
-from tiny_models import save_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from step_bench.shapes import random_model, shape_of
+from tiny_models import byte_tokenizer
 
 from qarl.config import ModelConfig, QuantConfig, RolloutConfig
 from qarl.flops import forward_flops
@@ -41,6 +38,7 @@ from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
 from qarl.storage.environment import describe_environment
 from qarl.training.allocator import keep_freed_memory
+from qarl.training.metrics import peak_memory_gib
 from qarl.types import Prompt
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -155,7 +153,7 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
         shape = shape_of(source, None, work.vocabulary)
         architecture = shape.architecture()
         group_size, model = work.group_size or shape.group_size, random_model(shape, torch.device(work.device), 0)
-        tokenizer = byte_tokenizer()
+        tokenizer = byte_tokenizer(chat_template=False)
         prompts = torch.randint(3, 259, (batch, work.prompt_tokens)).tolist()
     else:
         group_size, model = work.group_size or 64, load_model(ModelConfig(path=source))
@@ -176,7 +174,6 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
     first_run, *seconds = (timed(run, work.new_tokens, batch) for _ in range(1 + work.repeats))
     first_token = statistics.median(timed(run, 1, batch) for _ in range(work.repeats))
     middle = statistics.median(seconds)
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss counts bytes there, KiB elsewhere
     return Row(
         engine,
         source,
@@ -188,15 +185,9 @@ def measure(engine: str, source: str, variant: str, batch: int, work: Workload) 
         first_run,
         flops / middle / 1e9,
         seconds,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit,
-        torch.cuda.max_memory_allocated() / 2**30 if work.device == "cuda" else None,
+        peak_memory_gib(torch.device("cpu")),
+        peak_memory_gib(torch.device("cuda")) if work.device == "cuda" else None,
     )
-
-
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    with tempfile.TemporaryDirectory() as place:
-        save_tokenizer(Path(place), chat_template=False)
-        return AutoTokenizer.from_pretrained(place)
 
 
 def timed(run: Generate, new_tokens: int, batch: int) -> float:

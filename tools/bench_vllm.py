@@ -30,9 +30,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from model_sizes import SHAPES
 from qarl_formats.registry import scheme_names
 from vllm_bench.case import KERNELS, Case, Record
-from vllm_bench.models import SHAPES
 from vllm_bench.summary import table
 
 from qarl.errors import UserError

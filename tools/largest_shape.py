@@ -22,15 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from model_sizes import QWEN3
+from model_sizes import DENSE, SHAPES
 
 TOOLS = Path(__file__).parent
 sys.path[:0] = [str(TOOLS.parent / folder) for folder in (".", "kernels", "quant_formats")]
 
-OFFLOAD = {"none": False, "moments": "moments", "all": "all"}
+OFFLOAD = ("none", "moments", "all")
 ROOM = 0.95  # of a GPU's memory, that an estimate may reach: it leaves out CUDA's context and fragments
 LENGTH = 1024  # of a sequence
 PROMPT = 81  # tokens of the longest prompt of bench_step's learn
@@ -45,9 +46,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--gpus", type=int, nargs="+", default=[1], help="ranks, a GPU each")
-    add("--offload", nargs="+", choices=list(OFFLOAD), default=list(OFFLOAD), help="optim.offload")
+    add("--offload", nargs="+", choices=OFFLOAD, default=list(OFFLOAD), help="optim.offload")
     add(
-        "--shapes", nargs="+", choices=("tiny", *QWEN3), default=list(QWEN3), metavar="SHAPE", help="the smallest first"
+        "--shapes", nargs="+", choices=("tiny", *DENSE), default=list(DENSE), metavar="SHAPE", help="the smallest first"
     )
     add("--scheme", choices=scheme_names(), default="w4a16")
     add("--tokens", type=int, default=16_384, help="of a micro-batch of a rank")
@@ -72,25 +73,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def expected(options: argparse.Namespace, shape: str, ranks: int, offload: str) -> Record:
     """GiB that `qarl check` expects of the learner and its optimizer on a rank's device, and at least of the host."""
-    from ranks_bench.shapes import SHAPES
-    from step_bench.shapes import shape_of
+    from step_bench.settings import learner_sections
 
     from qarl.config.load import make_config
     from qarl.memory import certain_bytes, estimate, peak_bytes
 
-    model = shape_of(shape, None, SHAPES[shape].vocabulary)
-    grouped = {"group_size": model.group_size} if options.scheme.startswith("w4") else {}
-    data = {
-        "model": {"path": "random/model", "device": options.device},
-        "quant": {"scheme": options.scheme} | grouped,
-        "rollout": {"max_response_length": LENGTH},
-        "data": {"source": "task:arithmetic"},
-        "reward": {"functions": [{"name": "exact"}]},
-        "objective": {"name": "grpo"},
-        "optim": {"offload": OFFLOAD[offload]},
-        "train": {"steps": 1, "micro_batch_tokens": options.tokens, "recompute": "layer", "logprob_chunk": 4096},
-    }
-    config, architecture = make_config(data, "largest_shape", []), model.architecture()
+    model = SHAPES[shape]
+    sections = learner_sections(options.scheme, model, options.device, options.tokens, "layer")
+    given = [f"rollout.max_response_length={LENGTH}", *overrides(offload)]
+    config, architecture = make_config(sections, "largest_shape", given), model.architecture()
     items = estimate(config, architecture, options.device, options.tokens, ranks)
     own = [item for item in items if item.owner in ("learner", "optimizer")]
     host = certain_bytes(config, architecture, options.device, ranks)
@@ -99,8 +90,6 @@ def expected(options: argparse.Namespace, shape: str, ranks: int, offload: str) 
 
 def command(options: argparse.Namespace, shape: str, ranks: int, offload: str, out: Path) -> list[str]:
     """What trains the shape, and writes its measures to `out`."""
-    from ranks_bench.shapes import SHAPES
-
     common = ["--part", "learn", "--shape", shape, "--scheme", options.scheme, "--tokens", str(options.tokens)]
     common += ["--iterations", "1", "--device", options.device, "--timeout", f"{options.timeout:g}", "--out", str(out)]
     if options.gpu_memory is not None:
@@ -111,8 +100,12 @@ def command(options: argparse.Namespace, shape: str, ranks: int, offload: str, o
     prompts = options.tokens // (2 * (LENGTH + PROMPT))  # two responses each, in one micro-batch
     sizes = ["--vocabulary", str(SHAPES[shape].vocabulary), "--new-tokens", str(LENGTH), "--warmup", "0"]
     sizes += ["--prompts", str(prompts), "--responses", "2", "--recompute", "layer"]
-    kept = ["--set", "train.logprob_chunk=4096", f"optim.offload={str(OFFLOAD[offload]).lower()}"]
-    return [str(TOOLS / "bench_step.py"), *common, *sizes, *kept]
+    return [str(TOOLS / "bench_step.py"), *common, *sizes, "--set", *overrides(offload)]
+
+
+def overrides(offload: str) -> list[str]:
+    """What the learner's configuration has beside sizes."""
+    return ["train.logprob_chunk=4096", f"optim.offload={'false' if offload == 'none' else offload}"]
 
 
 def run(options: argparse.Namespace, shape: str, ranks: int, offload: str) -> tuple[Record, Record | None]:
@@ -164,7 +157,7 @@ def search(shapes: Sequence[str], fits: Callable[[str], bool], trains: Callable[
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[int, str]]:
-    yield from ((ranks, offload) for ranks in options.gpus for offload in options.offload)
+    return product(options.gpus, options.offload)
 
 
 def measure(options: argparse.Namespace, memory_gib: float, host_gib: float) -> None:
@@ -179,27 +172,32 @@ def measure(options: argparse.Namespace, memory_gib: float, host_gib: float) -> 
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for ranks, offload in cases(options):
+        measure_case(options, ranks, offload, report, begin)
 
-        def note(shape: str, ranks: int = ranks, offload: str = offload) -> bool:
-            asked = expected(options, shape, ranks, offload)
-            if asked["host_gib"] > host_gib:
-                found: Record = {"outcome": f"not run: the host has {host_gib:.0f} GiB"}
-            elif time.monotonic() - begin > options.budget:
-                found = {"outcome": "not run: no time left"}
-            else:
-                found, environment = run(options, shape, ranks, offload)
-                report["environment"] = report["environment"] or environment
-            labels = {"gpus": ranks, "offload": offload, "shape": shape, "scheme": options.scheme}
-            report["records"].append(labels | {"tokens": options.tokens} | asked | found)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-            print(line(report["records"][-1]), flush=True)
-            return found["outcome"] == TRAINED
 
-        def fits(shape: str, ranks: int = ranks, offload: str = offload) -> bool:
-            asked = expected(options, shape, ranks, offload)
-            return asked["expected_gib"] <= ROOM * memory_gib and asked["host_gib"] <= host_gib
+def measure_case(options: argparse.Namespace, ranks: int, offload: str, report: Record, begin: float) -> None:
+    """Search among the shapes, with a record of each that is looked at. begin: when the first case began."""
+    asked = {shape: expected(options, shape, ranks, offload) for shape in options.shapes}
+    memory_gib, host_gib = report["memory_gib"], report["host_memory_gib"]
 
-        search(options.shapes, fits, note)
+    def fits(shape: str) -> bool:
+        return asked[shape]["expected_gib"] <= ROOM * memory_gib and asked[shape]["host_gib"] <= host_gib
+
+    def trains(shape: str) -> bool:
+        if asked[shape]["host_gib"] > host_gib:
+            found: Record = {"outcome": f"not run: the host has {host_gib:.0f} GiB"}
+        elif time.monotonic() - begin > options.budget:
+            found = {"outcome": "not run: no time left"}
+        else:
+            found, environment = run(options, shape, ranks, offload)
+            report["environment"] = report["environment"] or environment
+        labels = {"gpus": ranks, "offload": offload, "shape": shape, "scheme": options.scheme}
+        report["records"].append(labels | {"tokens": options.tokens} | asked[shape] | found)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(line(report["records"][-1]), flush=True)
+        return found["outcome"] == TRAINED
+
+    search(options.shapes, fits, trains)
 
 
 HEAD = f"{'GPUs':>4} {'offload':8} {'shape':12} {'expected GiB':>12} {'host GiB':>9} {'peak GiB':>9}  outcome"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -11,8 +14,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tokenizer(directory: Path, chat_template: bool = True) -> None:
-    """A byte-level tokenizer of 256 bytes and three special tokens, with ids 0 to 258."""
+def byte_tokenizer(chat_template: bool = True) -> PreTrainedTokenizerFast:
+    """A tokenizer of 256 bytes and three special tokens, with ids 0 to 258."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -24,7 +27,7 @@ def save_tokenizer(directory: Path, chat_template: bool = True) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     if chat_template:
         fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(directory)
+    return fast
 
 
 def save_tiny_model(
@@ -69,5 +72,5 @@ def save_tiny_model(
             elif parameter.dim() >= 2:
                 parameter.mul_(4.0)  # peaked enough that tokens differ in probability
     model.save_pretrained(directory)
-    save_tokenizer(directory, chat_template)
+    byte_tokenizer(chat_template).save_pretrained(directory)
     return directory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,20 @@ def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
     if ranks.count == 1:
         return {}
     every = ranks.gather({name: value for name, value in metrics.items() if name.startswith(("time/", "memory/"))})
-    found: dict[str, float] = {}
-    for name in every[0]:
-        if all(name in rank for rank in every):
-            values = [rank[name] for rank in every]
-            found |= {f"{name}_min": min(values), f"{name}_mean": mean(values), f"{name}_max": max(values)}
+    found = spread(every)
     for phase in ("rollout", "learner"):
         name, time_s = f"throughput/{phase}_tokens_per_s", f"time/{phase}_s"
         found[name] = metrics[name] * metrics[time_s] / found[f"{time_s}_max"]
+    return found
+
+
+def spread(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """NAME_min, NAME_mean and NAME_max of each number that all ranks have."""
+    found: dict[str, float] = {}
+    for name in ranks[0]:
+        if all(name in rank for rank in ranks):
+            values = [rank[name] for rank in ranks]
+            found |= {f"{name}_min": min(values), f"{name}_mean": mean(values), f"{name}_max": max(values)}
     return found
 
 

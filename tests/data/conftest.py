@@ -7,9 +7,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    from tiny_models import save_tokenizer
+    from tiny_models import byte_tokenizer
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_models import save_tokenizer
+from tiny_models import byte_tokenizer
 from transformers import AutoTokenizer
 
 from qarl.config.data import DataConfig
@@ -19,7 +19,7 @@ from qarl.errors import UserError
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

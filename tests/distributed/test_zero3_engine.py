@@ -38,10 +38,10 @@ def step(group: Any, changes: dict[str, int]) -> dict[str, Any]:
 
     from qarl.training.zero_setup import start_deepspeed
 
-    twin = AutoModelForCausalLM.from_config(micro_batch.model_config(SHAPE), dtype=torch.bfloat16)
+    twin = AutoModelForCausalLM.from_config(SHAPE.config(), dtype=torch.bfloat16)
     deepspeed = start_deepspeed(CPU, 30)
     ids = micro_batch.random_tokens(SHAPE, TOKENS, group.rank)
-    settings = zero3.zero3_settings(SHAPE, len(ids))
+    settings = zero3.zero3_settings(SHAPE, len(ids), group.count)
     settings["zero_optimization"] |= changes
     with zero3.zero3_engine(deepspeed, SHAPE, settings, "logits") as engine:
         named = dict(engine.module.named_parameters())

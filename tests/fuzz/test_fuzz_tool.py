@@ -8,20 +8,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-TOOLS = Path(__file__).parents[2] / "tools"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tools_on_path() -> Iterator[None]:
-    sys.path.insert(0, str(TOOLS))
-    yield
-    sys.path.remove(str(TOOLS))
 
 
 def refuse(*lines: str) -> None:
@@ -334,7 +325,8 @@ def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:
 
 def test_arguments_are_such_as_a_shell_can_pass() -> None:
     from fuzzing.case import argument
-    from fuzzing.values import PATHS, TEXTS
+    from fuzzing.paths import PATHS
+    from fuzzing.values import TEXTS
 
     for text in (*TEXTS, *PATHS):
         raw = os.fsencode(argument(text))

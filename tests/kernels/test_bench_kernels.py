@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,6 @@ import pytest
 import torch
 
 TOOLS = Path(__file__).parents[2] / "tools"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tools_on_path() -> Iterator[None]:
-    sys.path.insert(0, str(TOOLS))
-    yield
-    sys.path.remove(str(TOOLS))
 
 
 class FakeStopwatch:

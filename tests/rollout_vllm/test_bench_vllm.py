@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +12,7 @@ from transformers import AutoConfig
 
 from qarl.errors import UserError
 
-TOOLS = Path(__file__).parents[2] / "tools"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tools_on_path() -> Iterator[None]:
-    sys.path.insert(0, str(TOOLS))
-    yield
-    sys.path.remove(str(TOOLS))
 
 
 def options(*arguments: str):
@@ -32,12 +23,13 @@ def options(*arguments: str):
 
 def policies(scheme: str, lr: float):
     """A tiny policy before and after a simulated step."""
+    from model_sizes import SHAPES
     from vllm_bench import models
 
     before = models.random_masters(0, CPU)
     quant = models.quant_of(scheme, 64)
     return [
-        models.policy_of(models.SHAPES["tiny"](), quant, masters, 0, CPU, 64)
+        models.policy_of(SHAPES["tiny"].config(), quant, masters, 0, CPU, 64)
         for masters in (before, models.stepped(before, lr, 0, CPU))
     ]
 

@@ -65,7 +65,7 @@ def learners(records: list[dict[str, Any]], codes: float) -> None:
         for what in ("micro-batch", "update"):
             assert found["learn", what].keys() <= found["zero3", what].keys() | {"parts"}
         # the embedding and the products' weights once: no norm is cut
-        weights = parameters - 2 * 64 - 2 * 16 - 64
+        weights = parameters - 2 * 64 - 2 * 32 - 64
         assert found["zero3", "micro-batch"]["received_bytes_by_kind"]["weights"] == 2 * weights / 2
 
 

@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-TOOLS = Path(__file__).parents[2] / "tools"
 CPU = torch.device("cpu")
 TINY = ["--shape", "tiny", "--device", "cpu", "--warmup", "0", "--iterations", "1", "--tokens", "48", "--out", "unused"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tools_on_path() -> Iterator[None]:
-    sys.path.insert(0, str(TOOLS))
-    yield
-    sys.path.remove(str(TOOLS))
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +62,8 @@ def test_only_parts_with_schemes_run_once_for_each():
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after():
-    from step_bench.shapes import SHAPES, shape_of
+    from model_sizes import SHAPES
+    from step_bench.shapes import shape_of
 
     # Parameters by the models' own pages, with the vocabularies of their tokenizers.
     for name, vocabulary, billions in (
@@ -82,10 +74,12 @@ def test_shapes_are_those_of_the_models_they_are_named_after():
         ("qwen3-8b", 151_936, 8.19),
         ("qwen3-14b", 151_936, 14.77),
         ("qwen3-32b", 151_936, 32.76),
+        ("qwen3-30b-a3b", 151_936, 30.53),
     ):
         shape = shape_of(name, None, vocabulary)
         assert shape.architecture().parameters / 1e9 == pytest.approx(billions, rel=0.01), name
     assert shape_of("qwen3-8b", 4, None).architecture().num_layers == 4
+    assert shape_of("qwen3-8b", None, None).vocabulary == 49_152 < SHAPES["qwen3-8b"].vocabulary
     assert SHAPES["qwen3-8b"].layers == 36
 
 
@@ -433,7 +427,7 @@ def test_a_decode_of_each_batch_and_context():
         assert row["bound"] == 100 and row["tokens_per_s"] == pytest.approx(row["batch"] / row["seconds"])
     read = {(row["what"], row["context"]): row["tb_per_s"] * row["seconds"] * 1e12 for row in rows if row["batch"] == 3}
     assert read["distribution", 5] == pytest.approx(4 * 64 * 512)  # on a CPU the output layer is held in float32
-    longer = 2 * 2 * 3 * 65 * 2 * 16 * 4  # keys and values of 2 layers and 3 sequences, 2 heads of 16 float32
+    longer = 2 * 2 * 3 * 65 * 2 * 32 * 4  # keys and values of 2 layers and 3 sequences, 2 heads of 32 float32
     assert read["decode", 70] - read["decode", 5] == pytest.approx(longer)
     assert read["decode", 5] - read["states", 5] == pytest.approx(read["distribution", 5])
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.documents import damage_bytes, damage_json, replaced
+from fuzzing.paths import NAMES_OF_FILES
 from fuzzing.tensorfiles import damage_file, lose_tensors, read_tensors, spoil_values, write_tensors
-from fuzzing.values import NAMES_OF_FILES, shown
+from fuzzing.values import shown
 
 OPENERS = ("generate", "export", "eval")  # of the newest checkpoint's masters
 LAST = 3  # step of the base's newest checkpoint

@@ -13,7 +13,8 @@ import yaml
 from fuzzing.base import Base, lay_out
 from fuzzing.case import Case, argument
 from fuzzing.documents import damage_yaml
-from fuzzing.values import PATHS, TEXTS, make_traps, shown, yaml_value
+from fuzzing.paths import PATHS, make_traps
+from fuzzing.values import TEXTS, shown, yaml_value
 
 Key = tuple[str | int, ...]
 

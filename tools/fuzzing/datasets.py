@@ -14,7 +14,8 @@ import yaml
 from fuzzing.base import ROWS, Base, greedy_evaluation
 from fuzzing.case import Case
 from fuzzing.documents import damage_bytes, damage_entry, damage_json
-from fuzzing.values import TEXTS, json_value, make_traps, shown
+from fuzzing.paths import make_traps
+from fuzzing.values import TEXTS, json_value, shown
 
 CHAT = [{"role": "user", "content": "2 + 2 ="}]
 TEMPLATES = (

@@ -12,7 +12,8 @@ import yaml
 
 from fuzzing.base import COMPARE, EVALUATE, RUN, Base, lay_out
 from fuzzing.case import Case, argument
-from fuzzing.values import FLOATS_OF_OPTIONS, INTEGERS, PATHS, TEXTS, make_traps, shown
+from fuzzing.paths import PATHS, make_traps
+from fuzzing.values import FLOATS_OF_OPTIONS, INTEGERS, TEXTS, shown
 
 # Command lines that work, in a directory with all parts of the base; that of `compare` without a model trains nothing.
 WORKING: dict[str, tuple[list[str], ...]] = {

@@ -11,8 +11,8 @@ import yaml
 
 from fuzzing.base import RUN, Base
 from fuzzing.case import Case
+from fuzzing.paths import OVERRIDE, make_traps
 from fuzzing.reward_sources import BODIES, FUNCTION, HEADS, OBJECTS, OWN_SCALE, PRELUDE, SCORES_NOTHING
-from fuzzing.values import OVERRIDE, make_traps
 
 LOG_LIMIT = 64 * 2**20  # bytes of rewards.log
 STEPS = 2

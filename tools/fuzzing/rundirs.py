@@ -13,8 +13,9 @@ from fuzzing.base import EVALUATE, RESULTS, RUN, Base, lay_out
 from fuzzing.case import Case
 from fuzzing.checkpoints import OPENERS, change_manifest, change_state, change_tensors, forge_manifest
 from fuzzing.documents import damage_entry, damage_json, damage_yaml, replaced
+from fuzzing.paths import NAMES_OF_FILES, make_traps
 from fuzzing.tensorfiles import damage_file, read_tensors, write_tensors
-from fuzzing.values import NAMES_OF_FILES, make_traps, shown
+from fuzzing.values import shown
 
 READERS = {"runs": 5, "report": 2, "diagnose": 3, "generate": 3, "eval": 3, "export": 3, "compare": 2, "train": 6}
 PRECIOUS = "do not touch\n"

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.documents import damage_bytes, damage_json
-from fuzzing.values import NAMES_OF_FILES, shown
+from fuzzing.paths import NAMES_OF_FILES
+from fuzzing.values import shown
 
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 

@@ -1,14 +1,11 @@
-"""Hostile values: numbers, texts, paths, and YAML for them."""
+"""Hostile values: numbers, texts, and YAML and JSON of them."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import stat
-from pathlib import Path
 
-ESCAPE, OVERRIDE, BELL = "\x1b[31mred", "abc\u202edef", "\x07"
+from fuzzing.paths import ESCAPE, OVERRIDE, PATHS
 
 TEXTS = (
     "",
@@ -18,7 +15,7 @@ TEXTS = (
     "a\0b",
     ESCAPE,
     OVERRIDE,
-    BELL,
+    "\x07",
     "\x1b]0;title\x07",
     "\u2028line",
     "\ufeff",
@@ -76,73 +73,6 @@ TEXTS = (
     "-",
     "--",
     "a=b",
-)
-
-# Made in the working directory by `make_traps`.
-PATHS = (
-    "~nosuchuser/x",
-    "~",
-    "\0",
-    "a\0b",
-    "n" * 300,
-    "p/" * 2_500,
-    "folder",
-    "file",
-    "file/below",
-    "dangling",
-    "loop",
-    "fifo",
-    "zero",
-    "null",
-    "full",
-    "/proc/self/mem",
-    "/proc/nonexistent/x",
-    "/proc/self/fd/1",
-    ".",
-    "..",
-    "",
-    "../../x",
-    "folder//x",
-    "\ud800",
-    ESCAPE,
-    OVERRIDE,
-    "new\nline",
-    " ",
-    "file.json",
-    "folder.jsonl",
-    "noaccess/x",
-    "empty.yaml",
-    "x" * 5_000 + ".json",
-)
-
-# Of files, steps and tensors, where a plain one is expected.
-NAMES_OF_FILES = (
-    "",
-    ".",
-    "..",
-    "../x",
-    "../../model/config.json",
-    "/etc/passwd",
-    "/dev/zero",
-    "a/b",
-    "a\0b",
-    "n" * 300,
-    "²²²",
-    "٣٣٣٣٣٣",
-    "000002 ",
-    "-00001",
-    "0" * 300,
-    "9" * 300,
-    "000000",
-    "999999999",
-    "1e6",
-    "\ud800",
-    ESCAPE,
-    OVERRIDE,
-    "new\nline",
-    "state.json",
-    "manifest.json",
-    "con.safetensors",
 )
 
 INTEGERS = (
@@ -381,25 +311,3 @@ def shown(text: str, limit: int = 60) -> str:
     """`text` on one line of printable ASCII, shortened."""
     plain = ascii(text)[1:-1]
     return plain if len(plain) <= limit else f"{plain[:limit]}... ({len(text)} characters)"
-
-
-def make_traps(directory: Path) -> None:
-    """The files, folders, links and devices that `PATHS` names.
-
-    Devices are this directory's own: a command that replaces its output file would replace /dev/null otherwise.
-    """
-    (directory / "folder").mkdir()
-    (directory / "folder.jsonl").mkdir()
-    (directory / "noaccess").mkdir(mode=0o000)
-    (directory / "file").write_text("some text\n")
-    (directory / "file.json").write_text("[]")
-    (directory / "empty.yaml").touch()
-    (directory / "dangling").symlink_to("nowhere/at/all")
-    (directory / "loop").symlink_to("loop")
-    os.mkfifo(directory / "fifo")
-    for name, minor in (("zero", 5), ("null", 3), ("full", 7)):
-        try:
-            os.mknod(directory / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
-        except PermissionError:  # no right to make one: then none to replace one in /dev either
-            assert os.geteuid() != 0, "this root may not make devices, and must not hand out those of /dev"
-            (directory / name).symlink_to(f"/dev/{name}")

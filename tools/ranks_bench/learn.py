@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from qarl_kernels.logprob import Truncation
 from step_bench.measure import timed
+from step_bench.settings import learner_sections
 from torch import Tensor
 
-from qarl.config import Config
 from qarl.config.load import make_config
 from qarl.distributed.exchange import GroupExchange, Pending
 from qarl.distributed.ranks import Alone
 from qarl.distributed.rows import RowPlan
 from qarl.policy.skeleton import skeleton
 from qarl.training.row_setup import from_rows
-from ranks_bench.micro_batch import model_config, random_tokens
+from ranks_bench.micro_batch import random_tokens
 from ranks_bench.parts import WARMUP, Bench, Record
-from ranks_bench.shapes import Shape
 
 
 class Bare(Alone):
@@ -83,13 +82,14 @@ def _records(
     bench: Bench, scheme: str, tokens: int, offload: str | bool, what: str, exchange: GroupExchange
 ) -> Iterator[Record]:
     shape, device = bench.shape, bench.device
-    model = skeleton(model_config(shape))
+    model = skeleton(shape.config())
 
     def random_rows(plan: RowPlan) -> dict[str, Tensor]:
         rank = exchange.rank
         return bench.random({k: (len(plan.cut(k)[rank]), *size[1:]) for k, size in plan.shapes.items()}, rank)
 
-    config = _config(shape, scheme, tokens, offload, device)
+    sections = learner_sections(scheme, shape, device.type, tokens, "layer") | {"optim": {"offload": offload}}
+    config = make_config(sections, "bench_ranks", [])
     policy, updates = from_rows(config, model, random_rows, device, None, exchange, Bare(exchange))
     policy.set_recompute("layer")
     ids = random_tokens(shape, tokens, exchange.rank).tolist()
@@ -127,16 +127,3 @@ def _records(
         yield labels | {"what": "update", "parts": parts["codes"]} | found | received
     updates.clear()
     dist.barrier(bench.group)
-
-
-def _config(shape: Shape, scheme: str, tokens: int, offload: str | bool, device: torch.device) -> Config:
-    data = {
-        "model": {"path": "random/model", "device": device.type},
-        "quant": {"scheme": scheme} | ({"group_size": shape.group_size} if scheme.startswith("w4") else {}),
-        "data": {"source": "task:arithmetic"},
-        "reward": {"functions": [{"name": "exact"}]},
-        "objective": {"name": "grpo"},
-        "optim": {"offload": offload},
-        "train": {"steps": 1, "micro_batch_tokens": tokens, "recompute": "layer"},
-    }
-    return make_config(data, "bench_ranks", [])

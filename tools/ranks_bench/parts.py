@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_sizes import Shape
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
 from step_bench.measure import timed
@@ -20,7 +21,7 @@ from qarl.distributed.exchange import GroupExchange
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.fused import shared_scales
 from qarl.weight_sync.snapshot import Quantizer, quantize_parameters
-from ranks_bench.shapes import SHAPES, Shape, Shapes, head_shapes, layer_shapes, model_shapes
+from ranks_bench.shapes import SHAPES, Shapes, head_shapes, layer_shapes, model_shapes
 
 Record = dict[str, Any]
 CHECKED = ("bf16", "w4a16", "fp8", "nvfp4a16")

@@ -1,36 +1,12 @@
-"""Names and shapes of the masters of models. Imports nothing, so that ranks start at once."""
+"""Names and shapes of the masters of models as Qwen3 is built."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from model_sizes import QWEN3, SIZES, Sizes
+import model_sizes
+from model_sizes import Shape
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Shape(Sizes):
-    """A model as Qwen3 is built. group_size: of int4 weights. experts: of a layer, 0: it has an MLP; inner: of
-    each of them. per_token: experts that a token goes through."""
-
-    vocabulary: int = 151_936
-    group_size: int = 128
-    experts: int = 0
-    per_token: int = 0
-
-
-def _shape(name: str, **more: Any) -> Shape:
-    return Shape(**vars(SIZES[name]), **more)
-
-
-SHAPES = {
-    "tiny": _shape("tiny", vocabulary=512, group_size=32),
-    "tiny-moe": Shape(128, 64, 4, 4, 2, 32, True, 512, 32, experts=128, per_token=8),
-    **{name: _shape(name) for name in QWEN3},
-    "qwen3-30b-a3b": _shape("qwen3-30b-a3b", experts=128, per_token=8),
-}
+SHAPES = {name: shape for name, shape in model_sizes.SHAPES.items() if shape.family.startswith("qwen3")}
 
 
 def layer_shapes(shape: Shape, layer: int) -> Shapes:

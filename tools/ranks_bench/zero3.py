@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_sizes import Shape
 from step_bench.hf_part import token_logprobs
 from step_bench.measure import timed
+from step_bench.trl_part import ZERO3
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from qarl.config.optim import OptimConfig
 from qarl.training.zero_setup import local_rank, start_deepspeed
-from ranks_bench.micro_batch import model_config, random_tokens
+from ranks_bench.micro_batch import random_tokens
 from ranks_bench.parts import WARMUP, Bench, Record
-from ranks_bench.shapes import Shape
 
 OPTIM = OptimConfig()  # what the learner has
 
@@ -44,7 +45,7 @@ def _records(bench: Bench, tokens: int, head: str, timeout_s: float) -> Iterator
     device, count = bench.device, bench.exchange.count
     deepspeed = start_deepspeed(device, timeout_s)
     ids = random_tokens(bench.shape, tokens, bench.exchange.rank).to(device)
-    settings = zero3_settings(bench.shape, len(ids))
+    settings = zero3_settings(bench.shape, len(ids), count)
     with zero3_engine(deepspeed, bench.shape, settings, head) as engine:
 
         def backward(last: bool = False) -> None:
@@ -70,27 +71,21 @@ def _records(bench: Bench, tokens: int, head: str, timeout_s: float) -> Iterator
         yield labels | {"what": "update"} | found | received
 
 
-def zero3_settings(shape: Shape, sequences: int) -> Record:
-    """A DeepSpeed JSON as Hugging Face's recipe of stage 3 has it, its `auto` values as their Trainer fills them in."""
+def zero3_settings(shape: Shape, sequences: int, ranks: int) -> Record:
+    """Hugging Face's recipe with its `auto` values as their Trainer fills them in. sequences: of a micro-batch."""
     square = shape.hidden**2
-    return {
+    found = {
+        "reduce_bucket_size": square,
+        "stage3_prefetch_bucket_size": int(0.9 * square),
+        "stage3_param_persistence_threshold": 10 * shape.hidden,
+    }
+    return ZERO3 | {
         "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "sub_group_size": 10**9,
-            "reduce_bucket_size": square,
-            "stage3_prefetch_bucket_size": int(0.9 * square),
-            "stage3_param_persistence_threshold": 10 * shape.hidden,
-            "stage3_max_live_parameters": 10**9,
-            "stage3_max_reuse_distance": 10**9,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
+        "zero_optimization": ZERO3["zero_optimization"] | found,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": OPTIM.max_grad_norm,
+        "train_batch_size": sequences * ranks,
         "train_micro_batch_size_per_gpu": sequences,
-        "steps_per_print": 10**9,
     }
 
 
@@ -102,7 +97,7 @@ def zero3_engine(deepspeed: Any, shape: Shape, settings: Record, head: str) -> I
     checkpointed.
     """
     said = HfDeepSpeedConfig(settings)  # which transformers asks while it lives
-    model = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16, attn_implementation="sdpa")
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     if head == "trl":
         from trl.trainer.utils import add_fused_lm_head

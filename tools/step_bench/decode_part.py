@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
+from model_sizes import Shape
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
@@ -18,7 +19,6 @@ from vllm_bench.models import policy_of, quant_of, random_masters
 from qarl.policy.attention import Attention, Caches, Span
 from qarl.policy.policy import Policy
 from step_bench.measure import Record, timed, top_kernels
-from step_bench.shapes import Shape
 
 CACHE_BYTES = 32 << 30  # of all layers; beyond it some share theirs, which is then far larger than a GPU's own cache
 SWEPT = 16  # calls of a kernel in one graph

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from model_sizes import Shape
 from torch import Tensor
 
 from step_bench.learner_part import throughput
 from step_bench.measure import Record
-from step_bench.shapes import Shape, random_model
+from step_bench.shapes import random_model
 
 
 def hf_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:

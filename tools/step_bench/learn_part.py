@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from model_sizes import Shape
 from qarl_kernels.logprob import Truncation
 
 from qarl.distributed.ranks import Alone
@@ -20,7 +21,6 @@ from qarl.types import Prompt, Rollout
 from step_bench.learner_part import make_policy
 from step_bench.measure import Record, timed
 from step_bench.settings import learner_config
-from step_bench.shapes import Shape
 
 PROMPT_TOKENS = (62, 81)  # of a prompt, those of a step's questions
 

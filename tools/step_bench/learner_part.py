@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
+from model_sizes import Shape
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 from vllm_bench.models import policy_of, quant_of, random_masters
@@ -24,7 +25,7 @@ from qarl.training.optim import clip_grads, grad_norm
 from qarl.training.setup import build_policy, set_determinism
 from step_bench.measure import Record, timed, top_kernels
 from step_bench.settings import learner_config
-from step_bench.shapes import Shape, random_model
+from step_bench.shapes import random_model
 
 CANARY = (2, 64)  # sequences, tokens of each that are run
 

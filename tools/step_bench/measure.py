@@ -1,20 +1,19 @@
-"""Seconds of a call: on the device, and until the host has launched it."""
+"""Seconds of a call, on the device and until the host has launched it; a GPU's memory, and less of it."""
 
 from __future__ import annotations
 
 import json
-import resource
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from qarl.training.metrics import peak_memory_gib
 from qarl.training.profile_page import host_shares, on_device
 
 Record = dict[str, Any]
@@ -47,7 +46,7 @@ def timed(
         "seconds": statistics.median(seconds),
         "all_seconds": seconds,
         "host_seconds": statistics.median(host),
-        "peak_gib": peak_gib(device),
+        "peak_gib": peak_memory_gib(device),
     }
 
 
@@ -83,23 +82,6 @@ def top_kernels(call: Callable[[], object], device: torch.device, count: int) ->
     shares = on_device(events).kernels or host_shares(events)
     most = sorted(shares.items(), key=lambda item: -item[1].seconds)[:count]
     return [{"name": name, "ms": 1e3 * share.seconds, "calls": share.calls} for name, share in most]
-
-
-def peak_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss counts bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def spread(ranks: Sequence[Mapping[str, float]]) -> Record:
-    """NAME_min, NAME_mean and NAME_max of each number that all ranks have."""
-    found: Record = {}
-    for name in ranks[0]:
-        if all(name in rank for rank in ranks):
-            values = [rank[name] for rank in ranks]
-            found |= {f"{name}_min": min(values), f"{name}_mean": statistics.mean(values), f"{name}_max": max(values)}
-    return found
 
 
 def cap_memory(gib: float, device: torch.device) -> None:

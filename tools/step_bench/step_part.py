@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_sizes import Shape
 
 from qarl.config import Config
 from qarl.config.yaml_io import dump_yaml
 from qarl.storage.runs import METRICS, read_metrics
 from step_bench.measure import Record
 from step_bench.settings import step_sections
-from step_bench.shapes import REWARD, Shape, model_directory, write_questions
+from step_bench.shapes import REWARD, model_directory, write_questions
 
 PHASES = ("step", "rollout", "reward", "learner", "diagnostics", "publish")
 PARTS = ("publish_receive", "publish_load", "publish_check", "publish_score", "sampler_wake")  # of vLLM's publish
@@ -35,7 +36,7 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
     """A record for each training step, and one with medians over those after the first, which compiles."""
     from qarl.config import load_config
 
-    model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
+    model = model_directory(options.model_dir, options.shape, shape, device, options.seed, options.tokenizer)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)

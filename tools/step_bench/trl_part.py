@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_sizes import Shape
 
-from step_bench.measure import Record, spread
-from step_bench.shapes import Shape, model_directory
+from qarl.training.metrics import spread
+from step_bench.measure import Record
+from step_bench.shapes import model_directory
 
 TOOLS = Path(__file__).parents[1]
 
@@ -105,7 +107,7 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
     """A record for each training step, and one with medians over those after the first."""
     from step_bench.trl_rank import train
 
-    model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
+    model = model_directory(options.model_dir, options.shape, shape, device, options.seed, options.tokenizer)
     engine = engine_of(options, device)
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)

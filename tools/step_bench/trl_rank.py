@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from step_bench.measure import Record, cap_memory, peak_gib
+from qarl.training.metrics import peak_memory_gib
+from step_bench.measure import Record, cap_memory
 from step_bench.shapes import REWARD, questions
 
 
@@ -101,7 +102,7 @@ def train(task: Record, device: torch.device) -> Record:
     return {
         "steps": steps,
         "total_s": total,
-        "peak_gib": peak_gib(device),
+        "peak_gib": peak_memory_gib(device),
         "responses": len(lengths),
         "zero_stage": plugin.zero_stage if plugin else None,
     }

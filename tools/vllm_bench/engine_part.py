@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable, Iterator
 
 import torch
+from model_sizes import SHAPES
+from tiny_models import byte_tokenizer
 
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
@@ -18,10 +20,7 @@ from qarl.weight_sync.sender import WeightSender
 from vllm_bench.case import Case, Record, engine_config, environment, seconds_of, wait, with_vllm
 from vllm_bench.generation import generate_record, random_tokens
 from vllm_bench.models import (
-    GROUPS,
-    SHAPES,
     as_new_version,
-    byte_tokenizer,
     policy_of,
     quant_of,
     random_masters,
@@ -61,8 +60,8 @@ class Session:
 
     def __init__(self, case: Case, shape: str, options: argparse.Namespace) -> None:
         self.case, self.shape, self.options, self.device = case, shape, options, case.device
-        self.model = SHAPES[shape]()
-        self.quant = quant_of(case.scheme, GROUPS[shape], kv_cache_dtype=options.kv_cache_dtype)
+        self.model = SHAPES[shape].config()
+        self.quant = quant_of(case.scheme, SHAPES[shape].group_size, kv_cache_dtype=options.kv_cache_dtype)
         self.context = options.prompt_tokens + options.new_tokens
         masters = random_masters(options.seed, case.device)
         self.version = 0
@@ -82,7 +81,7 @@ class Session:
             publish="delta" if "delta" in options.modes else "changed",
         )
         self.notes: list[str] = []
-        sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(), self.notes.append
+        sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(chat_template=False), self.notes.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, self.canary, say)
         self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, case.place, say)
 

@@ -1,4 +1,4 @@
-"""Models with known shapes and random weights, as policies that live on their published tensors alone."""
+"""Models of random weights, as policies that live on their published tensors alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from qarl_formats.registry import grouped_names
 from qarl_formats.scheme import is_ignored
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
+from transformers import PreTrainedConfig
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
@@ -20,83 +20,6 @@ from qarl.weight_sync.snapshot import Snapshot, build_snapshot, quantize_paramet
 
 STD = 0.02  # of weights
 DTYPE = torch.bfloat16
-SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-
-SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3-8b": lambda: Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=False,
-        **SPECIAL,
-    ),
-    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_local_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=False,
-        **SPECIAL,
-    ),
-    "smollm2": lambda: LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        **SPECIAL,
-    ),
-    "tiny": lambda: LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        **SPECIAL,
-    ),
-    "tiny-moe": lambda: Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        **SPECIAL,
-    ),
-}
-GROUPS = {
-    "qwen3-8b": 128,
-    "qwen3-30b-a3b": 128,
-    "smollm2": 64,
-    "tiny": 64,
-    "tiny-moe": 64,
-}  # group size of int4 weights
-
 Masters = Callable[[str, tuple[int, ...]], Tensor]
 
 
@@ -155,16 +78,3 @@ def as_new_version(policy: Policy, version: int) -> Snapshot:
     policy.current = Snapshot(version, policy.current.tensors, policy.current.weights)
     policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
     return policy.current
-
-
-def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of single bytes, for models whose tokens mean nothing."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<s>": 0, "</s>": 1, "<pad>": 2} | {letter: i + 3 for i, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from model_sizes import SHAPES
+from tiny_models import byte_tokenizer
 
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
@@ -32,14 +34,14 @@ from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import make_carrier
 from vllm_bench.case import Case, Record, engine_config, environment
 from vllm_bench.generation import generate_record
-from vllm_bench.models import DTYPE, GROUPS, SHAPES, byte_tokenizer, quant_of
+from vllm_bench.models import DTYPE, quant_of
 
 NORM = "model.norm.weight"  # every shape has one; what vLLM is told that it holds
 
 
 def dummy_settings(case: Case, shape: str, options: argparse.Namespace) -> tuple[SamplerSettings, ModelLayout]:
     """How vLLM starts on a new directory of `case.place`, which has no weights."""
-    quant = quant_of(case.scheme, GROUPS[shape], kv_cache_dtype=options.kv_cache_dtype)
+    quant = quant_of(case.scheme, SHAPES[shape].group_size, kv_cache_dtype=options.kv_cache_dtype)
     context = options.prompt_tokens + options.new_tokens
     config = engine_config(
         case,
@@ -50,10 +52,10 @@ def dummy_settings(case: Case, shape: str, options: argparse.Namespace) -> tuple
         max_seqs=max(options.batch),
         publish="changed",
     )
-    layout = ModelLayout(SHAPES[shape](), None, scheme_of(quant), quant.ignore, DTYPE, case.device, context)
+    layout = ModelLayout(SHAPES[shape].config(), None, scheme_of(quant), quant.ignore, DTYPE, case.device, context)
     directory = case.place / "model"
     directory.mkdir()
-    byte_tokenizer().save_pretrained(directory)
+    byte_tokenizer(chat_template=False).save_pretrained(directory)
     write_config(directory, layout)
     settings = sampler_settings(config, layout, directory)
     arguments = {**settings.args, "load_format": "dummy"}
