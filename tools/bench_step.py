@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from process_tree import end_hung, end_tree, tails, traced
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 
@@ -42,7 +43,7 @@ PARTS = ("learner", "hf", "canary", "decode", "learn", "optimizer", "step", "trl
 SCHEMED = ("learner", "canary", "decode", "learn", "optimizer", "step")  # parts that there are of each scheme
 CONFIGURED = ("learner", "learn", "optimizer", "step")  # parts that read a configuration of qarl
 MODES = ("elementwise", "mlp", "products", "layer")
-LOG_LINES = 30  # shown of a case that failed
+LOG_LINES = 60  # shown of a case that failed
 
 Record = dict[str, Any]
 
@@ -143,6 +144,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     """Write the environment and the case's records to its file, one JSON line each."""
     file = Path(case.pop("records"))
     options = argparse.Namespace(**(vars(options) | case))
+    options.place = file.parent  # for its files, whose logs are shown where it fails
 
     from step_bench.measure import beside_torch, cap_memory
     from step_bench.shapes import shape_of
@@ -247,7 +249,7 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
         given = json.dumps(case | {"records": str(records)})
         paths = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
         paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        environment = traced(os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
         with log.open("a") as output:
             print(f"--- {given}", file=output, flush=True)
             position = output.tell()
@@ -262,14 +264,15 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
                 code = process.wait(options.timeout)
             except subprocess.TimeoutExpired:
                 code = None
+                end_hung(process)
             finally:
-                if process.poll() is None:  # with whatever it started
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                end_tree(process)  # with whatever it started
+            printed = log.read_bytes()[position:].decode(errors="replace").splitlines() or ["nothing"]
+            logs = tails(Path(place)) if code != 0 else ""  # of a run's ranks and samplers
+            print(logs, end="", file=output)
         lines = [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
     if code != 0:
-        printed = log.read_bytes()[position:].decode(errors="replace").splitlines() or ["nothing"]
-        print(*printed[-LOG_LINES:], sep="\n", file=sys.stderr)
+        print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
         why = f"took more than {options.timeout:g} s" if code is None else f"exit {code}: {printed[-1]}"
         lines.append(case | {"error": why})
     return lines

@@ -8,8 +8,9 @@
 The file is a YAML list of jobs: `name`, `command` (for bash, in the repository's root; python is the one that runs this
 tool), `gpus` (how many, default 1) and `seconds` (its limit). Jobs start in the file's order as GPUs come free; one of
 several GPUs makes those behind it wait. A command sees its GPUs alone (CUDA_VISIBLE_DEVICES), and DIR as $OUT.
-DIR/NAME.log has what it printed, DIR/status.txt when it started and how it ended. The exit code is 1 where a job failed
-or ran out of time.
+DIR/NAME.log has what it printed, DIR/status.txt when it started and how it ended. What a job started that ran out of
+time is asked to end, and prints its Python stacks where it does not. The exit code is 1 where a job failed or ran out
+of time.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from process_tree import abort, descendants, runs, traced
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
@@ -113,7 +115,7 @@ class Queue:
             process = subprocess.Popen(
                 ["bash", "-c", job.command],
                 cwd=ROOT,
-                env=os.environ | own,
+                env=traced(os.environ | own),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -144,11 +146,16 @@ class Queue:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process and all that it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+    started = [process.pid, *descendants(process.pid)]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    end = time.monotonic() + GRACE_S
+    while any(map(runs, started)) and time.monotonic() < end:
+        time.sleep(0.02)
+    abort(started)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def visible_gpus() -> list[int]:

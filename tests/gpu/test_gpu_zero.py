@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from process_tree import run_traced, tails
 from ranks import PATHS, ROOT
 from tiny_runs import settings, write_config
 
 GPUS = torch.cuda.device_count()
+LIMIT_S = 110  # of a run; five of them fit in a test's time
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}"),
@@ -28,8 +29,11 @@ def run(config: Path, folder: Path, *overrides: str) -> tuple[list[str], list[fl
     command = [sys.executable, "-m", "qarl.cli", "train", str(config), "--nproc", "2", f"train.run_dir={folder}"]
     path = os.pathsep.join([str(ROOT / part) for part in PATHS] + sys.path)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=560, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    try:
+        done = run_traced([*command, "distributed.timeout_s=60", *overrides], environment, LIMIT_S)
+    except TimeoutError as error:
+        pytest.fail(f"{error}\n{tails(folder)}")
+    assert done.returncode == 0, done.stdout + done.stderr + tails(folder)
     states: list[dict[str, Any]] = [
         json.loads((folder / "checkpoints" / step / "state.json").read_text()) for step in ("000001", "000002")
     ]

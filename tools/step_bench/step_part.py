@@ -6,7 +6,6 @@ import argparse
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,17 +36,17 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
 
     model = model_directory(options.model_dir, options.shape, shape, device, options.seed)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        write_questions(place / "prompts.jsonl", options.prompts * options.steps, options.seed)
-        (place / "reward.py").write_text(REWARD)
-        (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
-        config = load_config(place / "step.yaml", options.set)
-        begin = time.perf_counter()
-        code = run(options, place / "step.yaml", config)
-        total = time.perf_counter() - begin
-        assert code == 0, f"the run ended with {code}"
-        yield from records_of(read_metrics(place / "run" / METRICS), config.rollout.max_response_length, engine, total)
+    place = options.place / options.part
+    place.mkdir()
+    write_questions(place / "prompts.jsonl", options.prompts * options.steps, options.seed)
+    (place / "reward.py").write_text(REWARD)
+    (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
+    config = load_config(place / "step.yaml", options.set)
+    begin = time.perf_counter()
+    code = run(options, place / "step.yaml", config)
+    total = time.perf_counter() - begin
+    assert code == 0, f"the run ended with {code}"
+    yield from records_of(read_metrics(place / "run" / METRICS), config.rollout.max_response_length, engine, total)
 
 
 def run(options: argparse.Namespace, path: Path, config: Config) -> int:
