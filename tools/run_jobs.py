@@ -16,7 +16,6 @@ of time.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -28,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from process_tree import abort, descendants, runs, traced
+from process_tree import abort, marked, runs, send, traced
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 GRACE_S = 5.0  # between asking a job to end and killing it
+MARK = "QARL_JOB"  # a variable that all processes of a job have, and no others
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Running:
     gpus: list[int]
     process: subprocess.Popen[bytes]
     began: float
+    mark: str
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -102,7 +103,7 @@ class Queue:
                     self._look(one)
         finally:
             for one in self.running:
-                _end(one.process)
+                _end(one)
                 self._say(f"{one.job.name}: ended early")
 
     def _start(self, job: Job) -> None:
@@ -111,6 +112,7 @@ class Queue:
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         visible = ",".join(map(str, gpus))
         own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools, "PYTHONPATH": path}
+        own[MARK] = mark = f"{os.getpid()}-{job.name}"
         with (self.out / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 ["bash", "-c", job.command],
@@ -121,7 +123,7 @@ class Queue:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.running.append(Running(job, gpus, process, time.monotonic()))
+        self.running.append(Running(job, gpus, process, time.monotonic(), mark))
         self._say(f"{job.name}: started on GPU {visible}")
 
     def _look(self, one: Running) -> None:
@@ -129,7 +131,7 @@ class Queue:
         code = one.process.poll()
         if code is None and took < one.job.seconds:
             return
-        _end(one.process)  # and what it may have left behind
+        _end(one)  # and what it may have left behind
         self.running.remove(one)
         self.free = sorted(self.free + one.gpus)
         if code != 0:
@@ -144,18 +146,16 @@ class Queue:
             file.write(line + "\n")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
-    started = [process.pid, *descendants(process.pid)]
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+def _end(one: Running) -> None:
+    """End the process and all that it started, whatever sessions they lead."""
+    for pid in marked(MARK, one.mark):
+        send(pid, signal.SIGTERM)
     end = time.monotonic() + GRACE_S
-    while any(map(runs, started)) and time.monotonic() < end:
-        time.sleep(0.02)
+    while any(map(runs, started := marked(MARK, one.mark))) and time.monotonic() < end:
+        time.sleep(0.05)
     abort(started)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    one.process.kill()
+    one.process.wait()
 
 
 def visible_gpus() -> list[int]:

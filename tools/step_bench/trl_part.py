@@ -127,11 +127,13 @@ def on_ranks(task: Record, count: int, place: Path) -> list[Record]:
     (place / "task.json").write_text(json.dumps(task))
     paths = [str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"ACCELERATE_USE_DEEPSPEED": "true", "PYTHONPATH": os.pathsep.join(paths)}  # as `accelerate launch` says it
-    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all are on this machine
+    # all are on this machine, and each vLLM on one GPU
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    local |= {"OMP_NUM_THREADS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
     run = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count)]
     done = subprocess.run(
         [sys.executable, *run, "-m", "step_bench.trl_rank", str(place)],
-        env={"OMP_NUM_THREADS": "1", **local, **os.environ, **own},
+        env={**local, **os.environ, **own},
         check=False,
     )
     if done.returncode:
