@@ -82,7 +82,7 @@ def run(folder: Path, model: str, changes: list[str], before: str = "") -> tuple
         *("logging.console=plain", "distributed.timeout_s=180", *changes),
     ]
     path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")] + sys.path)
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)}  # for what ranks print before a run begins
     try:
         ended = run_traced(command, environment, LIMIT_S)
     except TimeoutError as error:

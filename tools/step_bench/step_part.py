@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -53,7 +54,8 @@ def run(options: argparse.Namespace, path: Path, config: Config) -> int:
     """The exit code of `qarl train`, in this process or of the ranks that it starts. config: of path and --set."""
     if options.nproc > 1:
         command = ["-m", "qarl.cli", "train", str(path), *options.set, "--nproc", str(options.nproc)]
-        return subprocess.run([sys.executable, *command], check=False).returncode
+        environment = os.environ | {"TMPDIR": str(path.parent)}  # what ranks print before there is a run lies there
+        return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
     from qarl.training.loop import train
 
     return train(config)
