@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,12 @@ def run(folder: Path, model: str, changes: list[str], before: str = "") -> tuple
         *("logging.console=plain", "distributed.timeout_s=180", *changes),
     ]
     path = os.pathsep.join([str(ROOT / part) for part in (".", "kernels", "quant_formats")] + sys.path)
-    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)}  # for what ranks print before a run begins
-    try:
-        ended = run_traced(command, environment, LIMIT_S)
-    except TimeoutError as error:
-        pytest.fail(f"{error}\n{tails(folder)}")
+    with tempfile.TemporaryDirectory() as early:  # where ranks print before a run begins
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": early}
+        try:
+            ended = run_traced(command, environment, LIMIT_S)
+        except TimeoutError as error:
+            pytest.fail(f"{error}\n{tails(Path(early))}{tails(folder)}")
     assert ended.returncode == 0, ended.stdout[-TAIL:] + ended.stderr[-TAIL:] + tails(folder)
     other = (folder / "run" / "rank-001.log").read_text() if (folder / "run" / "rank-001.log").exists() else ""
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
