@@ -32,6 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from process_tree import abort, leaving_at_once, traced
 from ranks_bench.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,7 @@ sys.path[:0] = SOURCES
 
 PARTS = ("check", "sum", "overlap", "gather", "learn", "zero3")
 ALONE = ("learn", "zero3")  # parts that --part names, or they do not run
-LOG_LINES = 30  # shown of a rank that failed
+LOG_LINES = 60  # shown of a rank that failed
 Record = dict[str, Any]
 
 
@@ -148,7 +149,7 @@ def run_rank(options: argparse.Namespace, rank: int, folder: Path) -> None:
 def run_all(options: argparse.Namespace, folder: Path) -> list[Record]:
     """The ranks' results. Ends with exit code 1 where one failed, with what it printed."""
     paths = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = traced(os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     if options.device == "cpu":
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks, logs = [], [folder / f"log-{rank}" for rank in range(options.nproc)]
@@ -166,6 +167,9 @@ def run_all(options: argparse.Namespace, folder: Path) -> list[Record]:
                 time.sleep(1)
                 break
             time.sleep(0.1)
+        if any(rank.poll() is None for rank in ranks):
+            print(f"--- not all ranks ended, after {options.timeout:g} s or a failure: their stacks", file=sys.stderr)
+            abort([rank.pid for rank in ranks])
     finally:
         for process in ranks:
             process.kill()
@@ -202,7 +206,8 @@ def main() -> None:
 
     options = parse()
     if rank := os.environ.get("QARL_BENCH_RANK"):
-        run_rank(options, int(rank), Path(os.environ["QARL_BENCH_FOLDER"]))
+        with leaving_at_once():
+            run_rank(options, int(rank), Path(os.environ["QARL_BENCH_FOLDER"]))
         return
     with tempfile.TemporaryDirectory() as place:
         results = run_all(options, Path(place))

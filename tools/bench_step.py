@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from model_sizes import SHAPES
+from process_tree import end_hung, end_tree, tails, traced
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
@@ -45,7 +45,7 @@ PARTS = ("learner", "hf", "canary", "decode", "learn", "optimizer", "step", "trl
 SCHEMED = ("learner", "canary", "decode", "learn", "optimizer", "step")  # parts that there are of each scheme
 CONFIGURED = ("learner", "learn", "optimizer", "step")  # parts that read a configuration of qarl
 MODES = ("elementwise", "mlp", "products", "layer")
-LOG_LINES = 30  # shown of a case that failed
+LOG_LINES = 60  # shown of a case that failed
 
 Record = dict[str, Any]
 
@@ -147,6 +147,7 @@ def run_case(options: argparse.Namespace, case: Record) -> None:
     """Write the environment and the case's records to its file, one JSON line each."""
     file = Path(case.pop("records"))
     options = argparse.Namespace(**(vars(options) | case))
+    options.place = file.parent  # for its files, whose logs are shown where it fails
 
     from step_bench.measure import beside_torch, cap_memory
     from step_bench.shapes import shape_of
@@ -250,7 +251,7 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
         records = Path(place) / "records.jsonl"
         given = json.dumps(case | {"records": str(records)})
         paths = [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        environment = traced(os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
         with log.open("a") as output:
             print(f"--- {given}", file=output, flush=True)
             position = output.tell()
@@ -265,14 +266,15 @@ def collect(case: Record, options: argparse.Namespace, log: Path) -> list[Record
                 code = process.wait(options.timeout)
             except subprocess.TimeoutExpired:
                 code = None
+                end_hung(process)
             finally:
-                if process.poll() is None:  # with whatever it started
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                end_tree(process)  # with whatever it started
+            printed = log.read_bytes()[position:].decode(errors="replace").splitlines() or ["nothing"]
+            logs = tails(Path(place)) if code != 0 else ""  # of a run's ranks and samplers
+            print(logs, end="", file=output)
         lines = [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
     if code != 0:
-        printed = log.read_bytes()[position:].decode(errors="replace").splitlines() or ["nothing"]
-        print(*printed[-LOG_LINES:], sep="\n", file=sys.stderr)
+        print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
         why = f"took more than {options.timeout:g} s" if code is None else f"exit {code}: {printed[-1]}"
         lines.append(case | {"error": why})
     return lines

@@ -8,14 +8,14 @@
 The file is a YAML list of jobs: `name`, `command` (for bash, in the repository's root; python is the one that runs this
 tool), `gpus` (how many, default 1) and `seconds` (its limit). Jobs start in the file's order as GPUs come free; one of
 several GPUs makes those behind it wait. A command sees its GPUs alone (CUDA_VISIBLE_DEVICES), and DIR as $OUT.
-DIR/NAME.log has what it printed, DIR/status.txt when it started and how it ended. The exit code is 1 where a job failed
-or ran out of time.
+DIR/NAME.log has what it printed, DIR/status.txt when it started and how it ended. What a job started that ran out of
+time is asked to end, and prints its Python stacks where it does not. The exit code is 1 where a job failed or ran out
+of time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import subprocess
@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from process_tree import abort, marked, runs, send, traced
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 GRACE_S = 5.0  # between asking a job to end and killing it
+MARK = "QARL_JOB"  # a variable that all processes of a job have, and no others
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Running:
     gpus: list[int]
     process: subprocess.Popen[bytes]
     began: float
+    mark: str
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -100,7 +103,7 @@ class Queue:
                     self._look(one)
         finally:
             for one in self.running:
-                _end(one.process)
+                _end(one)
                 self._say(f"{one.job.name}: ended early")
 
     def _start(self, job: Job) -> None:
@@ -109,17 +112,18 @@ class Queue:
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         visible = ",".join(map(str, gpus))
         own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools, "PYTHONPATH": path}
+        own[MARK] = mark = f"{os.getpid()}-{job.name}"
         with (self.out / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 ["bash", "-c", job.command],
                 cwd=ROOT,
-                env=os.environ | own,
+                env=traced(os.environ | own),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.running.append(Running(job, gpus, process, time.monotonic()))
+        self.running.append(Running(job, gpus, process, time.monotonic(), mark))
         self._say(f"{job.name}: started on GPU {visible}")
 
     def _look(self, one: Running) -> None:
@@ -127,7 +131,7 @@ class Queue:
         code = one.process.poll()
         if code is None and took < one.job.seconds:
             return
-        _end(one.process)  # and what it may have left behind
+        _end(one)  # and what it may have left behind
         self.running.remove(one)
         self.free = sorted(self.free + one.gpus)
         if code != 0:
@@ -142,13 +146,16 @@ class Queue:
             file.write(line + "\n")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+def _end(one: Running) -> None:
+    """End the process and all that it started, whatever sessions they lead."""
+    for pid in marked(MARK, one.mark):
+        send(pid, signal.SIGTERM)
+    end = time.monotonic() + GRACE_S
+    while any(map(runs, started := marked(MARK, one.mark))) and time.monotonic() < end:
+        time.sleep(0.05)
+    abort(started)
+    one.process.kill()
+    one.process.wait()
 
 
 def visible_gpus() -> list[int]:

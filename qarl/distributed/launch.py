@@ -24,7 +24,7 @@ from qarl.distributed.board import Folder
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, host, write_fault
 from qarl.distributed.notes import read_note
 from qarl.distributed.place import MEETING, log_name
-from qarl.distributed.watch import GRACE_S, NOTE
+from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
 from qarl.errors import UNEXPECTED, UserError
 from qarl.inputs.paths import user_path
 from qarl.machine import visible_gpus
@@ -33,6 +33,7 @@ from qarl.signals import Signals
 
 POLL_S = 0.1
 LEAVE_S = GRACE_S + 10  # for the other ranks, once one has failed
+TELL_S = 2 * TICK_S  # for the rank that hung to print where it was
 STOP_S = 5.0  # after a second Ctrl-C
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
@@ -113,15 +114,17 @@ class Launched:
 
         The first signal asks for a safe stop. A later Ctrl-C stops at once what does not end by itself soon.
         """
-        passed, end = 0, float("inf")
+        passed, end, failed_at = 0, float("inf"), float("inf")
         while self._running and time.monotonic() < end:
             for rank, process in list(self._running.items()):
                 if (code := process.poll()) is not None:
                     del self._running[rank]
                     self._ended(rank, code)
             if any(code not in (0, *INTERRUPTED) for code in self.codes.values()):
-                end = min(end, time.monotonic() + LEAVE_S)
-                self._kill_hung()
+                failed_at = min(failed_at, time.monotonic())
+                end = min(end, failed_at + LEAVE_S)
+                if time.monotonic() > failed_at + TELL_S:
+                    self._kill_hung()
             for signum in signals.received[passed:]:
                 passed += 1
                 if passed > 1 and signum == signal.SIGINT:

@@ -7,8 +7,10 @@ posts a sign of life about once a second, and reads those of the others and the 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -53,8 +55,11 @@ class Watch(threading.Thread):
             except (OSError, RuntimeError) as error:  # the directory, or the process that holds the store
                 self.fault = self.fault or self._of(0, f"what the ranks meet in is gone ({type(error).__name__})")
             if self.fault is not None and leave_at is None:
-                leaving = self.fault.rank == self._rank and self.fault.code is not None  # it has told the others itself
+                own = self.fault.rank == self._rank
+                leaving = own and self.fault.code is not None  # it has told the others itself
                 leave_at = time.monotonic() + (self._timeout_s if leaving else min(GRACE_S, self._timeout_s))
+                if own and not leaving:
+                    _say_where(self.fault)
             if leave_at is not None and time.monotonic() > leave_at and not self._ended.is_set():
                 assert self.fault is not None
                 self._last(self.fault)
@@ -134,3 +139,10 @@ class Watch(threading.Thread):
 
     def _of(self, rank: int, line: str) -> Fault:
         return Fault(rank, self._hosts[rank] or host(), None, line)
+
+
+def _say_where(fault: Fault) -> None:
+    """Print where the main thread of the rank that hangs is, its innermost call last, as the log's last lines."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    print(f"{stack}rank {fault.rank} {fault.line}, and was there", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ They are forks of one process that has torch and qarl imported, once a session.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -26,6 +27,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Never
+
+from process_tree import abort
 
 ROOT = Path(__file__).parents[2]
 PATHS = (
@@ -100,13 +103,12 @@ def start_ranks(
 
 
 def wait_ranks(ranks: list[Rank], limit_s: float = 60) -> list[int | None]:
-    """The exit codes; None for one that had to be killed."""
+    """The exit codes; None for one that had to be killed, which has printed its stacks."""
     end = time.monotonic() + limit_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
         time.sleep(TICK_S)
     codes = [rank.poll() for rank in ranks]
-    for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
+    abort([rank.pid for rank, code in zip(ranks, codes, strict=True) if code is None])
     return codes
 
 
@@ -182,6 +184,7 @@ def _fork(rank: int, order: dict[str, Any]) -> int:
 
     printed = str(Path(order["folder"], f"output-{rank}"))
     redirect({0: os.devnull, 1: printed, 2: printed})
+    faulthandler.enable()
     own = {"RANK": rank, "WORLD_SIZE": order["count"], "LOCAL_RANK": rank, "QARL_RANKS": order["folder"]}
     os.environ.update({**{name: str(value) for name, value in own.items()}, **order["environment"]})
     code = 1

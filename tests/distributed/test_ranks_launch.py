@@ -145,6 +145,7 @@ def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, fault: str) -> N
     assert len(errors(said)) == len(lines), said
     assert all(found.startswith(start) for found, start in zip(errors(said), lines, strict=True)), said
     assert "Traceback" not in said
+    assert ("in train" in said and "and was there" in said) == (fault in ("late 1", "hang 1")), said
     assert took < 90
 
 

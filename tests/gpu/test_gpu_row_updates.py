@@ -59,7 +59,7 @@ def cases(tiny_model) -> list[Case]:
 def found(cases) -> list[list[dict[str, Any]]]:
     """Of each rank, what it found in each case."""
     told = {"cases": [asdict(case) for case in cases]}
-    return run_ranks(2, f"{__file__}:train", told, limit_s=280, timeout_s=120)
+    return run_ranks(2, f"{__file__}:train", told, limit_s=330, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import run_jobs
 import yaml
+from process_tree import runs
 
 TOOL = Path(run_jobs.__file__)
 
@@ -64,6 +65,19 @@ def test_a_failure_and_a_limit_are_told_and_the_rest_runs(tmp_path: Path) -> Non
     assert "fails: exit code 3" in said and "hangs: ran out of its 0.5 s" in said and "works: exit code 0" in said
     assert (tmp_path / "out/fails.log").read_text() == "what happened\n"
     assert (tmp_path / "out/works.log").read_text() == "fine\n"
+
+
+def test_nothing_of_a_job_is_left_whatever_session_it_leads(tmp_path: Path) -> None:
+    started = "setsid sleep 1000 & echo $! > $OUT/{0}.pid"
+    file = jobs(
+        tmp_path,
+        {"name": "ends", "command": started.format("ends")},
+        {"name": "hangs", "command": started.format("hangs") + "; trap '' TERM; sleep 1000", "seconds": 0.5},
+    )
+    process = start(file, tmp_path / "out", "--gpus", "0")
+    said, _ = process.communicate(timeout=60)
+    assert "ends: exit code 0" in said and "hangs: ran out of its 0.5 s" in said
+    assert not any(runs(int((tmp_path / f"out/{name}.pid").read_text())) for name in ("ends", "hangs"))
 
 
 def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,24 +38,25 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
 
     model = model_directory(options.model_dir, options.shape, shape, device, options.seed, options.tokenizer)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        write_questions(place / "prompts.jsonl", options.prompts * options.steps, options.seed)
-        (place / "reward.py").write_text(REWARD)
-        (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
-        config = load_config(place / "step.yaml", options.set)
-        begin = time.perf_counter()
-        code = run(options, place / "step.yaml", config)
-        total = time.perf_counter() - begin
-        assert code == 0, f"the run ended with {code}"
-        yield from records_of(read_metrics(place / "run" / METRICS), config.rollout.max_response_length, engine, total)
+    place = options.place / options.part
+    place.mkdir()
+    write_questions(place / "prompts.jsonl", options.prompts * options.steps, options.seed)
+    (place / "reward.py").write_text(REWARD)
+    (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
+    config = load_config(place / "step.yaml", options.set)
+    begin = time.perf_counter()
+    code = run(options, place / "step.yaml", config)
+    total = time.perf_counter() - begin
+    assert code == 0, f"the run ended with {code}"
+    yield from records_of(read_metrics(place / "run" / METRICS), config.rollout.max_response_length, engine, total)
 
 
 def run(options: argparse.Namespace, path: Path, config: Config) -> int:
     """The exit code of `qarl train`, in this process or of the ranks that it starts. config: of path and --set."""
     if options.nproc > 1:
         command = ["-m", "qarl.cli", "train", str(path), *options.set, "--nproc", str(options.nproc)]
-        return subprocess.run([sys.executable, *command], check=False).returncode
+        environment = os.environ | {"TMPDIR": str(path.parent)}  # what ranks print before there is a run lies there
+        return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
     from qarl.training.loop import train
 
     return train(config)

@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,17 +108,17 @@ def trl_records(options: argparse.Namespace, shape: Shape, device: torch.device)
 
     model = model_directory(options.model_dir, options.shape, shape, device, options.seed, options.tokenizer)
     engine = engine_of(options, device)
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        task = {
-            "model": str(model),
-            "grpo": grpo_arguments(options, place / "run", engine, device.type == "cuda"),
-            "prompts": options.prompts * options.steps,
-            "seed": options.seed,
-            "new_tokens": options.new_tokens,
-            "gpu_memory": options.gpu_memory,
-        }
-        results = [train(task, device)] if options.nproc == 1 else on_ranks(task, options.nproc, place)
+    place = options.place / options.part
+    place.mkdir()
+    task = {
+        "model": str(model),
+        "grpo": grpo_arguments(options, place / "run", engine, device.type == "cuda"),
+        "prompts": options.prompts * options.steps,
+        "seed": options.seed,
+        "new_tokens": options.new_tokens,
+        "gpu_memory": options.gpu_memory,
+    }
+    results = [train(task, device)] if options.nproc == 1 else on_ranks(task, options.nproc, place)
     drawn = sum(result["responses"] for result in results)
     assert drawn == options.prompts * options.responses * options.steps, f"{drawn} responses were drawn"
     yield from records_of(results, engine, options.new_tokens)
@@ -130,10 +129,13 @@ def on_ranks(task: Record, count: int, place: Path) -> list[Record]:
     (place / "task.json").write_text(json.dumps(task))
     paths = [str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"ACCELERATE_USE_DEEPSPEED": "true", "PYTHONPATH": os.pathsep.join(paths)}  # as `accelerate launch` says it
+    # all are on this machine, and each vLLM on one GPU
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    local |= {"OMP_NUM_THREADS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
     run = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count)]
     done = subprocess.run(
         [sys.executable, *run, "-m", "step_bench.trl_rank", str(place)],
-        env={"OMP_NUM_THREADS": "1", **os.environ, **own},
+        env={**local, **os.environ, **own},
         check=False,
     )
     if done.returncode:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process_tree import leaving_at_once
 
 from qarl.training.metrics import peak_memory_gib
 from step_bench.measure import Record, cap_memory
@@ -120,8 +121,12 @@ def main() -> None:
         device = torch.device("cpu")
         task["grpo"]["accelerator_config"] = {"use_configured_state": True}
         deepspeed_on_cpu()
-    result = train(task, device)
+    with leaving_at_once():
+        result = train(task, device)
     (place / f"rank-{rank}.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing is left to do, and what vLLM and the process groups do at their end may wait for other ranks
 
 
 def deepspeed_on_cpu() -> None:
