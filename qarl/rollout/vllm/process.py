@@ -46,10 +46,10 @@ class BegunProcess:
         self.channel, child = channel_pair()
         environment = sampler_environment(os.environ, plan)
         environment |= vllm_environment(environment, linear_kernels, numerics, threads)
-        worker = "-m", "qarl.rollout.vllm.worker", str(child.fileno()), numerics, str(time.monotonic())
+        told = str(child.fileno()), numerics, str(time.monotonic()), str(os.getpid())
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", *worker],
+                [sys.executable, "-u", "-m", "qarl.rollout.vllm.child", *told],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
