@@ -204,6 +204,14 @@ def test_a_first_start_that_printed_nothing_names_no_log(case) -> None:
         case.publish()
 
 
+def test_a_log_that_cannot_be_written_is_the_users_to_mend(case) -> None:
+    case.make()
+    case.engine.log.mkdir()
+    with pytest.raises(UserError, match=r"sampler\.log: cannot be written: Is a directory; check the path"):
+        case.publish()
+    assert case.pids == []
+
+
 def test_a_restart_that_fails_counts_as_one(case) -> None:
     case.make("generate kill", "start fail")
     case.publish()

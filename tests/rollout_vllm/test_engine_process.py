@@ -112,6 +112,16 @@ def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) 
     assert "Traceback" in log and "and a second line" in log
 
 
+def test_a_log_on_a_full_disk_hides_no_failure(start, answer, tmp_path) -> None:
+    log = tmp_path / "sampler.log"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    sampler = start("generate fail")
+    with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
+        sampler.call("generate", ORDER, ignore)
+    assert sampler.call("generate", ORDER, ignore) == answer
+
+
 def test_a_refused_publish_is_told_from_a_fault(start) -> None:
     with pytest.raises(PublishError, match="other bytes arrived"):
         start("generate refuse").call("generate", ORDER, ignore)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from qarl.config import Config
+from qarl.errors import UserError
 from qarl.rollout.vllm.launch import sampler_gpu, sampler_threads
 from qarl.rollout.vllm.process import BegunProcess
 from qarl.weight_sync.carriers import Carrier
@@ -42,7 +43,7 @@ def early_sampler(config: Config, device: torch.device, place: Path) -> EarlySam
     try:
         threads = sampler_threads(device)
         begun = BegunProcess(rollout.linear_products, rollout.numerics, threads, plan, place / LOG)
-    except OSError:  # which the start will tell, if it comes again
+    except (OSError, UserError):  # which the start will tell, if it comes again
         carrier.close()
         return None
     return EarlySampler(begun, carrier, plan)

@@ -25,6 +25,7 @@ from qarl.rollout.vllm.messages import (
 )
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.wire import Channel, Message, WireError, WireTimeout, channel_pair
+from qarl.storage.disk import disk_errors
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan
@@ -40,6 +41,7 @@ class BegunProcess:
     """A sampler's process from its beginning: it imports vLLM and waits for the order to start.
 
     linear_kernels, numerics, threads: see `SamplerSettings`. plan, log: see `SamplerProcess`.
+    Raises UserError where the log cannot be written.
     """
 
     def __init__(self, linear_kernels: str, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
@@ -47,7 +49,9 @@ class BegunProcess:
         environment = sampler_environment(os.environ, plan)
         environment |= vllm_environment(environment, linear_kernels, numerics, threads)
         told = str(child.fileno()), numerics, str(time.monotonic()), str(os.getpid())
-        with log.open("ab") as output:
+        with disk_errors(log):
+            output = log.open("ab")
+        with output:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "qarl.rollout.vllm.child", *told],
                 stdin=subprocess.DEVNULL,

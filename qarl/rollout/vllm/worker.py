@@ -73,8 +73,9 @@ def explain(error: BaseException) -> str:
 
 
 def failure(error: Exception) -> Failure:
-    """What the other side is told of an error, which the log gets whole."""
-    traceback.print_exception(error)
+    """What the other side is told of an error, which the log gets whole if the disk takes it."""
+    with suppress(OSError):
+        traceback.print_exception(error)
     return Failure(explain(error), isinstance(error, PublishError))
 
 
@@ -111,7 +112,8 @@ def serve(channel: Channel, phases: Phases) -> None:
             channel.send(failed(failure(error)))
             continue
         finally:
-            sys.stdout.flush()
+            with suppress(OSError):  # a full disk
+                sys.stdout.flush()
             receiver.done()
         channel.send(done(operation, result))
 
