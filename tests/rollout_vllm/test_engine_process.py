@@ -155,8 +155,19 @@ def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch,
     with pytest.raises(Stop):
         sampler.call("generate", ORDER, stop_in_trouble)
     assert not fake_sampler.alive(sampler.pid)
-    with pytest.raises(SamplerFault, match="did not let go of what was interrupted"):
+    with pytest.raises(SamplerFault, match="it was ended with what was interrupted"):
         sampler.call("generate", ORDER, ignore)
+
+
+def test_a_second_interrupt_ends_it_at_once(start, monkeypatch) -> None:
+    def press(responses: int, tokens: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SamplerProcess, "_abort", lambda self: pytest.fail("it waits for the sampler to let go"))
+    sampler = start("generate hang")
+    with pytest.raises(KeyboardInterrupt):
+        sampler.call("generate", ORDER, press)
+    assert not fake_sampler.alive(sampler.pid)
 
 
 def test_what_libraries_print_goes_to_the_log(start, tmp_path, capfd) -> None:

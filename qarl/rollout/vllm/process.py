@@ -134,6 +134,9 @@ class SamplerProcess:
             return self._answer(tick)
         except (SamplerFault, PublishError):
             raise
+        except KeyboardInterrupt:  # a second Ctrl-C, which waits for nothing
+            self.close()
+            raise
         except BaseException:  # the user's interrupt: the sampler must be usable afterwards
             self._abort()
             raise
@@ -143,8 +146,8 @@ class SamplerProcess:
         _end(self._process, self._channel)
 
     def _send(self, message: Message) -> None:
-        if self._channel.closed:  # by `_abort`
-            raise SamplerFault("it did not let go of what was interrupted, and was ended")
+        if self._channel.closed:  # by `_abort` or `finish`
+            raise SamplerFault("it was ended with what was interrupted")
         try:
             self._channel.send(message, self.timeout_s)
         except (BrokenPipeError, ConnectionResetError) as error:
