@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+from qarl.signals import signal_at_end_of
 
 
 def main(launcher: int, argv: list[str]) -> None:
     """Run the `qarl` command line `argv`. launcher: pid of the process that started this one."""
-    stop_with(launcher)
+    signal_at_end_of(launcher, signal.SIGTERM)  # a run then saves and stops
     sys.argv = ["qarl", *argv]  # what environment.json records
     from qarl.cli import main as qarl
 
     qarl(argv)
-
-
-def stop_with(launcher: int) -> None:
-    """Have the kernel send SIGTERM when the launcher is gone, however it ended: a run then saves and stops."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:  # it was gone before we asked to be told
-        os._exit(1)

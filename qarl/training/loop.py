@@ -162,7 +162,9 @@ class Loop:
                     keeper.save()
             except Interrupted as stop:
                 keeper.save()
-                self.console.message(f"stopped after step {step}, saved; {keeper.how_to_go_on()} goes on from there")
+                said = f"stopped after step {step}, saved; {keeper.how_to_go_on()} goes on from there"
+                nothing = "stopped in step 1: nothing to save, the same command starts again"
+                self.console.message(said if step else nothing)
                 return stop.exit_code
             except Exception as fault:
                 keeper.rescue(recorder, fault)

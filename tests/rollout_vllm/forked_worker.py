@@ -18,12 +18,12 @@ from types import SimpleNamespace
 
 import torch
 
-from qarl.rollout.vllm import process, worker
+from qarl.rollout.vllm import child, process, worker
 from qarl.rollout.vllm.host import Host
 
 
 class ForkedWorker:
-    """Stands for the `subprocess.Popen` of `python -m qarl.rollout.vllm.worker`: a fork, with what is imported here."""
+    """Stands for the `subprocess.Popen` of `python -m qarl.rollout.vllm.child`: a fork, with what is imported here."""
 
     def __init__(
         self, host: type, command: list[str], *, stdin, stdout, stderr, pass_fds, start_new_session, env
@@ -34,7 +34,7 @@ class ForkedWorker:
             try:
                 self._become(command, stdout, stderr, pass_fds, env)
                 worker.Host = host
-                worker.main()
+                child.main()
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

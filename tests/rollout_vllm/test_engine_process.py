@@ -112,6 +112,16 @@ def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) 
     assert "Traceback" in log and "and a second line" in log
 
 
+def test_a_log_on_a_full_disk_hides_no_failure(start, answer, tmp_path) -> None:
+    log = tmp_path / "sampler.log"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    sampler = start("generate fail")
+    with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
+        sampler.call("generate", ORDER, ignore)
+    assert sampler.call("generate", ORDER, ignore) == answer
+
+
 def test_a_refused_publish_is_told_from_a_fault(start) -> None:
     with pytest.raises(PublishError, match="other bytes arrived"):
         start("generate refuse").call("generate", ORDER, ignore)
@@ -145,8 +155,19 @@ def test_an_interrupt_that_the_sampler_does_not_heed_ends_it(start, monkeypatch,
     with pytest.raises(Stop):
         sampler.call("generate", ORDER, stop_in_trouble)
     assert not fake_sampler.alive(sampler.pid)
-    with pytest.raises(SamplerFault, match="did not let go of what was interrupted"):
+    with pytest.raises(SamplerFault, match="it was ended with what was interrupted"):
         sampler.call("generate", ORDER, ignore)
+
+
+def test_a_second_interrupt_ends_it_at_once(start, monkeypatch) -> None:
+    def press(responses: int, tokens: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SamplerProcess, "_abort", lambda self: pytest.fail("it waits for the sampler to let go"))
+    sampler = start("generate hang")
+    with pytest.raises(KeyboardInterrupt):
+        sampler.call("generate", ORDER, press)
+    assert not fake_sampler.alive(sampler.pid)
 
 
 def test_what_libraries_print_goes_to_the_log(start, tmp_path, capfd) -> None:

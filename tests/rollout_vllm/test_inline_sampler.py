@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from qarl.errors import UserError
 from qarl.rollout.vllm import host
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.weight_sync.link import SamplerFault
@@ -68,3 +70,17 @@ def test_vllm_runs_without_the_learners_deterministic_algorithms(
     assert modes() == (True, warn_only, True)
     assert RecordingHost.seen == [(False, False, False)] * 2
     assert "no sleep of level 2" in (tmp_path / "sampler.log").read_text()
+
+
+def test_a_log_on_a_full_disk_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    monkeypatch.setattr(host, "Host", RecordingHost)
+    sampler = InlineSampler(None, {}, Path("/dev/full"))
+    sampler.start(lambda responses, tokens: None)
+    with pytest.raises(SamplerFault, match="no sleep of level 2"):
+        sampler.call("sleep", 2, lambda responses, tokens: None)
+
+
+def test_a_log_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        InlineSampler(None, {}, tmp_path).start(lambda responses, tokens: None)

@@ -106,7 +106,7 @@ def test_a_sampler_that_may_not_be_restarted_ends_the_run_with_its_steps_saved(c
     assert stage.code == 2
     assert stage.err.startswith(
         "error: rollout.vllm: vLLM failed: its process was ended by SIGKILL, perhaps for lack of memory; restarted 0 "
-        "times already (rollout.vllm.max_restarts), see "
+        "times already (rollout.vllm.max_restarts); see "
     )
     assert stage.err.count("\n") == 1
     assert stage.saved == "000001" and stage.steps == undisturbed.steps[:1]

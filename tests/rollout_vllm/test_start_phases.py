@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from qarl.rollout.vllm.process import SamplerProcess
 from qarl.weight_sync.link import SamplerFault
 
 CPU = torch.device("cpu")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 class Runner:
@@ -165,6 +168,32 @@ def test_one_that_nobody_takes_over_ends(tmp_path: Path, monkeypatch: pytest.Mon
     assert early is not None
     early.close()
     assert not fake_sampler.alive(early.begun.process.pid) and fake_sampler.memory_files() == files
+
+
+LEARNER = """
+import os, signal, subprocess, sys
+fd = int(sys.argv[1])
+command = [sys.executable, "-m", "qarl.rollout.vllm.child", str(fd), "fast", "0", str(os.getpid())]
+print(subprocess.Popen(command, pass_fds=[fd]).pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_one_whose_learner_is_killed_at_once_ends_though_its_connection_stays(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", LEARNER, str(theirs.fileno())]
+        with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, env=ENVIRONMENT) as learner:
+            assert learner.stdout is not None
+            assert fake_sampler.gone(int(learner.stdout.readline()))
+
+
+def test_one_that_finds_no_learner_ends_before_it_imports_anything() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = [sys.executable, "-m", "qarl.rollout.vllm.child", "99", "fast", "0", str(gone.pid)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_one_that_died_meanwhile_is_a_fault_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

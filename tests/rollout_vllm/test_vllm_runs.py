@@ -178,7 +178,7 @@ def test_a_run_survives_its_samplers_death_and_learns_what_an_undisturbed_one_le
     warnings = [line for line in killed.out.splitlines() if line.startswith("warning: ")]
     assert warnings == [
         "warning: vLLM failed: its process was ended by SIGKILL, perhaps for lack of memory; restart 1 "
-        f"of 2, see {killed.run / 'sampler.log'}"
+        f"of 2; see {killed.run / 'sampler.log'}"
     ]
     # The undisturbed one had vLLM in its own process.
     assert killed.metrics() == inline["w4a16"].metrics()

@@ -267,6 +267,7 @@ def test_a_finished_run_is_left_as_it_is(runs):
 def test_a_signal_in_the_first_step_leaves_nothing_to_resume(runs):
     done = runs.train(before=signal_in_rollout(1, "SIGTERM"))
     assert done.code == 143 and "SIGTERM: stopping" in done.out
+    assert "stopped in step 1: nothing to save, the same command starts again" in done.out
     assert runs.checkpoints() == [] and runs.steps() == []
     assert runs.train("optim.lr=2e-3").code == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from qarl.config import Config
+from qarl.errors import UserError
 from qarl.rollout.vllm.launch import sampler_gpu, sampler_threads
 from qarl.rollout.vllm.process import BegunProcess
 from qarl.weight_sync.carriers import Carrier
@@ -37,12 +38,12 @@ def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSam
         return None
     try:
         return begin_sampler(config, device, place)
-    except OSError:  # which the start will tell, if it comes again
+    except (OSError, UserError):  # which the start will tell, if it comes again
         return None
 
 
 def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler:
-    """Begin the process of the vLLM that `config` asks for. Raises OSError.
+    """Begin the process of the vLLM that `config` asks for. Raises OSError, and UserError of a log that cannot be written.
 
     device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
     """

@@ -248,14 +248,19 @@ class VLLMEngine:
         limit = self.config.rollout.vllm.max_restarts
         if not started:
             hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
-            raise SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}; see {self.log}") from fault
+            raise SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{self._see()}") from fault
         if self.restarts == limit:
             raise SamplerError(
                 f"rollout.vllm: vLLM failed: {fault}; restarted {limit} times already "
-                f"(rollout.vllm.max_restarts), see {self.log}"
+                f"(rollout.vllm.max_restarts){self._see()}"
             ) from fault
         self.restarts += 1
-        self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}, see {self.log}")
+        self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{self._see()}")
+
+    def _see(self) -> str:
+        """Where to read on: the log, if anything was printed; one that is empty may go with a start that is refused."""
+        printed = self.log.exists() and self.log.stat().st_size
+        return f"; see {self.log}" if printed else ""
 
     def _stop(self) -> None:
         if self._sampler is not None:

@@ -6,7 +6,7 @@ import logging
 import os
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from qarl.errors import UserError
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Tick
 from qarl.rollout.vllm.settings import SamplerSettings
+from qarl.storage.disk import disk_errors
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.link import SamplerFault
 
@@ -69,7 +70,7 @@ class InlineSampler:
         except UserError:
             raise
         except Exception as error:  # whatever vLLM raises
-            with self.log.open("a") as log:
+            with suppress(OSError), self.log.open("a") as log:  # a full disk
                 traceback.print_exception(error, file=log)
             raise SamplerFault(explain(error)) from error
 
@@ -77,7 +78,8 @@ class InlineSampler:
         """Before vLLM is imported: the user's progress view is the run's own."""
         os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "TQDM_DISABLE": "1"}
         logger = logging.getLogger("vllm")
-        handler = logging.FileHandler(self.log, encoding="utf-8")
+        with disk_errors(self.log):
+            handler = logging.FileHandler(self.log, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"))
         logger.handlers[:] = [handler]
         logger.propagate = False

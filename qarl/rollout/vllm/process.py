@@ -25,6 +25,7 @@ from qarl.rollout.vllm.messages import (
 )
 from qarl.rollout.vllm.settings import ENVIRONMENT, SamplerSettings, vllm_environment
 from qarl.rollout.vllm.wire import Channel, Message, WireError, WireTimeout, channel_pair
+from qarl.storage.disk import disk_errors
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan
@@ -40,16 +41,19 @@ class BegunProcess:
     """A sampler's process from its beginning: it imports vLLM and waits for the order to start.
 
     linear_kernels, numerics, threads: see `SamplerSettings`. plan, log: see `SamplerProcess`.
+    Raises UserError where the log cannot be written.
     """
 
     def __init__(self, linear_kernels: str, numerics: str, threads: int | None, plan: ReceiverPlan, log: Path) -> None:
         self.channel, child = channel_pair()
         environment = sampler_environment(os.environ, plan)
         environment |= vllm_environment(environment, linear_kernels, numerics, threads)
-        worker = "-m", "qarl.rollout.vllm.worker", str(child.fileno()), numerics, str(time.monotonic())
-        with log.open("ab") as output:
+        told = str(child.fileno()), numerics, str(time.monotonic()), str(os.getpid())
+        with disk_errors(log):
+            output = log.open("ab")
+        with output:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", *worker],
+                [sys.executable, "-u", "-m", "qarl.rollout.vllm.child", *told],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -130,6 +134,9 @@ class SamplerProcess:
             return self._answer(tick)
         except (SamplerFault, PublishError):
             raise
+        except KeyboardInterrupt:  # a second Ctrl-C, which waits for nothing
+            self.close()
+            raise
         except BaseException:  # the user's interrupt: the sampler must be usable afterwards
             self._abort()
             raise
@@ -139,8 +146,8 @@ class SamplerProcess:
         _end(self._process, self._channel)
 
     def _send(self, message: Message) -> None:
-        if self._channel.closed:  # by `_abort`
-            raise SamplerFault("it did not let go of what was interrupted, and was ended")
+        if self._channel.closed:  # by `_abort` or `finish`
+            raise SamplerFault("it was ended with what was interrupted")
         try:
             self._channel.send(message, self.timeout_s)
         except (BrokenPipeError, ConnectionResetError) as error:

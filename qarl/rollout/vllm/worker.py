@@ -1,15 +1,12 @@
-"""`python -m qarl.rollout.vllm.worker FD NUMERICS BEGUN`: the sampler's own process, which serves one connection.
+"""What the sampler's own process does: it serves one connection.
 
-It imports vLLM, for numerics `exact` or `fast`, before the order to start is there, and ends with the connection.
-BEGUN: when it was begun, by `time.monotonic()`. Orders and answers are those of `messages.py`. Standard output and
-error are the sampler's log file.
+It imports vLLM before the order to start is there, and ends with the connection. Orders and answers are those of
+`messages.py`. Standard output and error are the sampler's log file.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import signal
 import socket
 import sys
 import time
@@ -28,8 +25,6 @@ from qarl.rollout.vllm.wire import Channel, Message
 from qarl.weight_sync.receiver import Arriving, WeightReceiver
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
-
-PR_SET_PDEATHSIG = 1
 
 
 class Aborted(Exception):
@@ -78,8 +73,9 @@ def explain(error: BaseException) -> str:
 
 
 def failure(error: Exception) -> Failure:
-    """What the other side is told of an error, which the log gets whole."""
-    traceback.print_exception(error)
+    """What the other side is told of an error, which the log gets whole if the disk takes it."""
+    with suppress(OSError):
+        traceback.print_exception(error)
     return Failure(explain(error), isinstance(error, PublishError))
 
 
@@ -116,7 +112,8 @@ def serve(channel: Channel, phases: Phases) -> None:
             channel.send(failed(failure(error)))
             continue
         finally:
-            sys.stdout.flush()
+            with suppress(OSError):  # a full disk
+                sys.stdout.flush()
             receiver.done()
         channel.send(done(operation, result))
 
@@ -138,12 +135,11 @@ def _next(channel: Channel) -> Message:
     return message
 
 
-def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the learner
-    descriptor, numerics, begun = sys.argv[1:]
-    phases = Phases(float(begun))
+def main(descriptor: int, numerics: str, begun: float) -> None:
+    """descriptor: of the connection. numerics: `exact` or `fast`. begun: when it was, by `time.monotonic()`."""
+    phases = Phases(begun)
     phases.end("process")
-    channel = Channel(socket.socket(fileno=int(descriptor)))
+    channel = Channel(socket.socket(fileno=descriptor))
     keep_compiled_code_private()
     gc.disable()
     Host.import_ahead(numerics == "exact")
@@ -152,7 +148,3 @@ def main() -> None:
     phases.end("imports")
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the learner is gone
         serve(channel, phases)
-
-
-if __name__ == "__main__":
-    main()
