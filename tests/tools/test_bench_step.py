@@ -308,7 +308,7 @@ def test_a_cap_is_for_a_gpu_and_for_one_process_that_has_it_alone(capsys):
     step = ["--part", "step", "--engine", "native"]
     assert bench_step.parse(["--out", "x", "--gpu-memory", "78", *step]).gpu_memory == 78
     for wrong, said in (
-        (["--device", "cpu"], "--gpu-memory takes GiB above 0, of a GPU"),
+        (["--device", "cpu"], "--gpu-memory is of a GPU: leave it out with --device cpu"),
         (["--part", "step"], "--gpu-memory with --part step needs --engine native: a vLLM has memory of its own"),
         ([*step, "--nproc", "2"], "leave --nproc out, or use bench_ranks.py"),
     ):
