@@ -123,6 +123,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--gpu-memory with --part step needs --engine native: a vLLM has memory of its own")
     if parsed.gpu_memory is not None and "step" in parsed.part and parsed.nproc > 1:
         parser.error("--gpu-memory with --part step is for one rank: leave --nproc out, or use bench_ranks.py")
+    responses = parsed.prompts * parsed.responses
+    if "trl" in parsed.part and responses % (parsed.device_batch * parsed.nproc):
+        ranks = f" on {parsed.nproc} ranks" if parsed.nproc > 1 else ""
+        parser.error(f"--device-batch {parsed.device_batch}{ranks} does not divide {responses} responses")
     if "trl" in parsed.part and parsed.nproc > 1 and find_spec("deepspeed") is None:
         parser.error("--part trl with --nproc needs deepspeed: pip install 'qarl[deepspeed]'")
     return parsed
@@ -287,6 +291,9 @@ def main() -> None:
     if options.case is not None:
         run_case(options, json.loads(options.case))
         return
+    own_head = "hf" in options.part and options.hf_head == "trl"
+    if ("trl" in options.part or own_head) and find_spec("trl") is None:
+        sys.exit(f"error: {'--hf-head' if own_head else '--part'} trl needs TRL: pip install trl")
     from step_bench.summary import table
 
     result = Result(options.out)
