@@ -182,7 +182,10 @@ def main() -> None:
     if options.table is not None:
         print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
         return
-    device = pick_device(options.device)
+    try:
+        device = pick_device(options.device)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if device.type == "cpu":
