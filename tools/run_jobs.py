@@ -58,9 +58,9 @@ def read_jobs(path: Path) -> list[Job]:
     """Raises ValueError, in one line, where the file is not a list of jobs."""
     try:
         entries = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(entries, list):
+    if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: must be a list of jobs, each with name, command and seconds")
     jobs = [_job(entry, f"{path}, job {number}") for number, entry in enumerate(entries, 1)]
     names = [job.name for job in jobs]
@@ -76,9 +76,9 @@ def _job(entry: Any, place: str) -> Job:
     job = Job(**entry)
     if not (isinstance(job.name, str) and job.name and all(c.isalnum() or c in "-_" for c in job.name)):
         raise ValueError(f"{place}: name must be letters, digits, - and _, as it is that of a log")
-    if not isinstance(job.command, str):
-        raise ValueError(f"{place}: command must be a text")
-    if type(job.gpus) is not int or job.gpus < 1 or type(job.seconds) not in (int, float) or job.seconds <= 0:
+    if not isinstance(job.command, str) or "\0" in job.command:
+        raise ValueError(f"{place}: command must be a text, without a null")
+    if type(job.gpus) is not int or job.gpus < 1 or type(job.seconds) not in (int, float) or not job.seconds > 0:
         raise ValueError(f"{place}: gpus must be an integer from 1, seconds a number above 0")
     return job
 
@@ -90,13 +90,14 @@ class Queue:
         self.waiting, self.free, self.out = list(jobs), sorted(gpus), out
         self.running: list[Running] = []
         self.failed: list[str] = []
+        self.stopped = 0
         self._began = time.monotonic()
 
     def run(self) -> None:
-        """Until all ended. An exception, Ctrl-C's too, ends those that run."""
+        """Until all ended, or `stop`. An exception ends those that run, too."""
         try:
-            while self.waiting or self.running:
-                while self.waiting and self.waiting[0].gpus <= len(self.free):
+            while (self.waiting or self.running) and not self.stopped:
+                while self.waiting and self.waiting[0].gpus <= len(self.free) and not self.stopped:
                     self._start(self.waiting.pop(0))
                 time.sleep(0.1)
                 for one in list(self.running):
@@ -105,6 +106,10 @@ class Queue:
             for one in self.running:
                 _end(one)
                 self._say(f"{one.job.name}: ended early")
+
+    def stop(self, number: int, _: object) -> None:
+        """A handler of signals. It raises nothing, which between a start and its note would leave a job behind."""
+        self.stopped = self.stopped or number
 
     def _start(self, job: Job) -> None:
         gpus, self.free = self.free[: job.gpus], self.free[job.gpus :]
@@ -191,15 +196,20 @@ def main() -> None:
     if options.out is None:
         sys.exit("error: --out is needed: a folder for logs and results")
     gpus = visible_gpus() if options.gpus is None else options.gpus
+    if len(set(gpus)) < len(gpus) or min(gpus, default=0) < 0:
+        sys.exit("error: --gpus: takes indices from 0, each once")
     if greedy := [job.name for job in jobs if job.gpus > len(gpus)]:
         sys.exit(f"error: {', '.join(greedy)}: needs more GPUs than the {len(gpus)} here; leave it out with --only")
-    options.out.mkdir(parents=True, exist_ok=True)
-    queue = Queue(jobs, gpus, options.out.resolve())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        queue.run()
-    except KeyboardInterrupt:
-        sys.exit(130)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: --out: {options.out}: {error.strerror}; name a folder of yours")
+    queue = Queue(jobs, gpus, options.out.resolve())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, queue.stop)
+    queue.run()
+    if queue.stopped:
+        sys.exit(128 + queue.stopped)
     if queue.failed:
         sys.exit(f"failed: {', '.join(queue.failed)}; see {options.out}/NAME.log")
 

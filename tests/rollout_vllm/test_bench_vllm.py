@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -244,3 +245,28 @@ def test_a_mixture_with_made_up_weights_generates_in_vllm(tmp_path: Path):
     assert rows[0]["phases"]["weights"] < rows[0]["seconds"]
     assert all(row["tokens_per_s"] == pytest.approx(4 * row["batch"] / row["seconds"]) for row in rows[1:])
     assert "weights made up" in engine_lines(rows)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--batch", "0"], "argument --batch: '0': must be an integer from 1"),
+        (["--new-tokens", "-3"], "argument --new-tokens: '-3': must be an integer from 1"),
+        (["--memory-frac", "3"], "--memory-frac takes a share of the GPU, at most 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(given, said, capsys) -> None:
+    with pytest.raises(SystemExit):
+        options("--parts", "rollout", *given)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_a_gpu_that_is_not_there_is_a_line(monkeypatch, tmp_path) -> None:
+    import bench_vllm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["bench_vllm.py", "--parts", "rollout", "--device", "cuda", "--out", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match=r"^error: model\.device: cuda asked for"):
+        bench_vllm.main()
+    assert not any(tmp_path.iterdir())

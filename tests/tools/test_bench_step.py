@@ -221,10 +221,34 @@ def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     assert several["deepspeed"]["zero_optimization"]["stage"] == 3 and several["vllm_tensor_parallel_size"] == 1
     own = grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers", False)
     assert "use_vllm" not in own and own["generation_kwargs"] == {"min_new_tokens": 7} and not own["bf16"]
-    with pytest.raises(ValueError, match="--device-batch 7 does not divide 256 responses"):
-        grpo_arguments(options("--device-batch", "7"), tmp_path, "vllm", True)
-    with pytest.raises(ValueError, match="--device-batch 8 on 3 ranks does not divide 256 responses"):
-        grpo_arguments(options("--nproc", "3"), tmp_path, "vllm", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--device-batch", "7"], "--device-batch 7 does not divide 256 responses"),
+        (["--nproc", "3"], "--device-batch 8 on 3 ranks does not divide 256 responses"),
+        (["--lr", "nan"], "--lr: 'nan': must be a number above 0"),
+        (["--out", "/"], "--out: / is a folder; name a file"),
+    ],
+)
+def test_what_trl_could_not_run_is_refused_in_a_line(given, said, capsys):
+    import bench_step
+
+    with pytest.raises(SystemExit):
+        bench_step.parse(["--out", "x", "--part", "trl", *given])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_a_peer_that_is_not_installed_is_said_before_anything_runs(tmp_path, monkeypatch):
+    import bench_step
+
+    monkeypatch.setattr(bench_step, "find_spec", lambda name: None)
+    for part in (["trl"], ["learner", "hf", "--hf-head", "trl"]):
+        monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path / "out.json"), "--part", *part])
+        with pytest.raises(SystemExit, match="trl needs TRL: pip install trl"):
+            bench_step.main()
+    assert not any(tmp_path.iterdir())
 
 
 def test_trl_takes_its_arguments(tmp_path):
@@ -302,7 +326,7 @@ def test_a_cap_is_for_a_gpu_and_for_one_process_that_has_it_alone(capsys):
     step = ["--part", "step", "--engine", "native"]
     assert bench_step.parse(["--out", "x", "--gpu-memory", "78", *step]).gpu_memory == 78
     for wrong, said in (
-        (["--device", "cpu"], "--gpu-memory takes GiB above 0, of a GPU"),
+        (["--device", "cpu"], "--gpu-memory is of a GPU: leave it out with --device cpu"),
         (["--part", "step"], "--gpu-memory with --part step needs --engine native: a vLLM has memory of its own"),
         ([*step, "--nproc", "2"], "leave --nproc out, or use bench_ranks.py"),
     ):

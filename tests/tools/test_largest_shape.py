@@ -75,14 +75,22 @@ def test_the_commands_are_ones_that_their_tools_take(gpus: int, offload: str, tm
     [
         ([], "--out is needed, or --estimate"),
         (["--estimate", "--tokens", "3000"], "--tokens takes multiples of 1024"),
-        (["--estimate", "--tokens", "1024"], "--tokens from 2210"),
+        (["--estimate", "--tokens", "1024"], "--tokens takes numbers from 2210"),
         (["--estimate", "--device", "cpu", "--gpu-memory", "9"], "--gpu-memory is of --device cuda"),
+        (["--estimate", "--device", "cpu", "--offload", "none", "all"], "a CPU has nothing to offload from"),
+        (["--estimate", "--gpus", "0"], "--gpus: '0': must be an integer from 1"),
+        (["--estimate", "--host-memory", "0"], "--host-memory: '0': must be a number above 0"),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_line(arguments: list[str], said: str, capsys) -> None:
     with pytest.raises(SystemExit):
         parse(arguments)
     assert capsys.readouterr().err.splitlines()[-1].endswith(said)
+
+
+def test_on_a_cpu_nothing_is_offloaded() -> None:
+    assert parse(["--estimate", "--device", "cpu"]).offload == ["none"]
+    assert parse(["--estimate"]).offload == ["none", "moments", "all"]
 
 
 def test_what_the_host_would_not_hold_and_what_is_too_late_are_not_run(tmp_path: Path, monkeypatch) -> None:

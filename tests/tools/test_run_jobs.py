@@ -95,6 +95,26 @@ def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:
         os.kill(int(pid.read_text()), 0)
 
 
+def test_a_signal_between_a_start_and_its_note_leaves_no_job_behind(tmp_path: Path, monkeypatch) -> None:
+    started = []
+
+    class Signalled(run_jobs.subprocess.Popen):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run_jobs.subprocess, "Popen", Signalled)
+    job = run_jobs.Job("long", "exec sleep 1000", 1000)
+    queue = run_jobs.Queue([job, job], [0, 1], tmp_path)
+    before = signal.signal(signal.SIGTERM, queue.stop)
+    try:
+        queue.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [process.returncode for process in started] == [-signal.SIGTERM] and queue.stopped == signal.SIGTERM
+
+
 BAD = {
     "a: 1": "must be a list of jobs",
     "- 3": "job 1: needs name, command and seconds",
@@ -106,6 +126,9 @@ BAD = {
     "- {name: a, command: b, seconds: 1, gpus: true}": "gpus must be an integer",
     "- {name: a, command: b, seconds: 1}\n- {name: a, command: c, seconds: 1}": "two jobs are called a",
     "[": "while parsing",
+    "[]": "must be a list of jobs",
+    '- {name: a, command: "a\\0b", seconds: 1}': "command must be a text",
+    "- {name: a, command: b, seconds: .nan}": "seconds a number above 0",
 }
 
 
@@ -116,6 +139,14 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(tmp_path: Path, text: str) 
     with pytest.raises(ValueError, match=BAD[text]) as caught:
         run_jobs.read_jobs(file)
     assert str(caught.value).startswith(str(file)) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="codec") as caught:
+        run_jobs.read_jobs(file)
+    assert str(caught.value).startswith(str(file))
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
@@ -132,6 +163,9 @@ def test_what_cannot_run_is_refused_before_anything_does(tmp_path: Path, monkeyp
     assert "two: needs more GPUs than the 1 here" in refused(monkeypatch, file, "--gpus", "0", "--out", out)
     assert "--out is needed" in refused(monkeypatch, file)
     assert not (tmp_path / "out").exists()
+    assert "each once" in refused(monkeypatch, file, "--gpus", "0", "0", "--out", out)
+    assert "from 0" in refused(monkeypatch, file, "--gpus", "-1", "1", "--out", out)
+    assert f"{file}: File exists" in refused(monkeypatch, file, "--gpus", "0", "1", "--out", file)
 
 
 def test_the_projects_own_jobs_can_be_read_and_name_tools_that_exist() -> None:

@@ -57,12 +57,10 @@ def engine_of(options: argparse.Namespace, device: torch.device) -> str:
 def grpo_arguments(options: argparse.Namespace, place: Path, engine: str, on_gpu: bool) -> dict[str, Any]:
     """Of `trl.GRPOConfig`. A training step generates once, for all its prompts, and steps the optimizer once.
 
-    The batch is that of all ranks: each accumulates over its part of it. Raises ValueError where it cannot be cut so.
+    The batch is that of all ranks: each accumulates over its part of it.
     """
     responses, at_once = options.prompts * options.responses, options.device_batch * options.nproc
-    if responses % at_once:
-        ranks = f" on {options.nproc} ranks" if options.nproc > 1 else ""
-        raise ValueError(f"--device-batch {options.device_batch}{ranks} does not divide {responses} responses")
+    assert responses % at_once == 0, "bench_step.parse refuses it"
     several = options.nproc > 1
     arguments: dict[str, Any] = {
         "output_dir": str(place),

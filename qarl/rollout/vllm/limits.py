@@ -19,6 +19,7 @@ def known_limits(quantization: dict[str, Any] | None, version: str) -> tuple[str
     weights, activations = group["weights"], group["input_activations"]
     packed = quantization["format"] == "pack-quantized"
     if current_platform.is_cpu():
+        current_platform.import_kernels()  # those of this CPU: `import vllm` alone loads none
         if quantization["format"] == "nvfp4-pack-quantized":
             return f"vLLM {version} has no kernel for NVFP4 weights on a CPU", ""
         if packed and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
