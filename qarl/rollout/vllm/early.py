@@ -45,7 +45,8 @@ def early_sampler(config: Config, device: torch.device, place: Path) -> BegunSam
 def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSampler:
     """Begin the process of the vLLM that `config` asks for.
 
-    Raises OSError, and UserError where its log cannot be written. device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
+    Raises OSError, and UserError where its log cannot be written.
+    device: the learner's. place: see `VLLMEngine`. Its threads are those that torch has now.
     """
     rollout, threads = config.rollout, sampler_threads(device)
     carrier, plan = make_carrier(device, sampler_gpu(config))
