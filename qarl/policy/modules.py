@@ -143,7 +143,7 @@ def _prove_norm(name: str, original: HFModule) -> None:
     x = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.device)
     norm = RMSNorm(original, name, Role(View({}, {f"{name}.weight": weight}, weight)))
     with torch.no_grad():
-        if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6):
+        if not torch.allclose(original(x), norm(x), rtol=1e-5, atol=1e-6, equal_nan=True):
             raise UserError(
                 f"model.path: {name} ({type(original).__name__}) is not a Llama-style RMSNorm; "
                 f"use a model of {', '.join(FAMILIES)}"
