@@ -155,7 +155,7 @@ def swept(run: Decode, shape: Shape, options: argparse.Namespace, device: torch.
 
     head, expected = padded(shape.head_dim), attend(0)
     read = 2 * run.caches[0][0].itemsize * shape.kv_heads * shape.head_dim * int(attention.lengths.sum())
-    tiles = decode.tiles_of(q)
+    tiles = decode.tiles_of(q, run.caches[0][0])
     before = tiles[head], decode.PROGRAMS
     try:
         for candidate in decode.DECODE_CANDIDATES:
