@@ -99,8 +99,9 @@ def widen_e4m3(x, dtype: tl.constexpr):
 def _e4m3_as_bf16(x):
     """Exponent and mantissa where those of bf16 end, times 2^120.
 
-    The instructions for it go by way of fp32. Not pure: through what is pure Triton sees that 8 bits were loaded, and gives a tensor core of a warp other features
-    to add at a time than the 16 that the products over 16-bit keys and values add, which changes bits (seen, H200).
+    The instructions for it go by way of fp32. Not pure: through what is pure Triton sees that 8 bits were loaded, and
+    has a warp's tensor core add other features at a time than in products over 16-bit keys and values, which changes
+    bits now and then (seen, H200).
     """
     return tl.inline_asm_elementwise(
         """{

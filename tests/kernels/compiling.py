@@ -60,6 +60,8 @@ class Compiled:
         spill_stores, spill_loads: bytes, as ptxas counts them.
         instructions: of the PTX, by full name ("ld.global.v4.b32").
         serialized: ptxas says that it serialised wgmma instructions (messages C75xx).
+        adjacent: values along the summed axis that a thread hands a warp's tensor core together, in 16-bit products 2
+            where operands were loaded as such; other numbers sum in another order.
         error: why it did not compile; empty if it did, and then the numbers above hold.
     """
 
@@ -75,6 +77,7 @@ class Compiled:
     spill_loads: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     serialized: bool = False
+    adjacent: list[int] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -171,6 +174,7 @@ class _Job:
                 "spill_loads": _number(r"(\d+) bytes spill loads", text),
                 "instructions": instructions_of(kernel.asm["ptx"]),
                 "serialized": re.search(r"\(C75\d\d\)", text) is not None,
+                "adjacent": sorted({int(number) for number in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])}),
             }
         )
 

@@ -111,6 +111,19 @@ def _wrong(x, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), tl.zeros([BLOCK, 2], dtype=tl.float32))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_attention_sums_e4m3_in_the_order_of_16_bits(compiler: Compiler, tmp_path: Path) -> None:
+    kernels = compiler.compile("compile_cases:fp8_kv_cache", tmp_path, [(8, 9), (9, 0)])
+    warps = [kernel for kernel in kernels if kernel.count("mma.sync")]
+    assert {(kernel.kernel, kernel.capability) for kernel in warps} >= {
+        ("decode_kernel", (8, 9)),
+        ("decode_kernel", (9, 0)),
+        ("attention_kernel", (8, 9)),
+    }
+    assert all(kernel.adjacent == [2] for kernel in warps), [(kernel.name, kernel.adjacent) for kernel in warps]
+
+
 def product_launches() -> Iterator[str]:
     x, w = torch.empty(256, 512, dtype=torch.bfloat16), torch.empty(384, 512, dtype=torch.bfloat16)
     blocks = {"BM": 128, "BN": 128, "BK": 64}
