@@ -100,7 +100,8 @@ def paged_attention(
     Args:
         q: (T, H, D) bf16 or fp16, rows any stride apart; every row belongs to one span of the layout.
         k_cache, v_cache: of q's dtype, or float8_e4m3fn whose values it takes, (P, H_kv, PAGE, D) with token_axis 2 or
-            (P, PAGE, H_kv, D) with 1; PAGE a multiple of 16. What stands past a sequence's end is not read.
+            (P, PAGE, H_kv, D) with 1; PAGE a multiple of 16. One of float8_e4m3fn has features in the order of
+            `pairs.py`, and its strides are even where that is in pairs. What stands past a sequence's end is not read.
         scale: multiplies the scores; positive.
         window: a query sees its last `window` tokens only; None means all.
 
