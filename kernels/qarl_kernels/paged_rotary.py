@@ -22,7 +22,7 @@ _VECTOR = tl.constexpr(VECTOR)
 def _paged_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
-    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype, e4m3, or int16 that hold pairs (see flash/pairs.py)
+    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype, e4m3, or int16 of pairs (flash/pairs.py)
     v_cache,  # the same
     slots,  # (rows,) i64, page * PAGE + offset; negative: nothing is written
     cos,  # (positions, D)

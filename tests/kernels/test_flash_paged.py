@@ -91,6 +91,8 @@ class Paged:
         (64, 1, 70, None),
         (16, 2, 70, torch.float8_e4m3fn),
         (64, 1, None, torch.float8_e4m3fn),
+        (128, 1, 70, None),
+        (128, 2, None, torch.float8_e4m3fn),
     ],
 )
 def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window, held) -> None:
@@ -188,5 +190,8 @@ def test_errors_name_what_is_wrong(device) -> None:
     shifted = torch.zeros(3 * 16 * 64 + 1, dtype=torch.uint8, device=device)[1:].view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="even numbers of bytes, not 1 and"):
         paged_attention(paged.batch.q[:1], *[shifted.view(3, 1, 16, 64)] * 2, layout, 1.0)
+    far = torch.empty(0, dtype=torch.bfloat16, device=device).as_strided((0, 1, 16, 64), (64, 64, 2**27, 1))
+    with pytest.raises(ValueError, match=r"tokens of a page are 134217728 values apart; 16 of them"):
+        paged_attention(paged.batch.q[:1], far, far, layout, 1.0)
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         paged_attention(paged.batch.q[:1], short, short, layout, 1.0)

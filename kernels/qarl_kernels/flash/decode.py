@@ -16,7 +16,8 @@ from torch import Tensor
 from qarl_kernels.blocks import dot_of_parts
 from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
-from qarl_kernels.flash.pairs import in_pairs, load_features, padded
+from qarl_kernels.flash.layout import padded
+from qarl_kernels.flash.pairs import in_pairs, load_features
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
@@ -35,8 +36,9 @@ from qarl_kernels.launch import capability_of, launch
 # block that is under way, so that 7 stages have three blocks of keys and values on their way. The bits are the same
 # whatever stands here.
 DECODE = {64: (4, 7), 128: (4, 7), 256: (8, 3)}
-# Over a cache of e4m3, which is widened on its way: 0.63 ms where (4, 7) takes 0.74 (256 sequences of 2,560, 8 heads).
-FP8_DECODE = {**DECODE, 128: (2, 3)}
+# Over a cache of e4m3 there are half the bytes to wait for and the more instructions: tiles of which a multiprocessor
+# holds most warps.
+FP8_DECODE = {64: (4, 7), 128: (4, 5), 256: (4, 5)}
 BEFORE_HOPPER = {64: (4, 5), 128: (4, 5), 256: (8, 2)}
 PROGRAMS = 528  # up to which chunks are shared out: four for each of Hopper's 132 multiprocessors
 DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3, 5, 7, 9)]
@@ -116,12 +118,18 @@ def decode_kernel(
         acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
         for start in tl.range(tl.maximum(chunk * CHUNK, lowest // BLOCK * BLOCK), end, BLOCK):
             at = start + n
-            page = page_of(pages, at, end, PAGE)
             seen = columns(at < end, d, WIDTH)
-            k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
-            v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
-            keys = load_features(k + k_at[:, None] + d[None, :], seen, query[0].dtype)
-            values = load_features(v + v_at[:, None] + d[None, :], seen, query[0].dtype)
+            if PAGE % BLOCK == 0:  # a block's keys are in one page
+                page = tl.load(pages + start // PAGE).to(tl.int64)
+                k_at = k + (page * stride_k_page + start % PAGE * stride_k) + n * stride_k
+                v_at = v + (page * stride_v_page + start % PAGE * stride_v) + n * stride_v
+            else:
+                page = page_of(pages, at, end, PAGE)
+                row_in_page = (at % PAGE).to(tl.int64)
+                k_at = k + (page * stride_k_page + row_in_page * stride_k)
+                v_at = v + (page * stride_v_page + row_in_page * stride_v)
+            keys = load_features(k_at[:, None] + d[None, :], seen, query[0].dtype)
+            values = load_features(v_at[:, None] + d[None, :], seen, query[0].dtype)
             scores = dot_of_parts(query, keys, tl.zeros((HEADS, BLOCK), tl.float32))
             scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
             p, factor, top = probabilities(scores, top, scale)

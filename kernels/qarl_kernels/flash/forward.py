@@ -18,8 +18,8 @@ from torch import Tensor
 from qarl_kernels.blocks import dot_of_parts
 from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
-from qarl_kernels.flash.layout import PackedLayout
-from qarl_kernels.flash.pairs import in_pairs, load_features, padded
+from qarl_kernels.flash.layout import PackedLayout, padded
+from qarl_kernels.flash.pairs import in_pairs, load_features
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
@@ -51,13 +51,15 @@ TILES = {
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
 }
-# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
-FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
 BEFORE_HOPPER = {
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     256: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
+# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores. More than a warp
+# for 16 rows would compute products of half a head twice.
+FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
+FP8_BEFORE_HOPPER = {**BEFORE_HOPPER, 128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))}
 # What a tuning script may try; the block is the contract's and stays.
 CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 
@@ -224,8 +226,7 @@ def run(
     """
     heads, dim = q.shape[1:]
     head_axis = 1 if pages is None else 3 - token_axis
-    tiles = FP8_TILES if k.dtype.itemsize == 1 else TILES
-    tile = tile or (tiles if capability_of(q) >= (9, 0) else BEFORE_HOPPER)[padded(dim)][chunks]
+    tile = tile or tiles_of(q, k)[padded(dim)][chunks]
     k, v = in_pairs(k), in_pairs(v)
     launch(
         attention_kernel,
@@ -263,6 +264,13 @@ def run(
         PAGE=0 if pages is None else k.shape[token_axis],
         LSE=lse is not None,
     )
+
+
+def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
+    """The table that queries q over keys k take their tile from."""
+    if k.dtype.itemsize == 1:
+        return FP8_TILES if capability_of(q) >= (9, 0) else FP8_BEFORE_HOPPER
+    return TILES if capability_of(q) >= (9, 0) else BEFORE_HOPPER
 
 
 def check(

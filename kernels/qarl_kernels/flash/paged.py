@@ -154,5 +154,9 @@ def _check_cache(
     if token_axis not in (1, 2):
         raise ValueError(f"token_axis {token_axis} must be 1, (P, PAGE, H_kv, D), or 2, (P, H_kv, PAGE, D)")
     check(q, k_cache, v_cache, scale, window, head_axis=3 - token_axis, fp8=True)
-    if k_cache.shape[token_axis] % 16:
-        raise ValueError(f"pages of {k_cache.shape[token_axis]} tokens; they must hold a multiple of 16")
+    page = k_cache.shape[token_axis]
+    if page % 16:
+        raise ValueError(f"pages of {page} tokens; they must hold a multiple of 16")
+    apart = max(k_cache.stride(token_axis), v_cache.stride(token_axis))
+    if page * apart >= 2**31:
+        raise ValueError(f"tokens of a page are {apart} values apart; {page} of them must lie within 2^31")

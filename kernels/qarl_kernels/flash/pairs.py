@@ -16,12 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import widen_e4m3, widen_pairs
-from qarl_kernels.integers import next_power_of_2
-
-
-def padded(dim: int) -> int:
-    """Head size as the kernels hold it."""
-    return max(64, next_power_of_2(dim))
+from qarl_kernels.flash.layout import padded
 
 
 def paired(dim: int) -> bool:
