@@ -173,8 +173,10 @@ def widen_pairs(x, dtype: tl.constexpr):
 
 @triton.jit
 def _pairs_as_bf16(x):
-    """By the way of `_e4m3_as_bf16`. Pure: Triton sees that 16 bits were loaded, so that the order is the one wanted, and
-    may move this behind the loads of a product's operand from shared memory."""
+    """By the way of `_e4m3_as_bf16`. Pure: Triton sees that 16 bits were loaded, so that the order is the one wanted.
+
+    And it may move this behind the loads of a product's operand from shared memory.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 low, high, low_sign, high_sign, factor, zero;
