@@ -67,6 +67,23 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def dot_of_parts(a, b, acc):
+    """acc + a[0] @ b[0]^T + a[1] @ b[1]^T ..., added as `dot` adds tiles of which these are the columns side by side.
+
+    a, b: tuples of (M, K) and (N, K), bf16 or fp16, K a multiple of 16, that a tensor core takes at a time; acc fp32.
+    """
+    if COMPILED:
+        for i in tl.static_range(len(a)):
+            acc = dot(a[i], b[i].T, acc)
+    else:
+        total = tl.zeros(acc.shape, tl.float64)
+        for i in tl.static_range(len(a)):
+            total += tl.dot(widen(a[i]).to(tl.float64), widen(b[i].T).to(tl.float64))
+        acc += total.to(tl.float32)
+    return acc
+
+
+@triton.jit
 def dot_of_rows(a, b, acc, SWAP: tl.constexpr):
     """acc + a @ b^T, (BLOCK_M, BLOCK_N), or with SWAP acc + b @ a^T, its transpose. a (BLOCK_M, K), b (BLOCK_N, K)."""
     if SWAP:

@@ -80,6 +80,14 @@ def round_e4m3(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def round_pairs(low, high):
+    """bf16, fp16 or fp32 -> int16 that hold the nearest e4m3 of both, the first in the lower byte."""
+    low_code = narrow_e4m3(widen(low)).to(tl.uint8, bitcast=True).to(tl.uint16)
+    high_code = narrow_e4m3(widen(high)).to(tl.uint8, bitcast=True).to(tl.uint16)
+    return (low_code | (high_code << 8)).to(tl.int16, bitcast=True)
+
+
+@triton.jit
 def widen_e4m3(x, dtype: tl.constexpr):
     """e4m3 -> bf16 or fp16, exact; its NaN may become 480 of the same sign. What is no e4m3 stays as it is.
 
@@ -144,4 +152,79 @@ def _e4m3_as_fp16(x):
         dtype=tl.float16,
         is_pure=False,
         pack=4,
+    )
+
+
+@triton.jit
+def widen_pairs(x, dtype: tl.constexpr):
+    """int16 that hold two e4m3 each -> those of the low bytes and those of the high ones as bf16 or fp16, exact.
+
+    The NaN of e4m3 may become 480 of the same sign.
+    """
+    if _INTERPRETED:
+        low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((x >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return narrow(widen(low), dtype), narrow(widen(high), dtype)
+    elif dtype == tl.bfloat16:
+        return _pairs_as_bf16(x)
+    else:
+        return _pairs_as_fp16(x)
+
+
+@triton.jit
+def _pairs_as_bf16(x):
+    """By the way of `_e4m3_as_bf16`. Pure: Triton sees that 16 bits were loaded, so that the order is the one wanted.
+
+    And it may move this behind the loads of a product's operand from shared memory.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, low_sign, high_sign, factor, zero;
+        shl.b32 low_sign, $2, 8;
+        shl.b32 low, $2, 4;
+        shr.b32 high, $2, 4;
+        and.b32 low_sign, low_sign, 0x80008000;
+        and.b32 high_sign, $2, 0x80008000;
+        and.b32 low, low, 0x07F007F0;
+        and.b32 high, high, 0x07F007F0;
+        or.b32 low, low, low_sign;
+        or.b32 high, high, high_sign;
+        mov.b32 factor, 0x7B807B80;
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 $0, low, factor, zero;
+        fma.rn.bf16x2 $1, high, factor, zero;
+        }""",
+        "=r,=r,r",
+        [x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _pairs_as_fp16(x):
+    """Exponent and mantissa where those of fp16 end, times 2^8."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, low_sign, high_sign, factor, zero;
+        shl.b32 low_sign, $2, 8;
+        shl.b32 low, $2, 7;
+        shr.b32 high, $2, 1;
+        and.b32 low_sign, low_sign, 0x80008000;
+        and.b32 high_sign, $2, 0x80008000;
+        and.b32 low, low, 0x3F803F80;
+        and.b32 high, high, 0x3F803F80;
+        or.b32 low, low, low_sign;
+        or.b32 high, high, high_sign;
+        mov.b32 factor, 0x5C005C00;
+        mov.b32 zero, 0x80008000;
+        fma.rn.f16x2 $0, low, factor, zero;
+        fma.rn.f16x2 $1, high, factor, zero;
+        }""",
+        "=r,=r,r",
+        [x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
     )

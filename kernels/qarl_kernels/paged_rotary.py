@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qarl_kernels.flash.pairs import in_pairs
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.rotary import HEADS, WARPS, Rotation, copied_heads, halves, tile_of_heads, turned_heads
@@ -21,7 +22,7 @@ _VECTOR = tl.constexpr(VECTOR)
 def _paged_kernel(
     qkv,  # (rows, (heads + 2 * kv_heads) * D) bf16 or fp16
     q,  # (rows, heads, D)
-    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype or e4m3
+    k_cache,  # (pages, kv_heads, PAGE, D), D contiguous; of qkv's dtype, e4m3, or int16 of pairs (flash/pairs.py)
     v_cache,  # the same
     slots,  # (rows,) i64, page * PAGE + offset; negative: nothing is written
     cos,  # (positions, D)
@@ -90,7 +91,7 @@ def rotary_into_pages(
 
     Args:
         k_cache, v_cache: (P, kv_heads, PAGE, D), D contiguous, the rest any strides; of qkv's dtype, or float8_e4m3fn
-            where the rotation rounds to it (`kv_fp8`).
+            where the rotation rounds to it (`kv_fp8`); that has features in the order of `flash/pairs.py`.
         slots: (T,) int64, page * PAGE + offset of each token, no two the same; negative: nothing is written.
         tile: heads and warps of a program, for tuning; changes no bit.
     """
@@ -103,6 +104,7 @@ def rotary_into_pages(
             )
         if cache.stride(3) != 1:
             raise ValueError(f"a cache's heads must be contiguous, not of strides {cache.stride()}")
+    k_cache, v_cache, page = in_pairs(k_cache), in_pairs(v_cache), k_cache.shape[2]
     rows = qkv.shape[0]
     per_program, warps = tile or ((1, 1) if rows <= FEW_ROWS else (HEADS, WARPS))
     q = torch.empty(rows, rotation.heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -122,7 +124,7 @@ def rotary_into_pages(
         stride_v_page=v_cache.stride(0),
         stride_v_head=v_cache.stride(1),
         stride_v=v_cache.stride(2),
-        PAGE=k_cache.shape[2],
+        PAGE=page,
         HEADS=per_program,
         FP8=rotation.kv_fp8,
         **rotation.arguments(qkv),

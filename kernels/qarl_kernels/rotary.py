@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.casts import narrow, round_e4m3, widen
+from qarl_kernels.casts import narrow, round_e4m3, round_pairs, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import _of_group
@@ -92,13 +92,19 @@ def exists(head, heads, column):
 
 @triton.jit
 def store_halves(start, keep, first, second, HALF: tl.constexpr, FP8: tl.constexpr = False):
-    """What `halves` reads, of the dtype that is stored there. FP8: 16-bit values, which are rounded to e4m3."""
-    if FP8:
-        first = round_e4m3(first, start.dtype.element_ty)
-        second = round_e4m3(second, start.dtype.element_ty)
+    """What `halves` reads, of the dtype that is stored there. FP8: 16-bit values, which are rounded to e4m3.
+
+    start of int16: the two halves go into pairs there, see `flash/pairs.py`.
+    """
     at = start[:, None] + tl.arange(0, _VECTOR)[None, :]
-    tl.store(at, first, keep)
-    tl.store(at + HALF, second, keep)
+    if FP8 and start.dtype.element_ty == tl.int16:
+        tl.store(at, round_pairs(first, second), keep)
+    else:
+        if FP8:
+            first = round_e4m3(first, start.dtype.element_ty)
+            second = round_e4m3(second, start.dtype.element_ty)
+        tl.store(at, first, keep)
+        tl.store(at + HALF, second, keep)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from qarl_kernels.flash.backward import attention_backward
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import PackedLayout, packed_layout
 from qarl_kernels.flash.paged import PagedLayout, decode_attention, paged_attention, paged_layout
+from qarl_kernels.flash.pairs import from_cache
 from qarl_kernels.paged_rotary import rotary_into_pages
 from qarl_kernels.rotary import Rotation, rotary_forward
 from torch import Tensor
@@ -147,9 +148,12 @@ class DecodeAttention:
 def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values in a layer's cache, which `dtype` holds exactly; those of a negative slot are no row's."""
     page, offset = slots // cache[0].shape[2], slots % cache[0].shape[2]
-    # As bytes: torch does not index e4m3 everywhere.
-    keys, values = (part.view(torch.uint8)[page, :, offset].view(part.dtype).to(dtype) for part in cache)
-    return keys, values
+    keys, values = cache
+    if keys.dtype == torch.float8_e4m3fn:
+        # As bytes: torch does not index e4m3 everywhere.
+        keys, values = (from_cache(part.view(torch.uint8)[page, :, offset].view(part.dtype)) for part in cache)
+        return keys.to(dtype), values.to(dtype)
+    return keys[page, :, offset], values[page, :, offset]
 
 
 FusedAttention: TypeAlias = PackedAttention | PagedAttention | DecodeAttention

@@ -1,4 +1,4 @@
-"""The way to e4m3 by fp16, which a GPU before Hopper goes in Triton 3.6."""
+"""The way to e4m3 by fp16, which a GPU before Hopper goes in Triton 3.6; and pairs of e4m3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from qarl_kernels.casts import odd_fp16
+from qarl_kernels.casts import odd_fp16, round_pairs, widen_pairs
 from qarl_kernels.launch import INTERPRETED, launch
 from torch import Tensor
 
@@ -19,6 +19,15 @@ pytestmark = pytest.mark.skipif(
 def odd_kernel(x, out, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, odd_fp16(tl.load(x + at)))
+
+
+@triton.jit
+def pairs_kernel(x, low, high, again, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first, second = widen_pairs(tl.load(x + at), low.dtype.element_ty)
+    tl.store(low + at, first)
+    tl.store(high + at, second)
+    tl.store(again + at, round_pairs(first, second))
 
 
 def by_fp16(x: Tensor) -> Tensor:
@@ -45,3 +54,20 @@ def test_nothing_that_is_cut_off_is_forgotten(device: torch.device) -> None:
     assert torch.equal(by_fp16(odd(x, device)).view(torch.uint8), exact)
     assert (by_fp16(x).view(torch.uint8) != exact).sum() > 100, "what is cut off matters"
     assert odd(torch.full((1024,), torch.nan), device).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pairs_of_e4m3_are_widened_and_rounded(device: torch.device, dtype: torch.dtype) -> None:
+    codes = torch.arange(2**16).view(256, 256).transpose(0, 1).reshape(-1, 1)  # neighbours differ in both bytes
+    bytes_ = torch.cat([codes % 256, codes // 256], 1).to(torch.uint8)
+    words = bytes_.view(torch.int16)[:, 0].to(device)
+    low, high = (torch.empty(2**16, dtype=dtype, device=device) for _ in "ab")
+    again = torch.empty_like(words)
+    launch(pairs_kernel, (64,), x=words, low=low, high=high, again=again, BLOCK=1024)
+    both = torch.stack([low, high], 1).cpu()
+    expected = bytes_.view(torch.float8_e4m3fn).to(dtype)
+    nan = expected.isnan()
+    assert torch.equal(both[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+    assert (both[nan].isnan() | (both[nan].abs() == 480)).all()
+    whole = ~nan.any(1)
+    assert torch.equal(again.cpu()[whole], words.cpu()[whole])

@@ -11,6 +11,7 @@ from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
+from qarl_kernels.flash.pairs import from_cache, paired, to_cache
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Paged:
         dtype=torch.bfloat16,
         held: torch.dtype | None = None,
     ) -> None:
-        """held: of the cache; keys and values are rounded to it. None: their own dtype."""
+        """held: float8_e4m3fn, which keys and values are rounded to, for a cache of it; None: their own dtype."""
         self.batch = Batch.random([(n, []) for n in LENGTHS], heads, kv_heads, dim, device, dtype)
         if held is not None:
             for rows in (self.batch.k, self.batch.v):
@@ -59,7 +60,7 @@ class Paged:
                 for position in range(length):
                     cache[self.pages[s][position // page], position % page] = rows[self.first[s] + position]
             cache = cache if axis == 1 else cache.transpose(1, 2).contiguous()
-            self.cache.append(cache if held is None else cache.to(held))
+            self.cache.append(cache if held is None else to_cache(cache.to(held)))
 
     def packed(self, window: int | None = None) -> Tensor:
         batch = self.batch
@@ -90,6 +91,8 @@ class Paged:
         (64, 1, 70, None),
         (16, 2, 70, torch.float8_e4m3fn),
         (64, 1, None, torch.float8_e4m3fn),
+        (128, 1, 70, None),
+        (128, 2, None, torch.float8_e4m3fn),
     ],
 )
 def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window, held) -> None:
@@ -116,6 +119,8 @@ def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, a
         (2, 2, 128, torch.bfloat16, None),
         (8, 1, 96, torch.float16, torch.float8_e4m3fn),
         (4, 2, 128, torch.bfloat16, torch.float8_e4m3fn),
+        (20, 1, 64, torch.float16, torch.float8_e4m3fn),
+        (3, 1, 256, torch.bfloat16, torch.float8_e4m3fn),
     ],
 )
 def test_decode_of_grouped_heads(device, heads, kv_heads, dim, dtype, held) -> None:
@@ -123,15 +128,16 @@ def test_decode_of_grouped_heads(device, heads, kv_heads, dim, dtype, held) -> N
     out, rows = paged.attend([(0, 199, 1), (1, 0, 1), (2, 64, 1)])
     exact = paged.batch.exact(None, *paged.batch.doubles())[0][rows]
     assert relative_error(out, exact) < 2**-8
+    assert torch.equal(out, paged.packed()[rows])
     alone, rows = paged.attend([(2, 64, 1)])
     assert torch.equal(alone, out[2:])
 
 
 @pytest.mark.parametrize("programs", [0, 8, 528])  # one program a sequence; two for four chunks; one a chunk
-@pytest.mark.parametrize("window", [None, 70])
-def test_decode_from_tables_on_the_device(device, monkeypatch, window, programs) -> None:
+@pytest.mark.parametrize(("window", "held"), [(None, None), (70, None), (70, torch.float8_e4m3fn)])
+def test_decode_from_tables_on_the_device(device, monkeypatch, window, held, programs) -> None:
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    paged = Paged(2, 1, 64, 16, device)
+    paged = Paged(2, 1, 64, 16, device, held=held)
     table = torch.full((4, 13), 1_000_000, dtype=torch.int32)
     for line, pages in zip(table, paged.pages, strict=False):
         line[: len(pages)] = torch.tensor(pages)
@@ -142,6 +148,25 @@ def test_decode_from_tables_on_the_device(device, monkeypatch, window, programs)
         out = decode_attention(q, *paged.cache, *where, paged.batch.scale, window, longest)
         assert torch.equal(out[:3], paged.packed(window)[[199, 200, 265]])
         assert out[3].eq(0).all()
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16), (80, torch.bfloat16)])
+def test_prefill_over_fp8_of_other_heads(device, dim, dtype) -> None:
+    paged = Paged(2, 1, dim, 16, device, dtype=dtype, held=torch.float8_e4m3fn)
+    out, rows = paged.attend([(0, 130, 70), (1, 0, 1), (2, 60, 5)])
+    assert torch.equal(out, paged.packed()[rows])
+
+
+def test_pairs_are_features_half_a_head_apart() -> None:
+    rows = torch.arange(3 * 64, dtype=torch.uint8).reshape(3, 64).view(torch.float8_e4m3fn)
+    held = to_cache(rows)
+    assert paired(64) and held.shape == rows.shape and held.dtype == rows.dtype
+    assert held.view(torch.uint8)[1, :6].tolist() == [64, 96, 65, 97, 66, 98]
+    assert torch.equal(from_cache(held).view(torch.uint8), rows.view(torch.uint8))
+    odd = torch.arange(160, dtype=torch.uint8).reshape(2, 80).view(torch.float8_e4m3fn)
+    assert not paired(80) and not paired(8)
+    for same in (to_cache(odd), from_cache(odd)):
+        assert torch.equal(same.view(torch.uint8), odd.view(torch.uint8))
 
 
 def test_pages_may_be_a_table_on_the_device(device) -> None:
@@ -162,5 +187,11 @@ def test_errors_name_what_is_wrong(device) -> None:
     short = torch.zeros(3, 1, 8, 64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match=r"or k and v of e4m3, not torch.bfloat16, torch.float8_e4m3fn, torch.bf"):
         paged_attention(paged.batch.q[:1], paged.cache[0].to(torch.float8_e4m3fn), paged.cache[1], layout, 1.0)
+    shifted = torch.zeros(3 * 16 * 64 + 1, dtype=torch.uint8, device=device)[1:].view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="even numbers of bytes, not 1 and"):
+        paged_attention(paged.batch.q[:1], *[shifted.view(3, 1, 16, 64)] * 2, layout, 1.0)
+    far = torch.empty(0, dtype=torch.bfloat16, device=device).as_strided((0, 1, 16, 64), (64, 64, 2**27, 1))
+    with pytest.raises(ValueError, match=r"tokens of a page are 134217728 values apart; 16 of them"):
+        paged_attention(paged.batch.q[:1], far, far, layout, 1.0)
     with pytest.raises(ValueError, match="pages of 8 tokens"):
         paged_attention(paged.batch.q[:1], short, short, layout, 1.0)

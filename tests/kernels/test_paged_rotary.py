@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from products import random
+from qarl_kernels.flash.pairs import from_cache
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.paged_rotary import rotary_into_pages
 from qarl_kernels.rotary import Rotation, rotary_forward
@@ -67,7 +68,7 @@ def test_queries_keys_and_values_are_those_of_the_rotation(device, shape, page, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("shape", SHAPES[:4])
 def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) -> None:
     qkv, rotation = _case(shape, device, True, dtype)
     rows, _, kv_heads, dim = shape
@@ -83,12 +84,13 @@ def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) 
     slots[-1] = -1
     for held in (torch.float8_e4m3fn, dtype):
         caches = [_cache(4, kv_heads, 16, dim, device, True, held) for _ in "kv"]
-        expected = [cache.to(dtype) for cache in caches]
+        expected = [cache.to(dtype) for cache in caches]  # 7s, in any order
         written = slots >= 0
         for cache, values in zip(expected, (rounded_k, rounded_v), strict=True):
             cache[slots[written] // 16, :, slots[written] % 16] = values[written]
         assert torch.equal(rotary_into_pages(qkv, rounding, *caches, slots), q)
-        assert all(torch.equal(a.to(dtype), b) for a, b in zip(caches, expected, strict=True))
+        found = [from_cache(cache).to(dtype) if held.itemsize == 1 else cache for cache in caches]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_what_is_not_finite_stays_so_in_fp8(device) -> None:

@@ -113,15 +113,28 @@ def traced(policy, run, contexts, tokens) -> Tracer:
     return tracer
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(tiny_model, monkeypatch, fused, family):
+@pytest.mark.parametrize(
+    ("family", "fused", "cache"),
+    [
+        ("llama", False, "auto"),
+        ("qwen2_moe", False, "fp8"),
+        ("llama", True, "auto"),
+        ("qwen2_moe", True, "auto"),
+        ("llama", True, "fp8"),
+    ],
+)
+def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(
+    tiny_model, monkeypatch, family, fused, cache
+) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if fused and not (INTERPRETED or device.type == "cuda"):
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
     monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: fused)
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-    policy = make_policy(tiny_model(family, **small), "bf16", torch.bfloat16, None, device)
+    if cache == "fp8" and fused:
+        small["head_dim"] = 64  # whose features a cache of FP8 has in pairs
+    model = tiny_model(family, **small)
+    policy = make_policy(model, "bf16", torch.bfloat16, None, device, kv_cache_dtype=cache)
     operations = LAYER if family == "llama" else MIXTURE
     policy.sampler.install(policy.current)
     prompt, response = [7, 11, 13], [17, 19]
@@ -134,7 +147,8 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(t
 
     config = policy.config
     shape = (1, config.num_key_value_heads, 64, policy.decoder.layers[0].head_dim)
-    caches = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")]
+    zeros = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    caches = [tuple(zeros.to(policy.sampler.cache_dtype, copy=True) for _ in "kv")]
     tracer = Tracer(tokens)
     with policy.sampler.traced(tracer), policy.sampler.running():
         for start, stop in ((0, 3), (3, 4)):
@@ -145,7 +159,9 @@ def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(t
     assert policy.sampler.tracer is None and parting(learner.found, tracer.found) is None
     assert tracer.found.keys() == learner.found.keys()
     assert all(places == tracer.found[step] for step, places in learner.found.items() if step[0] == 0)
-    caches[0][0][:, :, 1] += 1.0
+    keys = caches[0][0].float()
+    keys[:, :, 1] += 1.0
+    caches[0][0].copy_(keys)
     with policy.sampler.traced(damaged := Tracer(tokens)), policy.sampler.running():
         damaged.expect([Context(0, 3, tokens)])
         attention = policy.sampler.paged([Span(0, 1, 3, [0])], caches)

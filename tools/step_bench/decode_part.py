@@ -143,7 +143,7 @@ def make_caches(shape: Shape, pages: int, dtype: torch.dtype, device: torch.devi
 def swept(run: Decode, shape: Shape, options: argparse.Namespace, device: torch.device) -> Iterator[Record]:
     """Attention of a layer alone with each of its candidates; all must give the same bits."""
     from qarl_kernels.flash import decode
-    from qarl_kernels.flash.forward import padded
+    from qarl_kernels.flash.layout import padded
     from qarl_kernels.flash.paged import decode_attention
 
     attention, scale = run.attention, shape.head_dim**-0.5

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward_kernels import key_grad_kernel, key_sum_kernel, query_grad_kernel, stats_kernel
-from qarl_kernels.flash.forward import Tile, check, padded
-from qarl_kernels.flash.layout import PackedLayout
+from qarl_kernels.flash.forward import Tile, check
+from qarl_kernels.flash.layout import PackedLayout, padded
 from qarl_kernels.flash.steps import LOG2E
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma

@@ -13,15 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot
-from qarl_kernels.casts import narrow, widen_e4m3
+from qarl_kernels.blocks import dot_of_parts
+from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
-from qarl_kernels.flash.forward import padded
+from qarl_kernels.flash.layout import padded
+from qarl_kernels.flash.pairs import in_pairs, load_features
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
     columns,
     merge,
+    no_sums,
     normalised,
     page_of,
     probabilities,
@@ -34,8 +36,9 @@ from qarl_kernels.launch import capability_of, launch
 # block that is under way, so that 7 stages have three blocks of keys and values on their way. The bits are the same
 # whatever stands here.
 DECODE = {64: (4, 7), 128: (4, 7), 256: (8, 3)}
-# Over a cache of e4m3, which is widened on its way: 0.63 ms where (4, 7) takes 0.74 (256 sequences of 2,560, 8 heads).
-FP8_DECODE = {**DECODE, 128: (2, 3)}
+# Over a cache of e4m3 there are half the bytes to wait for and the more instructions: tiles of which a multiprocessor
+# holds most warps.
+FP8_DECODE = {64: (4, 7), 128: (4, 5), 256: (4, 5)}
 BEFORE_HOPPER = {64: (4, 5), 128: (4, 5), 256: (8, 2)}
 PROGRAMS = 528  # up to which chunks are shared out: four for each of Hopper's 132 multiprocessors
 DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3, 5, 7, 9)]
@@ -44,7 +47,7 @@ DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3,
 @triton.jit(do_not_specialize=["rows", "sequences", "lengths", "chunks", "window", "stride_lengths", "stride_pages"])
 def decode_kernel(
     q,  # (T, H, D) 16-bit
-    k,  # cache, of q's dtype or e4m3
+    k,  # cache, of q's dtype, e4m3, or int16 that hold pairs of e4m3 (see pairs.py)
     v,
     out,  # (T, H, D) contiguous
     partial,  # (S, H, C, D) fp32, or None where a program walks over all chunks
@@ -88,7 +91,9 @@ def decode_kernel(
         row = tl.load(rows + number * stride_lengths)
         line = tl.load(sequences + number * stride_lengths)
 
-    d = tl.arange(0, D_PAD)
+    PARTS: tl.constexpr = 2 if k.dtype.element_ty == tl.int16 else 1  # of a head, side by side
+    WIDTH: tl.constexpr = D // PARTS
+    d = tl.arange(0, D_PAD // PARTS)
     m = tl.arange(0, HEADS)
     n = tl.arange(0, BLOCK)
     in_group = tl.program_id(1) % groups * HEADS + m
@@ -96,27 +101,36 @@ def decode_kernel(
     k += kv_head.to(tl.int64) * stride_k_head
     v += kv_head.to(tl.int64) * stride_v_head
     pages += line.to(tl.int64) * stride_pages
-    here = columns(in_group < rep, d, D)
-    query = tl.load(q + row.to(tl.int64) * stride_q + head[:, None] * D + d[None, :], mask=here, other=0.0)
+    here = columns(in_group < rep, d, WIDTH)
+    query = ()
+    for i in tl.static_range(PARTS):
+        at_query = q + row.to(tl.int64) * stride_q + head[:, None] * D + (i * WIDTH + d)[None, :]
+        query += (tl.load(at_query, mask=here, other=0.0),)
 
     all_top = tl.full((HEADS,), float("-inf"), tl.float32)
     all_total = tl.zeros((HEADS,), tl.float32)
-    all_acc = tl.zeros((HEADS, D_PAD), tl.float32)
+    all_acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
     for chunk in tl.range(lowest // CHUNK + tl.program_id(0), tl.cdiv(length, CHUNK), tl.num_programs(0)):
         end = tl.minimum(length, (chunk + 1) * CHUNK)
         top = tl.full((HEADS,), float("-inf"), tl.float32)
         # Wider than it is high, or every warp would compute all products (Triton gives warps to rows before columns).
         total = tl.zeros((HEADS, 2 * HEADS), tl.float32)
-        acc = tl.zeros((HEADS, D_PAD), tl.float32)
+        acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
         for start in tl.range(tl.maximum(chunk * CHUNK, lowest // BLOCK * BLOCK), end, BLOCK):
             at = start + n
-            page = page_of(pages, at, end, PAGE)
-            seen = columns(at < end, d, D)
-            k_at = page * stride_k_page + (at % PAGE).to(tl.int64) * stride_k
-            v_at = page * stride_v_page + (at % PAGE).to(tl.int64) * stride_v
-            keys = widen_e4m3(tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
-            values = widen_e4m3(tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
-            scores = dot(query, keys.T, tl.zeros((HEADS, BLOCK), tl.float32))
+            seen = columns(at < end, d, WIDTH)
+            if PAGE % BLOCK == 0:  # a block's keys are in one page
+                page = tl.load(pages + start // PAGE).to(tl.int64)
+                k_at = k + (page * stride_k_page + start % PAGE * stride_k) + n * stride_k
+                v_at = v + (page * stride_v_page + start % PAGE * stride_v) + n * stride_v
+            else:
+                page = page_of(pages, at, end, PAGE)
+                row_in_page = (at % PAGE).to(tl.int64)
+                k_at = k + (page * stride_k_page + row_in_page * stride_k)
+                v_at = v + (page * stride_v_page + row_in_page * stride_v)
+            keys = load_features(k_at[:, None] + d[None, :], seen, query[0].dtype)
+            values = load_features(v_at[:, None] + d[None, :], seen, query[0].dtype)
+            scores = dot_of_parts(query, keys, tl.zeros((HEADS, BLOCK), tl.float32))
             scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
             p, factor, top = probabilities(scores, top, scale)
             total, acc = accumulate(p, values, factor, total, acc)
@@ -125,12 +139,14 @@ def decode_kernel(
             all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, sums, acc)
         else:
             slot = (number.to(tl.int64) * heads + head) * chunks + chunk
-            tl.store(partial + slot[:, None] * D + d[None, :], acc, mask=here)
+            for i in tl.static_range(PARTS):
+                tl.store(partial + slot[:, None] * D + (i * WIDTH + d)[None, :], acc[i], mask=here)
             tl.store(state + slot * 2, top, mask=in_group < rep)
             tl.store(state + slot * 2 + 1, sums, mask=in_group < rep)
     if partial is None:
-        at_out = out + row.to(tl.int64) * heads * D + head[:, None] * D + d[None, :]
-        tl.store(at_out, narrow(normalised(all_acc, all_total), out.dtype.element_ty), mask=here)
+        for i in tl.static_range(PARTS):
+            at_out = out + row.to(tl.int64) * heads * D + head[:, None] * D + (i * WIDTH + d)[None, :]
+            tl.store(at_out, narrow(normalised(all_acc[i], all_total), out.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["rows", "lengths", "chunks", "window", "stride_lengths"])
@@ -161,16 +177,16 @@ def merge_kernel(
     d = tl.arange(0, D_PAD)
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, D_PAD), tl.float32)
+    acc = (tl.zeros((1, D_PAD), tl.float32),)
     base = (number.to(tl.int64) * heads + head) * chunks
     one = tl.arange(0, 1)
     for chunk in tl.range(first, tl.cdiv(length, CHUNK)):
         slot = base + chunk + one
         chunk_acc = tl.load(partial + slot[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
         chunk_top, chunk_total = tl.load(state + slot * 2), tl.load(state + slot * 2 + 1)
-        top, total, acc = merge(top, total, acc, chunk_top, chunk_total, chunk_acc)
+        top, total, acc = merge(top, total, acc, chunk_top, chunk_total, (chunk_acc,))
     at = out + (row.to(tl.int64) * heads + head) * D + one[:, None] + d[None, :]
-    tl.store(at, narrow(normalised(acc, total), out.dtype.element_ty), mask=(d < D)[None, :])
+    tl.store(at, narrow(normalised(acc[0], total), out.dtype.element_ty), mask=(d < D)[None, :])
 
 
 def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[int, int]]:
@@ -206,6 +222,7 @@ def decode(
         partial = torch.empty(sequences_count, heads, chunks, dim, dtype=torch.float32, device=q.device)
         state = torch.empty(sequences_count, heads, chunks, 2, dtype=torch.float32, device=q.device)
     warps, stages = tiles_of(q, k)[padded(dim)]
+    k, v = in_pairs(k), in_pairs(v)
     launch(
         decode_kernel,
         (max(1, shared), programs, sequences_count),

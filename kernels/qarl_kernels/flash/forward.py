@@ -15,21 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import dot
-from qarl_kernels.casts import narrow, widen_e4m3
+from qarl_kernels.blocks import dot_of_parts
+from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
-from qarl_kernels.flash.layout import PackedLayout
+from qarl_kernels.flash.layout import PackedLayout, padded
+from qarl_kernels.flash.pairs import in_pairs, load_features
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
     columns,
     merge,
+    no_sums,
     normalised,
     page_of,
     probabilities,
     row_total,
 )
-from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.launch import capability_of, launch
 
 
@@ -50,13 +51,15 @@ TILES = {
     128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
 }
-# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
-FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
 BEFORE_HOPPER = {
     64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     256: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
+# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores. More than a warp
+# for 16 rows would compute products of half a head twice.
+FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
+FP8_BEFORE_HOPPER = {**BEFORE_HOPPER, 128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))}
 # What a tuning script may try; the block is the contract's and stays.
 CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
 
@@ -64,7 +67,7 @@ CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4
 @triton.jit(do_not_specialize=["tiles", "T", "window", "stride_pages"])
 def attention_kernel(
     q,  # (T, H, D) 16-bit
-    k,  # (T, H_kv, D), or a cache whose rows are tokens, of q's dtype or e4m3
+    k,  # (T, H_kv, D), or a cache whose rows are tokens, of q's dtype, e4m3, or int16 that hold pairs (see pairs.py)
     v,
     out,  # (T, H, D) contiguous
     lse,  # (H, T) fp32, log2
@@ -107,23 +110,28 @@ def attention_kernel(
     count = tl.minimum(count, BLOCK_M)
     end = position + count
 
-    d = tl.arange(0, D_PAD)
+    PARTS: tl.constexpr = 2 if k.dtype.element_ty == tl.int16 else 1  # of a head, side by side
+    WIDTH: tl.constexpr = D // PARTS
+    d = tl.arange(0, D_PAD // PARTS)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK)
     heads = tl.num_programs(0)
     k += (head // rep).to(tl.int64) * stride_k_head
     v += (head // rep).to(tl.int64) * stride_v_head
-    here = columns(m < count, d, D)
+    here = columns(m < count, d, WIDTH)
     q += row.to(tl.int64) * stride_q + head * D
-    query = tl.load(q + m.to(tl.int64)[:, None] * stride_q + d[None, :], mask=here, other=0.0)
+    query = ()
+    for i in tl.static_range(PARTS):
+        at_query = q + m.to(tl.int64)[:, None] * stride_q + (i * WIDTH + d)[None, :]
+        query += (tl.load(at_query, mask=here, other=0.0),)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, 16), tl.float32)
-    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    acc = no_sums(BLOCK_M, D_PAD // PARTS, PARTS)
     all_top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     all_total = tl.zeros((BLOCK_M,), tl.float32)
     if CHUNKS:
-        all_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        all_acc = no_sums(BLOCK_M, D_PAD // PARTS, PARTS)
 
     begin = 0
     clear = 0  # the first position at which no row's window has an edge
@@ -140,11 +148,11 @@ def attention_kernel(
             key_row = (at + tl.where(at < shared, place, own)).to(tl.int64)
             k_at = key_row * stride_k
             v_at = key_row * stride_v
-        seen = columns(at < end, d, D)
-        keys = widen_e4m3(tl.load(k + k_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
-        values = widen_e4m3(tl.load(v + v_at[:, None] + d[None, :], mask=seen, other=0.0), query.dtype)
+        seen = columns(at < end, d, WIDTH)
+        keys = load_features(k + k_at[:, None] + d[None, :], seen, query[0].dtype)
+        values = load_features(v + v_at[:, None] + d[None, :], seen, query[0].dtype)
 
-        scores = dot(query, keys.T, tl.zeros((BLOCK_M, BLOCK), tl.float32))
+        scores = dot_of_parts(query, keys, tl.zeros((BLOCK_M, BLOCK), tl.float32))
         if WINDOW:
             if (first + BLOCK - 1 > position) | (first < clear):
                 ahead = (position + m)[:, None] - at[None, :]
@@ -165,8 +173,9 @@ def attention_kernel(
     else:
         sums = row_total(total)
     out += (row.to(tl.int64) * heads + head) * D
-    result = narrow(normalised(acc, sums), out.dtype.element_ty)
-    tl.store(out + (m * heads).to(tl.int64)[:, None] * D + d[None, :], result, mask=here)
+    for i in tl.static_range(PARTS):
+        result = narrow(normalised(acc[i], sums), out.dtype.element_ty)
+        tl.store(out + (m * heads).to(tl.int64)[:, None] * D + (i * WIDTH + d)[None, :], result, mask=here)
     if LSE:
         tl.store(lse + head.to(tl.int64) * T + row + m, top + tl.log2(tl.where(sums == 0.0, 1.0, sums)), mask=m < count)
 
@@ -217,8 +226,8 @@ def run(
     """
     heads, dim = q.shape[1:]
     head_axis = 1 if pages is None else 3 - token_axis
-    tiles = FP8_TILES if k.dtype.itemsize == 1 else TILES
-    tile = tile or (tiles if capability_of(q) >= (9, 0) else BEFORE_HOPPER)[padded(dim)][chunks]
+    tile = tile or tiles_of(q, k)[padded(dim)][chunks]
+    k, v = in_pairs(k), in_pairs(v)
     launch(
         attention_kernel,
         (heads, queries.shape[0] * (tables.TILE // tile.rows)),
@@ -257,9 +266,11 @@ def run(
     )
 
 
-def padded(dim: int) -> int:
-    """Head size as the kernels hold it."""
-    return max(64, next_power_of_2(dim))
+def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
+    """The table that queries q over keys k take their tile from."""
+    if k.dtype.itemsize == 1:
+        return FP8_TILES if capability_of(q) >= (9, 0) else FP8_BEFORE_HOPPER
+    return TILES if capability_of(q) >= (9, 0) else BEFORE_HOPPER
 
 
 def check(

@@ -15,10 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qarl_kernels.integers import next_power_of_2
+
 BLOCK = 64  # keys of one step of the online softmax, aligned to absolute position
 CHUNK = 1024  # keys of one stretch that is summed from zero, aligned to absolute position; a multiple of BLOCK
 TILE = 128  # query or key rows of one entry of a table; a kernel's own tile divides it
 ITEM_ROWS = 4096  # query rows of one work item of the key gradient: a shared prompt may be seen by any number
+
+
+def padded(dim: int) -> int:
+    """Head size as the kernels hold it."""
+    return max(64, next_power_of_2(dim))
 
 
 @dataclass(frozen=True)

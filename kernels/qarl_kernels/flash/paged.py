@@ -100,7 +100,8 @@ def paged_attention(
     Args:
         q: (T, H, D) bf16 or fp16, rows any stride apart; every row belongs to one span of the layout.
         k_cache, v_cache: of q's dtype, or float8_e4m3fn whose values it takes, (P, H_kv, PAGE, D) with token_axis 2 or
-            (P, PAGE, H_kv, D) with 1; PAGE a multiple of 16. What stands past a sequence's end is not read.
+            (P, PAGE, H_kv, D) with 1; PAGE a multiple of 16. One of float8_e4m3fn has features in the order of
+            `pairs.py`, and its strides are even where that is in pairs. What stands past a sequence's end is not read.
         scale: multiplies the scores; positive.
         window: a query sees its last `window` tokens only; None means all.
 
@@ -153,5 +154,9 @@ def _check_cache(
     if token_axis not in (1, 2):
         raise ValueError(f"token_axis {token_axis} must be 1, (P, PAGE, H_kv, D), or 2, (P, H_kv, PAGE, D)")
     check(q, k_cache, v_cache, scale, window, head_axis=3 - token_axis, fp8=True)
-    if k_cache.shape[token_axis] % 16:
-        raise ValueError(f"pages of {k_cache.shape[token_axis]} tokens; they must hold a multiple of 16")
+    page = k_cache.shape[token_axis]
+    if page % 16:
+        raise ValueError(f"pages of {page} tokens; they must hold a multiple of 16")
+    apart = max(k_cache.stride(token_axis), v_cache.stride(token_axis))
+    if page * apart >= 2**31:
+        raise ValueError(f"tokens of a page are {apart} values apart; {page} of them must lie within 2^31")

@@ -33,22 +33,36 @@ def probabilities(scores, top, scale):
 
 @triton.jit
 def accumulate(p, v, factor, total, acc):
-    """The sums with one more block. p (M, N) fp32; v (N, D) 16-bit; total (M, 16 or more) and acc (M, D) fp32."""
-    p = narrow(p, v.dtype)
-    ones = tl.full((p.shape[1], total.shape[1]), 1.0, v.dtype)
-    acc = dot(p, v, acc * factor[:, None])
+    """The sums with one more block. p (M, N) fp32; total (M, 16 or more) fp32; v and acc tuples of tiles side by side,
+    (N, D/n) 16-bit and (M, D/n) fp32."""
+    p = narrow(p, v[0].dtype)
+    ones = tl.full((p.shape[1], total.shape[1]), 1.0, v[0].dtype)
+    sums = ()
+    for i in tl.static_range(len(v)):
+        sums += (dot(p, v[i], acc[i] * factor[:, None]),)
     total = dot(p, ones, total * factor[:, None])
-    return total, acc
+    return total, sums
+
+
+@triton.jit
+def no_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """PARTS tiles (ROWS, WIDTH) of fp32 zeros, where sums over values start."""
+    sums = ()
+    for _ in tl.static_range(PARTS):
+        sums += (tl.zeros((ROWS, WIDTH), tl.float32),)
+    return sums
 
 
 @triton.jit
 def merge(top, total, acc, chunk_top, chunk_total, chunk_acc):
-    """The state with one more chunk. top, total (M,); acc (M, D); all fp32."""
+    """The state with one more chunk. top, total (M,); acc a tuple of tiles (M, D/n); all fp32."""
     highest = tl.maximum(top, chunk_top)
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     old, new = tl.exp2(top - finite), tl.exp2(chunk_top - finite)
-    acc = acc * old[:, None] + chunk_acc * new[:, None]
-    return highest, total * old + chunk_total * new, acc
+    sums = ()
+    for i in tl.static_range(len(acc)):
+        sums += (acc[i] * old[:, None] + chunk_acc[i] * new[:, None],)
+    return highest, total * old + chunk_total * new, sums
 
 
 @triton.jit
@@ -65,7 +79,7 @@ def normalised(acc, total):
 
 @triton.jit
 def columns(rows, d, D: tl.constexpr):
-    """Mask of a tile (rows, padded D) from that of its rows; what pads the head size is out."""
+    """Mask of a tile (rows, columns d) from that of its rows; columns from D on, which pad the head size, are out."""
     mask = rows[:, None]
     if d.shape[0] != D:
         mask = mask & (d < D)[None, :]
