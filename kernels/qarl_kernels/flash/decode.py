@@ -2,8 +2,9 @@
 
 A program takes the query heads of one kv head of one sequence. Where that makes few programs for a GPU several share a
 sequence's chunks of keys, and a second kernel merges what they found; where it makes enough, each walks over all of
-them. How many share is a matter of shapes, and a sequence's length one of the device: a program of a short sequence
-has less to do, but a launch is as large for a longest sequence of 40,000 tokens as for one of 2,000.
+them in one loop, so that loads run ahead from chunk to chunk. How many share is a matter of shapes, and a sequence's
+length one of the device: a program of a short sequence has less to do, but a launch is as large for a longest sequence
+of 40,000 tokens as for one of 2,000.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from qarl_kernels.blocks import dot_of_parts
 from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.layout import padded
-from qarl_kernels.flash.pairs import in_pairs, load_features
+from qarl_kernels.flash.pairs import in_pairs, load_features, paired
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
@@ -39,6 +40,8 @@ DECODE = {64: (4, 7), 128: (4, 7), 256: (8, 3)}
 # Over a cache of e4m3 there are half the bytes to wait for and the more instructions: tiles of which a multiprocessor
 # holds most warps.
 FP8_DECODE = {64: (4, 7), 128: (4, 5), 256: (4, 5)}
+# Heads that are padded have no pairs there, and are widened by way of shared memory.
+FP8_PADDED = {**DECODE, 128: (2, 3)}
 BEFORE_HOPPER = {64: (4, 5), 128: (4, 5), 256: (8, 2)}
 PROGRAMS = 528  # up to which chunks are shared out: four for each of Hopper's 132 multiprocessors
 DECODE_CANDIDATES = [(warps, stages) for warps in (1, 2, 4, 8) for stages in (3, 5, 7, 9)]
@@ -110,8 +113,14 @@ def decode_kernel(
     all_top = tl.full((HEADS,), float("-inf"), tl.float32)
     all_total = tl.zeros((HEADS,), tl.float32)
     all_acc = no_sums(HEADS, D_PAD // PARTS, PARTS)
-    for chunk in tl.range(lowest // CHUNK + tl.program_id(0), tl.cdiv(length, CHUNK), tl.num_programs(0)):
-        end = tl.minimum(length, (chunk + 1) * CHUNK)
+    first = lowest // CHUNK + tl.program_id(0)
+    last = tl.cdiv(length, CHUNK)
+    if partial is None:  # the loop within serves all chunks
+        last = tl.minimum(last, first + 1)
+    for chunk in tl.range(first, last, tl.num_programs(0)):
+        end = length
+        if partial is not None:
+            end = tl.minimum(length, (chunk + 1) * CHUNK)
         top = tl.full((HEADS,), float("-inf"), tl.float32)
         # Wider than it is high, or every warp would compute all products (Triton gives warps to rows before columns).
         total = tl.zeros((HEADS, 2 * HEADS), tl.float32)
@@ -132,6 +141,11 @@ def decode_kernel(
             values = load_features(v_at[:, None] + d[None, :], seen, query[0].dtype)
             scores = dot_of_parts(query, keys, tl.zeros((HEADS, BLOCK), tl.float32))
             scores = tl.where(((at < end) & (at >= lowest))[None, :], scores, float("-inf"))
+            if partial is None:
+                next_chunk = start % CHUNK == 0
+                if next_chunk:  # the factor 0 of the next step empties the chunk's sums
+                    all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, row_total(total), acc)
+                    top = tl.full((HEADS,), float("-inf"), tl.float32)
             p, factor, top = probabilities(scores, top, scale)
             total, acc = accumulate(p, values, factor, total, acc)
         sums = row_total(total)
@@ -193,7 +207,9 @@ def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[int, int]]:
     """The table that decodes of queries q over a cache k take warps and stages from."""
     if capability_of(q) < (9, 0):
         return BEFORE_HOPPER
-    return FP8_DECODE if k.dtype.itemsize == 1 else DECODE
+    if k.dtype.itemsize > 1:
+        return DECODE
+    return FP8_DECODE if paired(k.shape[-1]) else FP8_PADDED
 
 
 def decode(

@@ -19,7 +19,7 @@ from qarl_kernels.blocks import dot_of_parts
 from qarl_kernels.casts import narrow
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.layout import PackedLayout, padded
-from qarl_kernels.flash.pairs import in_pairs, load_features
+from qarl_kernels.flash.pairs import in_pairs, load_features, paired
 from qarl_kernels.flash.steps import (
     LOG2E,
     accumulate,
@@ -56,9 +56,9 @@ BEFORE_HOPPER = {
     128: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     256: (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
-# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores. More than a warp
-# for 16 rows would compute products of half a head twice.
+# Over a cache of e4m3, whose keys and values go through registers on their way to the tensor cores.
 FP8_TILES = {**TILES, 128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))}
+# Over pairs: more than a warp for 16 rows would compute products of half a head twice.
 FP8_BEFORE_HOPPER = {**BEFORE_HOPPER, 128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2))}
 # What a tuning script may try; the block is the contract's and stays.
 CANDIDATES = [Tile(rows, 64, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8)) for stages in (2, 3, 4)]
@@ -268,9 +268,10 @@ def run(
 
 def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
     """The table that queries q over keys k take their tile from."""
-    if k.dtype.itemsize == 1:
-        return FP8_TILES if capability_of(q) >= (9, 0) else FP8_BEFORE_HOPPER
-    return TILES if capability_of(q) >= (9, 0) else BEFORE_HOPPER
+    fp8 = k.dtype.itemsize == 1
+    if capability_of(q) >= (9, 0):
+        return FP8_TILES if fp8 else TILES
+    return FP8_BEFORE_HOPPER if fp8 and paired(k.shape[-1]) else BEFORE_HOPPER
 
 
 def check(
