@@ -297,6 +297,7 @@ def verify_exact(
     engine: Literal["native", "vllm"] = "native",
     tokens: int | None = None,
     longest: int | None = None,
+    sequences: int | None = None,
     prompts: AnyPath | Sequence[str] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -311,9 +312,10 @@ def verify_exact(
     """Draw tokens with an engine, recompute their log-probs with the learner's forward, and compare them bit for bit.
 
     target: a run, one of its checkpoints, an exported checkpoint, or a model. engine: vllm runs with exact numerics.
-    tokens: to draw, at least. longest: tokens of a prompt and its response. prompts: texts, or a file with one a line,
-    taken as they are; None: random tokens. say: gets a line before what takes long. Where something differs, `first`
-    of the result names the token, and the layer and operation at which the two forwards part.
+    tokens: to draw, at least. longest: tokens of a prompt and its response. sequences: under way at once, at most.
+    prompts: texts, or a file with one a line, taken as they are; None: random tokens. say: gets a line before what
+    takes long. Where something differs, `first` of the result names the token, and the layer and operation at which the
+    two forwards part.
     """
     from qarl.inference.target import given, resolve_target
 
@@ -323,5 +325,5 @@ def verify_exact(
     from qarl.exactness.command import check_exactness  # torch: only once the target is known
     from qarl.exactness.request import Request
 
-    request = Request(tokens, longest, temperature, top_k, top_p, min_p, seed)
+    request = Request(tokens, longest, sequences, temperature, top_k, top_p, min_p, seed)
     return check_exactness(found, request, engine, prompts, device, say)

@@ -12,7 +12,7 @@ import typer
 from qarl import api
 from qarl.cli.arguments import name_of, path_of
 from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
-from qarl.config.limits import TOKENS, VOCABULARY
+from qarl.config.limits import SEQUENCES, TOKENS, VOCABULARY
 from qarl.inputs.json import strict
 from qarl.results import Difference, Exactness
 from qarl.storage.disk import write_together
@@ -35,6 +35,10 @@ def verify_exact(
     longest: Annotated[
         int | None,
         typer.Option(min=2, max=TOKENS, help="Tokens of a prompt and its response; default 192 on a CPU, else 1,024."),
+    ] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option(min=1, max=SEQUENCES, help="Under way at once, at most; default 6 on a CPU, else 48."),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -72,6 +76,7 @@ def verify_exact(
         engine=engine,
         tokens=tokens,
         longest=longest,
+        sequences=sequences,
         prompts=prompts,
         temperature=temperature,
         top_k=top_k,

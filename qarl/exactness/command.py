@@ -49,7 +49,7 @@ def check_exactness(
         given = [prompt.token_ids for prompt in render(target, tokenizer, texts, Look(chat=False))]
         sizes = sizes_of(request, given, context_of(target), where.type)
         say(f"opening {target.label}")
-        rollout = tight(sizes, where.type)
+        rollout = tight(sizes)
         opened = open_policy(target, device=where.type, rollout=rollout, tokenizer=tokenizer, max_length=sizes.longest)
         drawer: Engine
         if engine == "native":

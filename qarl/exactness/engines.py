@@ -12,7 +12,7 @@ from qarl_kernels.attention import PAGE
 from qarl.config import Config, RolloutConfig
 from qarl.config.messages import fault_lines
 from qarl.errors import UserError
-from qarl.exactness.request import SAMPLES, SEQUENCES_BY_DEVICE, Round, Sizes
+from qarl.exactness.request import SAMPLES, Round, Sizes
 from qarl.inference.opening import Opened
 from qarl.policy.trace import Tracer
 from qarl.rollout.native.engine import NativeEngine
@@ -35,9 +35,9 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def tight(sizes: Sizes, device: str) -> RolloutConfig:
+def tight(sizes: Sizes) -> RolloutConfig:
     """Engine sizes at which prompts are cut into chunks, and sequences preempted."""
-    sequences = min(SEQUENCES_BY_DEVICE[device], sizes.prompts(sizes.response) * SAMPLES)
+    sequences = min(sizes.sequences, sizes.prompts(sizes.response) * SAMPLES)
     # Prompts are shared, most are far from the longest, and so are responses: a fifth is what several sequences lack.
     pool = max(sizes.longest, sequences * sizes.longest // 5) + PAGE
     return RolloutConfig(

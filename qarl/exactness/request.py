@@ -10,7 +10,7 @@ from math import ceil
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 
-from qarl.config.limits import SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
+from qarl.config.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
 from qarl.errors import UserError
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
@@ -25,10 +25,12 @@ SEQUENCES_BY_DEVICE = {"cpu": 6, "cuda": 48}
 
 @dataclass(frozen=True)
 class Request:
-    """tokens: to draw, at least. longest: of a prompt and its response; both None: as the device suggests."""
+    """tokens: to draw, at least. longest: of a prompt and its response. sequences: under way at once, at most. None: as
+    the device suggests."""
 
     tokens: int | None = None
     longest: int | None = None
+    sequences: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -40,6 +42,8 @@ class Request:
         for name, value, least in (("--tokens", self.tokens, 1), ("--longest", self.longest, 2)):
             if value is not None and not least <= value <= TOKENS:
                 raise UserError(f"{name}: {value} is no number of tokens; give {least} to {TOKENS:,}")
+        if self.sequences is not None and not 1 <= self.sequences <= SEQUENCES:
+            raise UserError(f"--sequences: {self.sequences} is no number of sequences; give 1 to {SEQUENCES:,}")
         if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # nan is refused too
             valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
             raise UserError(f"--temperature: {self.temperature} is nothing to draw at; {valid}")
@@ -67,11 +71,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one check. tokens: to draw, at least. prompt, response: tokens of the longest."""
+    """Of one check. tokens: to draw, at least. prompt, response: tokens of the longest. sequences: at once, at most."""
 
     tokens: int
     prompt: int
     response: int
+    sequences: int
 
     @property
     def longest(self) -> int:
@@ -95,7 +100,7 @@ def sizes_of(request: Request, given: Sequence[list[int]], context: int, device:
         fix = "raise --longest" if longest < context else "shorten it"
         raise UserError(f"--prompts: one has {prompt} tokens, which leaves no room for a response in {longest}; {fix}")
     prompt = prompt or longest // 2
-    return Sizes(tokens, prompt, longest - prompt)
+    return Sizes(tokens, prompt, longest - prompt, request.sequences or SEQUENCES_BY_DEVICE[device])
 
 
 def rounds(request: Request, given: Sequence[list[int]], sizes: Sizes, vocabulary: int) -> Iterator[Round]:

@@ -24,13 +24,13 @@ from qarl.policy.policy import Policy
 from qarl.policy.sampler import Sampler
 from qarl.results import Difference
 
-SIZES = Sizes(tokens=40, prompt=60, response=12)
+SIZES = Sizes(tokens=40, prompt=60, response=12, sequences=6)
 
 
 @pytest.fixture(scope="module")
 def opened(tiny_model) -> Opened:
     target = resolve_target(str(tiny_model("qwen3")), quant={"scheme": "w4a16", "group_size": 32})
-    rollout = tight(SIZES, "cpu").model_copy(update={"kv_cache_tokens": 192})
+    rollout = tight(SIZES).model_copy(update={"kv_cache_tokens": 192})
     return open_policy(target, device="cpu", rollout=rollout, max_length=SIZES.longest)
 
 
@@ -54,7 +54,7 @@ def test_what_agrees_is_exact_whatever_is_preempted_and_cut(opened, request_):
 def test_an_fp8_kv_cache_is_exact_and_named(tiny_model):
     target = resolve_target(str(tiny_model("qwen3")), quant={"scheme": "bf16", "kv_cache_dtype": "fp8"})
     assert target.label.endswith(", bf16, FP8 KV cache")
-    rollout = tight(SIZES, "cpu").model_copy(update={"kv_cache_tokens": 192})
+    rollout = tight(SIZES).model_copy(update={"kv_cache_tokens": 192})
     found = checked(open_policy(target, device="cpu", rollout=rollout, max_length=SIZES.longest)).found
     assert found.exact and found.preemptions and found.kv_cache_dtype == "fp8"
     assert lines(found)[0].startswith("tiny, bf16, FP8 KV cache, engine native, ")
@@ -202,7 +202,7 @@ def test_a_learner_that_does_not_repeat_is_named(opened, monkeypatch):
 
 
 def test_prompts_are_of_one_token_to_the_longest_and_some_begin_alike():
-    sizes = Sizes(tokens=4000, prompt=300, response=20)
+    sizes = Sizes(tokens=4000, prompt=300, response=20, sequences=6)
     one = next(rounds(Request(seed=3), [], sizes, 1000))
     lengths = [len(prompt.token_ids) for prompt in one.prompts]
     assert {1, 63, 64, 65, 300} <= set(lengths) and max(lengths) == 300
@@ -223,17 +223,19 @@ def test_the_seed_decides_the_rounds_and_they_differ_from_one_another():
 
 def test_prompts_of_the_user_are_taken_in_turn():
     given = [[5, 6], [7], [8, 9, 10]]
-    drawn = rounds(Request(), given, Sizes(tokens=8, prompt=3, response=1), 259)
+    drawn = rounds(Request(), given, Sizes(tokens=8, prompt=3, response=1, sequences=6), 259)
     one, two = next(drawn), next(drawn)
     assert [p.token_ids for p in one.prompts + two.prompts] == [[5, 6], [7], [8, 9, 10], [5, 6]]
 
 
 def test_sizes_follow_the_request_the_prompts_and_the_context():
-    assert sizes_of(Request(), [], 4096, "cpu") == Sizes(1024, 96, 96)
-    assert sizes_of(Request(), [], 4096, "cuda") == Sizes(32_768, 512, 512)
-    assert sizes_of(Request(tokens=7, longest=9), [], 4096, "cpu") == Sizes(7, 4, 5)
-    assert sizes_of(Request(), [], 100, "cuda") == Sizes(32_768, 50, 50)
-    assert sizes_of(Request(), [[1] * 30, [2]], 4096, "cpu") == Sizes(1024, 30, 96)
+    assert sizes_of(Request(), [], 4096, "cpu") == Sizes(1024, 96, 96, 6)
+    assert sizes_of(Request(), [], 4096, "cuda") == Sizes(32_768, 512, 512, 48)
+    assert sizes_of(Request(tokens=7, longest=9, sequences=3), [], 4096, "cpu") == Sizes(7, 4, 5, 3)
+    assert sizes_of(Request(), [], 100, "cuda") == Sizes(32_768, 50, 50, 48)
+    assert sizes_of(Request(), [[1] * 30, [2]], 4096, "cpu") == Sizes(1024, 30, 96, 6)
+    few, many = (tight(Sizes(100_000, 60, 60, count)) for count in (3, 100))
+    assert (few.max_num_seqs, many.max_num_seqs) == (3, 100) and few.kv_cache_tokens < many.kv_cache_tokens
 
 
 @pytest.mark.parametrize(
@@ -254,6 +256,7 @@ def test_sizes_that_do_not_fit_are_refused(request_, given, says):
     [
         ({"tokens": 0}, "--tokens"),
         ({"longest": 1}, "--longest"),
+        ({"sequences": 0}, "--sequences"),
         ({"temperature": 0.0}, "--temperature"),
         ({"temperature": float("nan")}, "--temperature"),
         ({"top_k": -1}, "--top-k"),
