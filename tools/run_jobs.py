@@ -29,6 +29,8 @@ from typing import Any
 import yaml
 from process_tree import abort, marked, runs, send, traced
 
+from qarl.machine import visible_gpus
+
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 GRACE_S = 5.0  # between asking a job to end and killing it
@@ -48,7 +50,7 @@ class Job:
 @dataclass
 class Running:
     job: Job
-    gpus: list[int]
+    gpus: list[str]
     process: subprocess.Popen[bytes]
     began: float
     mark: str
@@ -84,10 +86,10 @@ def _job(entry: Any, place: str) -> Job:
 
 
 class Queue:
-    """The jobs of one call. out: the folder of logs. gpus: those that jobs may have."""
+    """The jobs of one call. out: the folder of logs. gpus: for jobs, named as in CUDA_VISIBLE_DEVICES."""
 
-    def __init__(self, jobs: Sequence[Job], gpus: Sequence[int], out: Path) -> None:
-        self.waiting, self.free, self.out = list(jobs), sorted(gpus), out
+    def __init__(self, jobs: Sequence[Job], gpus: Sequence[str], out: Path) -> None:
+        self.waiting, self.free, self.out, self._gpus = list(jobs), list(gpus), out, list(gpus)
         self.running: list[Running] = []
         self.failed: list[str] = []
         self.stopped = 0
@@ -115,7 +117,7 @@ class Queue:
         gpus, self.free = self.free[: job.gpus], self.free[job.gpus :]
         path = os.pathsep.join([*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
         tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        visible = ",".join(map(str, gpus))
+        visible = ",".join(gpus)
         own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools, "PYTHONPATH": path}
         own[MARK] = mark = f"{os.getpid()}-{job.name}"
         with (self.out / f"{job.name}.log").open("wb") as log:
@@ -138,7 +140,7 @@ class Queue:
             return
         _end(one)  # and what it may have left behind
         self.running.remove(one)
-        self.free = sorted(self.free + one.gpus)
+        self.free = sorted(self.free + one.gpus, key=self._gpus.index)
         if code != 0:
             self.failed.append(one.job.name)
         how = f"ran out of its {one.job.seconds:g} s" if code is None else f"exit code {code}"
@@ -163,16 +165,6 @@ def _end(one: Running) -> None:
     one.process.wait()
 
 
-def visible_gpus() -> list[int]:
-    """Those that this process may use."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [int(index) for index in named.split(",") if index.strip().isdigit()]
-    import torch
-
-    return list(range(torch.cuda.device_count()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the jobs")
@@ -195,9 +187,9 @@ def main() -> None:
         return
     if options.out is None:
         sys.exit("error: --out is needed: a folder for logs and results")
-    gpus = visible_gpus() if options.gpus is None else options.gpus
-    if len(set(gpus)) < len(gpus) or min(gpus, default=0) < 0:
+    if options.gpus and (len(set(options.gpus)) < len(options.gpus) or min(options.gpus) < 0):
         sys.exit("error: --gpus: takes indices from 0, each once")
+    gpus = visible_gpus() if options.gpus is None else [str(index) for index in options.gpus]
     if greedy := [job.name for job in jobs if job.gpus > len(gpus)]:
         sys.exit(f"error: {', '.join(greedy)}: needs more GPUs than the {len(gpus)} here; leave it out with --only")
     try:

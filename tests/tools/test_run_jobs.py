@@ -106,7 +106,7 @@ def test_a_signal_between_a_start_and_its_note_leaves_no_job_behind(tmp_path: Pa
 
     monkeypatch.setattr(run_jobs.subprocess, "Popen", Signalled)
     job = run_jobs.Job("long", "exec sleep 1000", 1000)
-    queue = run_jobs.Queue([job, job], [0, 1], tmp_path)
+    queue = run_jobs.Queue([job, job], ["0", "1"], tmp_path)
     before = signal.signal(signal.SIGTERM, queue.stop)
     try:
         queue.run()
