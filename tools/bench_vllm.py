@@ -73,8 +73,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--eager", action="store_true", help="no torch.compile and no CUDA graphs; always so on the CPU")
     add("--capture-sizes", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256], help="of CUDA graphs")
     add("--memory-frac", type=positive, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     engine = parser.add_argument_group("engine and rollout")
-    engine.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="quant.kv_cache_dtype")
     engine.add_argument(
         "--shapes",
         nargs="+",

@@ -94,12 +94,13 @@ class Mismatch:
                 "what": "mismatch",
                 "sampler": sampler,
                 "learner": learner,
+                "kv_cache_dtype": policy.quant.kv_cache_dtype,
                 **found,
                 **facts,
             }
 
     def _policy(self, case: Case, learner: str) -> Policy:
-        quant = quant_of(case.scheme, self.options.group_size, learner)
+        quant = quant_of(case.scheme, self.options.group_size, learner, self.options.kv_cache_dtype)
         model = copy.deepcopy(self.model)
         return Policy(model, scheme_of(quant), quant, DTYPE, case.device, self.context)
 

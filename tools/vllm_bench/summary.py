@@ -80,6 +80,7 @@ def mismatch_lines(records: Sequence[Record]) -> list[str]:
     lines = [f"{'mismatch: sampler, learner':42}{heads} {'tokens':>7}"]
     for row in rows:
         name = f"{row['scheme']} {row['sampler']}, {row['learner']}"
+        name += " (KV fp8)" * (row.get("kv_cache_dtype") == "fp8")
         lines.append(
             f"{name:42} {row['abs_mean']:9.2e} {row['abs_max']:9.2e} {row['k3']:9.2e} {row['ppl_ratio']:9.5f} "
             f"{row['tokens']:7}"
