@@ -101,144 +101,96 @@ def round_pairs(low, high):
         )
 
 
+def _instructions(apart: str, kind: str, mask: str, factor: str) -> str:
+    """PTX that widens four e4m3 of the register $2 to the registers $0 and $1, which hold two of 16 bits each.
+
+    apart: leaves exponent and mantissa, where those of `kind` end, and other bits in `low` and `high`, and the signs in
+    `low_sign` and `high_sign`. mask: of the former. factor: what is between the two types' exponents, twice.
+    """
+    return f"""{{
+        .reg .b32 low, high, low_sign, high_sign, factor, zero;
+        {apart}
+        and.b32 low, low, {mask};
+        and.b32 high, high, {mask};
+        or.b32 low, low, low_sign;
+        or.b32 high, high, high_sign;
+        mov.b32 factor, {factor};
+        mov.b32 zero, 0x80008000;
+        fma.rn.{kind} $0, low, factor, zero;
+        fma.rn.{kind} $1, high, factor, zero;
+        }}"""
+
+
+def _of_pairs(down: int, kind: str, mask: str, factor: str) -> str:
+    """down: bits from where a code stands in the upper byte to where it goes."""
+    apart = f"""shl.b32 low_sign, $2, 8;
+        shl.b32 low, $2, {8 - down};
+        shr.b32 high, $2, {down};
+        and.b32 low_sign, low_sign, 0x80008000;
+        and.b32 high_sign, $2, 0x80008000;"""
+    return _instructions(apart, kind, mask, factor)
+
+
+_IN_ORDER = """prmt.b32 low, $2, 0, 0x1404;
+        prmt.b32 high, $2, 0, 0x3424;
+        and.b32 low_sign, low, 0x80008000;
+        and.b32 high_sign, high, 0x80008000;
+        shr.b32 low, low, 4;
+        shr.b32 high, high, 4;"""
+# To bf16 not by the instructions for it, which go by way of fp32.
+_E4M3_AS_BF16 = tl.constexpr(_instructions(_IN_ORDER, "bf16x2", "0x07F007F0", "0x7B807B80"))  # times 2^120
+_E4M3_AS_FP16 = tl.constexpr("""{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""")
+_PAIRS_AS_BF16 = tl.constexpr(_of_pairs(4, "bf16x2", "0x07F007F0", "0x7B807B80"))
+_PAIRS_AS_FP16 = tl.constexpr(_of_pairs(1, "f16x2", "0x3F803F80", "0x5C005C00"))  # times 2^8
+
+
 @triton.jit
 def widen_e4m3(x, dtype: tl.constexpr):
     """e4m3 -> bf16 or fp16, exact; its NaN may become 480 of the same sign. What is no e4m3 stays as it is.
 
-    A product of what comes out is summed as one of 16-bit values that were loaded: see `_e4m3_as_bf16`.
+    A product of what comes out is summed as one of 16-bit values that were loaded. So it is not pure: through what is
+    pure Triton sees that 8 bits were loaded, and has a warp's tensor core add other features at a time than in products
+    over 16-bit keys and values, which changes bits now and then (seen, H200).
     """
     if x.dtype != tl.float8e4nv:
         return x
     elif _INTERPRETED:
         return narrow(widen(x), dtype)
-    elif dtype == tl.bfloat16:
-        return _e4m3_as_bf16(x)
     else:
-        return _e4m3_as_fp16(x)
-
-
-@triton.jit
-def _e4m3_as_bf16(x):
-    """Exponent and mantissa where those of bf16 end, times 2^120.
-
-    The instructions for it go by way of fp32. Not pure: through what is pure Triton sees that 8 bits were loaded, and
-    has a warp's tensor core add other features at a time than in products over 16-bit keys and values, which changes
-    bits now and then (seen, H200).
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high, low_sign, high_sign, factor, zero;
-        prmt.b32 low, $2, 0, 0x1404;
-        prmt.b32 high, $2, 0, 0x3424;
-        and.b32 low_sign, low, 0x80008000;
-        and.b32 high_sign, high, 0x80008000;
-        shr.b32 low, low, 4;
-        shr.b32 high, high, 4;
-        and.b32 low, low, 0x07F007F0;
-        and.b32 high, high, 0x07F007F0;
-        or.b32 low, low, low_sign;
-        or.b32 high, high, high_sign;
-        mov.b32 factor, 0x7B807B80;
-        mov.b32 zero, 0x80008000;
-        fma.rn.bf16x2 $0, low, factor, zero;
-        fma.rn.bf16x2 $1, high, factor, zero;
-        }""",
-        "=r,=r,r",
-        [x.to(tl.uint8, bitcast=True)],
-        dtype=tl.bfloat16,
-        is_pure=False,
-        pack=4,
-    )
-
-
-@triton.jit
-def _e4m3_as_fp16(x):
-    """By the instruction for it; not pure, as above."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=r,=r,r",
-        [x.to(tl.uint8, bitcast=True)],
-        dtype=tl.float16,
-        is_pure=False,
-        pack=4,
-    )
+        wide = tl.inline_asm_elementwise(
+            _E4M3_AS_BF16 if dtype == tl.bfloat16 else _E4M3_AS_FP16,
+            "=r,=r,r",
+            [x.to(tl.uint8, bitcast=True)],
+            dtype=tl.int16,
+            is_pure=False,
+            pack=4,
+        )
+        return wide.to(dtype, bitcast=True)
 
 
 @triton.jit
 def widen_pairs(x, dtype: tl.constexpr):
     """int16 that hold two e4m3 each -> those of the low bytes and those of the high ones as bf16 or fp16, exact.
 
-    The NaN of e4m3 may become 480 of the same sign.
+    The NaN of e4m3 may become 480 of the same sign. Pure: Triton sees that 16 bits were loaded, so that the order of
+    sums is the one wanted, and may move this behind the loads of a product's operand from shared memory.
     """
     if _INTERPRETED:
         low = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         high = ((x >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         return narrow(widen(low), dtype), narrow(widen(high), dtype)
-    elif dtype == tl.bfloat16:
-        return _pairs_as_bf16(x)
     else:
-        return _pairs_as_fp16(x)
-
-
-@triton.jit
-def _pairs_as_bf16(x):
-    """By the way of `_e4m3_as_bf16`. Pure: Triton sees that 16 bits were loaded, so that the order is the one wanted.
-
-    And it may move this behind the loads of a product's operand from shared memory.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high, low_sign, high_sign, factor, zero;
-        shl.b32 low_sign, $2, 8;
-        shl.b32 low, $2, 4;
-        shr.b32 high, $2, 4;
-        and.b32 low_sign, low_sign, 0x80008000;
-        and.b32 high_sign, $2, 0x80008000;
-        and.b32 low, low, 0x07F007F0;
-        and.b32 high, high, 0x07F007F0;
-        or.b32 low, low, low_sign;
-        or.b32 high, high, high_sign;
-        mov.b32 factor, 0x7B807B80;
-        mov.b32 zero, 0x80008000;
-        fma.rn.bf16x2 $0, low, factor, zero;
-        fma.rn.bf16x2 $1, high, factor, zero;
-        }""",
-        "=r,=r,r",
-        [x],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _pairs_as_fp16(x):
-    """Exponent and mantissa where those of fp16 end, times 2^8."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high, low_sign, high_sign, factor, zero;
-        shl.b32 low_sign, $2, 8;
-        shl.b32 low, $2, 7;
-        shr.b32 high, $2, 1;
-        and.b32 low_sign, low_sign, 0x80008000;
-        and.b32 high_sign, $2, 0x80008000;
-        and.b32 low, low, 0x3F803F80;
-        and.b32 high, high, 0x3F803F80;
-        or.b32 low, low, low_sign;
-        or.b32 high, high, high_sign;
-        mov.b32 factor, 0x5C005C00;
-        mov.b32 zero, 0x80008000;
-        fma.rn.f16x2 $0, low, factor, zero;
-        fma.rn.f16x2 $1, high, factor, zero;
-        }""",
-        "=r,=r,r",
-        [x],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+        low, high = tl.inline_asm_elementwise(
+            _PAIRS_AS_BF16 if dtype == tl.bfloat16 else _PAIRS_AS_FP16,
+            "=r,=r,r",
+            [x],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=2,
+        )
+        return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
