@@ -57,11 +57,13 @@ def main(cases: str, answer: str) -> None:
 
 
 def count_events() -> None:
-    """Count vLLM's preemptions, and the prompts of which it had a part in its cache."""
+    """Count vLLM's preemptions, the prompts of which it had a part in its cache, and draws that it shapes itself."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.sample.ops import topk_topp_sampler
 
     preempt, look_up = Scheduler._preempt_request, KVCacheManager.get_computed_blocks
+    shape = topk_topp_sampler.apply_top_k_top_p
 
     def preempting(*args: Any, **options: Any) -> Any:
         EVENTS["preempted"] += 1
@@ -72,7 +74,12 @@ def count_events() -> None:
         EVENTS["cached"] += result[1] > 0
         return result
 
+    def shaping(logits: torch.Tensor, *k_and_p: torch.Tensor | None) -> torch.Tensor:
+        EVENTS["shaped"] += any(one is not None for one in k_and_p)
+        return shape(logits, *k_and_p)
+
     Scheduler._preempt_request, KVCacheManager.get_computed_blocks = preempting, looking_up
+    topk_topp_sampler.apply_top_k_top_p = shaping
 
 
 @dataclass
@@ -94,7 +101,7 @@ def checked(
         checkpoint = Path(place, "checkpoint")
         write_snapshot_checkpoint(checkpoint, policy.current, policy.sampler.layout, tokenizer)
         host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints())
-    found: dict[str, Any] = {"proved_frac": host.held.proved_frac}
+    found: dict[str, Any] = {"proved_frac": host.held.proved_frac, "measured": measured(host)}
     found["version 0"] = different(host, policy, Asked(lengths, response, shaped))
     fewer = Asked(lengths, response, shaped[-1:])
     if DEVICE.type == "cuda":
@@ -110,6 +117,16 @@ def checked(
         found["version 2, after a deep sleep"] = different(host, policy, fewer)
     host.close()
     return found
+
+
+def measured(host: Host) -> dict[str, Any]:
+    """What vLLM draws where it measures memory, of five rows: the tokens, and whether it shaped them itself."""
+    EVENTS.clear()
+    runner = host._worker.model_runner
+    width, dtype = runner.model_config.get_hidden_size(), runner.model_config.dtype
+    tokens = runner._dummy_sampler_run(torch.zeros(5, width, dtype=dtype, device=DEVICE))
+    assert ((tokens >= 0) & (tokens < runner.model_config.get_vocab_size())).all()
+    return {"tokens": list(tokens.shape), "shaped": EVENTS["shaped"]}
 
 
 def publish_something(host: Host, policy: Policy) -> None:

@@ -80,7 +80,9 @@ def _loaded(settings: SamplerSettings, worker: Any) -> None:
     """vLLM's worker holds the weights, and has run nothing."""
     if settings.numerics == "exact":
         from qarl.rollout.vllm.exact.rehearsal import rehearse
+        from qarl.rollout.vllm.exact.start import take_over
 
+        take_over(worker.model_runner)
         rehearse(worker.model_runner)
 
 

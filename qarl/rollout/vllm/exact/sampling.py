@@ -28,11 +28,15 @@ class PolicySampler(Sampler):
 
     def forward(self, logits: Tensor, sampling_metadata: SamplingMetadata, *rest: Any, **options: Any) -> SamplerOutput:
         """logits: (R, V) float32, of `Forward.logits`."""
+        return self.draw(logits, None if sampling_metadata.all_greedy else sampling_metadata.generators)
+
+    def draw(self, logits: Tensor, generators: dict[int, torch.Generator] | None) -> SamplerOutput:
+        """A token of each row, with the generators of rows that have one; None: the likeliest. logits: of `forward`."""
         drawn_from = self._policy.take(logits)
-        if sampling_metadata.all_greedy:
+        if generators is None:
             tokens = logits.argmax(-1)
         else:
-            tokens, _ = self.topk_topp_sampler(logits, sampling_metadata.generators, None, None)
+            tokens, _ = self.topk_topp_sampler(logits, generators, None, None)
         tokens = tokens.long()
         return SamplerOutput(tokens.int()[:, None], _reported(drawn_from, tokens))
 

@@ -1,16 +1,29 @@
-"""The policy's forward and sampler in a vLLM that has started."""
+"""The policy's forward and sampler in a vLLM that is starting."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from qarl.rollout.vllm.exact.model import ExactModel, Forward
+import torch
+from torch import Tensor
+
+from qarl.rollout.vllm.exact.model import ExactModel
 from qarl.rollout.vllm.exact.sampling import PolicySampler
 
 
-def take_over(model_runner: Any) -> Forward:
-    """Let vLLM's model runner draw with `PolicySampler`. Returns the forward of its model, an `ExactModel`."""
+def take_over(model_runner: Any) -> None:
+    """Let vLLM's model runner, whose model is an `ExactModel`, draw with `PolicySampler`, where it measures memory too.
+
+    There vLLM would draw by top-k and top-p, with a kernel that takes seconds to compile and serves nothing here.
+    """
     model = model_runner.get_model()
     assert isinstance(model, ExactModel), f"vLLM runs {type(model).__name__}"
-    model_runner.sampler = PolicySampler(model.policy)
-    return model.policy
+    sampler = PolicySampler(model.policy)
+
+    @torch.inference_mode()
+    def dummy_sampler_run(hidden_states: Tensor) -> Tensor:
+        logits = model.compute_logits(torch.rand_like(hidden_states))
+        noise = {row: torch.Generator(logits.device).manual_seed(row) for row in range(len(logits))}
+        return sampler.draw(logits, noise).sampled_token_ids
+
+    model_runner.sampler, model_runner._dummy_sampler_run = sampler, dummy_sampler_run
