@@ -110,3 +110,59 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
         names = ("step_s", "rollout_s", "learner_s", "publish_s")
         for name, cell in zip(names, cells[1:], strict=False):
             assert numbers(cell) == [pytest.approx(found[key][name], abs=0.051)], (key, name)
+
+
+def test_the_steps_with_an_fp8_kv_cache_are_the_record() -> None:
+    found: dict[tuple, dict[str, float]] = {}
+    for run in results("step_kv_fp8_gpu")["runs"]:
+        found |= {(row["scheme"], row["new_tokens"]): row for row in run["records"] if row["what"] == "step"}
+    rows = table("Qwen3-4B's shapes, native engine")
+    for scheme, cells in zip(("bf16", "fp8", "w4a16"), rows, strict=False):
+        for tokens, (step, *parts) in ((1024, cells[1:4]), (4096, cells[4:])):
+            own = found[scheme, tokens]
+            seconds, *ratio = numbers(step)
+            assert seconds == pytest.approx(own["step_s"], abs=0.051)
+            assert ratio == [pytest.approx(found["bf16", tokens]["step_s"] / own["step_s"], abs=0.006)] * len(ratio)
+            for name, cell in zip(("rollout_s", "learner_s"), parts, strict=True):
+                assert numbers(cell) == [pytest.approx(own[name], abs=0.051)], (scheme, tokens, name)
+
+
+def test_the_decodes_over_both_kv_caches_are_the_record() -> None:
+    found: dict[tuple, float] = {}
+    for run in results("decode_kv_fp8_gpu")["runs"]:
+        for row in run["records"]:
+            if "seconds" not in row or row.get("what") not in (None, "decode", "attention"):
+                continue
+            key = row["kv_cache_dtype"], "candidate" in row, row["batch"], row["context"]
+            found[key] = min(row["seconds"] * 1000, found.get(key, math.inf))
+    rows = table("So the KV cache counts as much")
+    assert len(rows) == 4
+    for case, *cells in rows:
+        size = tuple(int(number) for number in numbers(case))
+        auto, fp8 = (found[kind, False, *size] for kind in ("auto", "fp8"))
+        assert numbers(cells[0]) == [pytest.approx(auto, abs=0.006)], case
+        assert numbers(cells[1]) == [pytest.approx(fp8, abs=0.006), pytest.approx(auto / fp8, abs=0.006)], case
+        for kind, cell in (("auto", cells[2]), ("fp8", cells[3])):
+            assert numbers(cell) == [pytest.approx(found[kind, True, *size], abs=0.0006)], case
+
+
+def test_the_rollouts_of_a_whole_mixture_are_the_record() -> None:
+    (run,) = results("rollout_moe_gpu")["runs"]
+    found = {(row["scheme"], row["batch"]): row for row in run["records"] if row["what"] == "generate"}
+    rows = table("The whole model in vLLM 0.24")
+    assert 3 * len(rows) == len(found)
+    for scheme, *cells, later in rows:
+        for batch, cell in zip((8, 64, 256), cells, strict=True):
+            rate, *ratio = numbers(cell)
+            own, base = (found[name, batch]["tokens_per_s"] for name in (scheme, "bf16"))
+            assert rate == pytest.approx(own, abs=1)
+            assert ratio == [pytest.approx(own / base, abs=0.006)] * len(ratio)
+        assert numbers(later) == [pytest.approx(found[scheme, 64]["later_token_s"] * 1000, abs=0.06)]
+
+
+def test_the_table_of_exact_tokens_is_the_record() -> None:
+    found = {(row["scheme"], row["engine"], row["tokens"]): row["differing"] for row in results("exact_gpu")["found"]}
+    text = (ROOT / "docs/exact.md").read_text().partition("Seen on an H200 with SmolLM2")[2]
+    rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 7
+    assert all(found[scheme, engine, int(tokens.replace(",", ""))] == 0 for scheme, engine, tokens in rows)
