@@ -3,8 +3,11 @@ publishes the same value, so the sampler does not see that it moved (TRL study, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
-from qarl_formats.quantize import codes_changed
+from qarl_formats.quantize import QuantizedWeight, stack_codes_changed
+from qarl_formats.stacked import Form, nonzero_counts
 from torch import Tensor
 
 from qarl.experts import of_experts
@@ -20,18 +23,16 @@ def crossings(before: Snapshot, after: Snapshot) -> Crossings:
     In a quantized scheme the low-bit codes of its quantized linears, scales aside. Unquantized, the values of the
     layers' published weight matrices, in their 16 bits, embeddings and output layer aside.
     """
-    if after.weights:
-        found = {name: codes_changed(before.weights[name], weight) for name, weight in after.weights.items()}
-    else:
-        found = {
-            name.removesuffix(".weight"): ((before.tensors[name] != tensor).count_nonzero(), tensor.numel())
-            for name, tensor in after.tensors.items()
-            if _is_linear(name, tensor)
-        }
-    if not found:
+    shapes = _linears(after)
+    if not shapes:
         return {}
-    counts = torch.stack([changed for changed, _ in found.values()]).tolist()  # one transfer from the device
-    return {name: (changed, total) for (name, (_, total)), changed in zip(found.items(), counts, strict=True)}
+    names: list[str] = []
+    counts: list[Tensor] = []
+    for together, its_before, its_after in _compared(before, after, shapes):
+        names += together
+        counts.append(_changed(its_before, its_after, [shapes[name][0] for name in together]))
+    changed = dict(zip(names, torch.cat(counts).tolist(), strict=True))  # one transfer from the device
+    return {name: (changed[name], rows * columns) for name, (rows, columns) in shapes.items()}
 
 
 def crossing_metrics(crossed: Crossings) -> dict[str, float]:
@@ -53,5 +54,37 @@ def by_layer(crossed: Crossings) -> Crossings:
     return found
 
 
-def _is_linear(name: str, tensor: Tensor) -> bool:
-    return name.endswith(".weight") and ".layers." in name and tensor.dim() == 2
+def _linears(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
+    """Shapes (N, K) of the linears whose values count, by module name."""
+    if snapshot.weights:
+        return {name: weight.shape for name, weight in snapshot.weights.items()}
+    return {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in snapshot.tensors.items()
+        if name.endswith(".weight") and ".layers." in name and tensor.dim() == 2
+    }
+
+
+def _compared(
+    before: Snapshot, after: Snapshot, names: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[Sequence[str], Form, Form]]:
+    """Names, each once, and what the two snapshots hold of them: stacks at once, where both have them."""
+    left = dict.fromkeys(names)
+    for together, stacked in after.stacks.items():
+        if together in before.stacks and all(name in left for name in together):
+            yield together, before.stacks[together].whole, stacked.whole
+            for name in together:
+                del left[name]
+    for name in left:
+        yield (name,), _form(before, name), _form(after, name)
+
+
+def _form(snapshot: Snapshot, name: str) -> Form:
+    return snapshot.weights[name] if snapshot.weights else snapshot.tensors[f"{name}.weight"]
+
+
+def _changed(before: Form, after: Form, widths: Sequence[int]) -> Tensor:
+    if isinstance(before, QuantizedWeight) and isinstance(after, QuantizedWeight):
+        return stack_codes_changed(before, after, widths)
+    assert isinstance(before, Tensor) and isinstance(after, Tensor), "two versions of one policy have one scheme"
+    return nonzero_counts(before != after, widths)

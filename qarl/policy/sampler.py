@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
-from qarl_formats.prepared import PreparedWeight
+from qarl_formats.prepared import PreparedWeight, same_bits
+from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.stacked import tensors_of
 from qarl_kernels.distribution import Distribution, distribution
 from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
@@ -19,7 +20,7 @@ from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
 from qarl.policy.trace import Tracer
 from qarl.policy.view import Role, View
 from qarl.weight_sync.layout import ModelLayout
-from qarl.weight_sync.snapshot import Snapshot
+from qarl.weight_sync.snapshot import Snapshot, named_tensors
 from qarl.weight_sync.verify import PublishError
 
 SCORE_CHUNK = 128  # rows of logits that `score` holds at once
@@ -92,6 +93,9 @@ class Sampler:
                 tensors = weight.held()
             except ValueError as error:
                 raise self._refusal(f"{', '.join(names)}: {error}") from error
+            if (published := self._published(names, tensors)) is not None:
+                yield from published
+                continue
             for name, width, start in zip(names, widths, accumulate(widths, initial=0), strict=False):
                 own = tensors if len(names) == 1 else tensors_of(weight.scheme, tensors, start, width)
                 yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in own.items())
@@ -99,6 +103,17 @@ class Sampler:
             if name == self._head and not self._multiplies(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
             yield name, value
+
+    def _published(self, names: tuple[str, ...], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
+        """The snapshot's own tensors of a stack, where they are, bit for bit, what is held of it. held: by suffix."""
+        stacked = None if self._installed is None else self._installed.stacks.get(names)
+        if stacked is None:
+            return None
+        whole = stacked.whole.tensors if isinstance(stacked.whole, QuantizedWeight) else {"weight": stacked.whole}
+        if whole.keys() != held.keys() or not all(same_bits(tensor, held[suffix]) for suffix, tensor in whole.items()):
+            return None
+        parts = zip(names, stacked.members, strict=True)
+        return (named for name, form in parts for named in named_tensors(f"{name}.weight", form))
 
     def _refusal(self, what: str) -> PublishError:
         assert self._installed is not None, "no version was installed"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from qarl_formats.prepared import prepare
 from qarl_formats.quantize import QuantizedWeight
-from qarl_formats.stacked import Form, rows_of, slices, stack, stackable
+from qarl_formats.stacked import Form, Stacked, rows_of, slices, stack, stackable
 from torch import Tensor
 
 from qarl.config import QuantConfig
@@ -85,7 +85,9 @@ class ViewMaker:
 
     def _published(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
         """What the sampler multiplies with: one operand for all layers where their weights can be stacked."""
-        return tuple(prepare(form, self.dtype, self.kernels) for form in _stacked([_form(snapshot, n) for n in names]))
+        known = snapshot.stacks.get(names)
+        forms = _stacked([_form(snapshot, n) for n in names]) if known is None else [known.whole]
+        return tuple(prepare(form, self.dtype, self.kernels) for form in forms)
 
     def _learner_operands(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
         weights = [snapshot.weights[name] for name in names if name in snapshot.weights]
@@ -149,18 +151,25 @@ def _stacked(forms: list[Form]) -> list[Form]:
 
 
 def restack(snapshot: Snapshot, stacks: Iterable[Stack]) -> None:
-    """Put the tensors of each stack under one another in memory, so that no view holds them a second time.
+    """Put the tensors of each stack under one another in memory, so that no view holds them a second time, and let the
+    snapshot say so (`Snapshot.stacks`).
 
     Values stay; a stack's tensors of their own go before the next are copied, where the snapshot alone holds them.
     """
     for one in stacks:
+        if len(one.names) == 1 or one.names in snapshot.stacks:
+            continue
         forms = [_form(snapshot, name) for name in one.names]
         found = _stacked(forms)
-        if len(found) == 1 < len(one.names) and not _same_memory(found[0], forms[0]):
-            for name, form in zip(one.names, slices(found[0], one.widths), strict=True):
+        if len(found) > 1:
+            continue
+        if not _same_memory(found[0], forms[0]):
+            forms = slices(found[0], one.widths)
+            for name, form in zip(one.names, forms, strict=True):
                 snapshot.tensors.update(named_tensors(f"{name}.weight", form))
                 if isinstance(form, QuantizedWeight):
                     snapshot.weights[name] = form
+        snapshot.stacks[one.names] = Stacked(found[0], forms)
 
 
 def _same_memory(whole: Form, first: Form) -> bool:

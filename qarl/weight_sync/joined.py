@@ -1,7 +1,7 @@
 """Masters that lie under one another in memory, as a layer's experts do: those of a run are quantized in one go.
 
-A mixture has thousands of small matrices, and of each a scheme's own launches would take longer than its work. Rows are
-quantized by themselves, so what is stored of each is bit for bit the same.
+A mixture has thousands of small matrices, and of each a scheme's own launches, or those that round it to 16 bits, would
+take longer than its work. Rows are quantized by themselves, so what is stored of each is bit for bit the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def runs(
     one master. None where they do not, or where a scheme stores rows of one with those of the next."""
     schemes = {scheme_of(name) for name in names}
     scheme = schemes.pop()
-    if schemes or scheme is None or not stackable(scheme, [masters[name].shape[0] for name in names]):
+    if schemes or (scheme is not None and not stackable(scheme, [masters[name].shape[0] for name in names])):
         return
     if not adjacent([masters[name] for name in names]):
         return

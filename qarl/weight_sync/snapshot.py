@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.scheme import Scheme, check_shape
-from qarl_formats.stacked import slices, under_one_another
+from qarl_formats.stacked import Stacked, slices, under_one_another
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -25,12 +25,14 @@ class Snapshot:
 
     version: optimizer steps taken. tensors: in layer order, names as compressed-tensors writes them
     (`model.layers.0.mlp.up_proj.weight_packed`, ...), unquantized parameters in the compute dtype under their own
-    names. weights: the quantized linears by module name; their tensors are the objects in `tensors`.
+    names. weights: the quantized linears by module name; their tensors are the objects in `tensors`. stacks: those of
+    `tensors` that lie under one another, by the modules' names, see `qarl.policy.views.restack`.
     """
 
     version: int
     tensors: dict[str, Tensor]
     weights: dict[str, QuantizedWeight]
+    stacks: dict[tuple[str, ...], Stacked] = field(default_factory=dict)
 
     def fingerprints(self) -> Mapping[str, Fingerprint]:
         """Fingerprints of the tensors by name, computed once: what every holder of this version must show."""

@@ -40,6 +40,9 @@ def verify(
         )
 
 
+SAME = Fingerprint((), "", "the same tensor")
+
+
 def verify_in_process(
     version: int, published: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], where: str = "the sampler"
 ) -> None:
@@ -48,11 +51,11 @@ def verify_in_process(
     published: the snapshot's tensors. held: (name, tensor), each once. Digests are taken of the others alone.
     """
     shown = dict(held)
-    own = {name for name, tensor in shown.items() if tensor is published.get(name)}
-    others = fingerprints((name, tensor) for name, tensor in shown.items() if name not in own)
+    own = [name for name, tensor in shown.items() if tensor is published.get(name)]
+    expected, found = dict.fromkeys(published, SAME), dict.fromkeys(own, SAME)
+    others = fingerprints((name, tensor) for name, tensor in shown.items() if name not in found)
     wanted = fingerprints((name, published[name]) for name in others if name in published)
-    same = {name: Fingerprint(tuple(t.shape), str(t.dtype), "the same tensor") for name, t in published.items()}
-    verify(version, same | wanted, {name: same[name] for name in own} | others, where)
+    verify(version, expected | wanted, found | others, where)
 
 
 Shown = Mapping[str, list[Fingerprint]]

@@ -6,6 +6,7 @@ share in `qarl_formats.rounding`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +89,16 @@ def codes_changed(before: QuantizedWeight, after: QuantizedWeight) -> tuple[Tens
     Raises:
         ValueError: the two have different schemes or shapes.
     """
+    return stack_codes_changed(before, after, before.shape[:1])[0], before.shape[0] * before.shape[1]
+
+
+def stack_codes_changed(before: QuantizedWeight, after: QuantizedWeight, widths: Sequence[int]) -> Tensor:
+    """`codes_changed` of each weight of a stack: int64 [len(widths)] on their device. widths: their output features.
+
+    Raises ValueError as `codes_changed` does.
+    """
     if before.scheme != after.scheme or before.shape != after.shape:
         raise ValueError(
             f"codes of {before.scheme.name} {before.shape} and {after.scheme.name} {after.shape} cannot be compared"
         )
-    return before.scheme.changed(before.tensors, after.tensors), before.shape[0] * before.shape[1]
+    return before.scheme.changed(before.tensors, after.tensors, widths)

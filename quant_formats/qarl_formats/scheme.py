@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -212,15 +212,20 @@ class Scheme(ABC):
     def codes(self, weight: QuantizedWeight) -> Tensor:
         """The codes one element each, [N, K] of the dtype of a code."""
 
-    def changed(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
-        """How many codes differ between the stored tensors of two versions: int64 [] on their device."""
+    def changed(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], widths: Sequence[int]) -> Tensor:
+        """How many codes differ between the stored tensors of two versions: int64 [len(widths)] on their device.
+
+        widths: output features of each weight of a stack, or of the only one.
+        """
         key = "weight_packed" if self.packed else "weight"
         import torch
 
+        from qarl_formats.stacked import nonzero_counts
+
         difference = before[key].view(torch.uint8) ^ after[key].view(torch.uint8)
         if self.packed:
-            return (difference & 0x0F).count_nonzero() + (difference & 0xF0).count_nonzero()
-        return difference.count_nonzero()
+            return nonzero_counts(difference & 0x0F, widths) + nonzero_counts(difference & 0xF0, widths)
+        return nonzero_counts(difference, widths)
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """x after its quantization and back, in x's dtype; x itself where activations are not quantized."""

@@ -7,6 +7,7 @@ together), so a stack's stored tensors are the layers' under one another, and ea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -16,6 +17,14 @@ from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme
 
 Form: TypeAlias = QuantizedWeight | Tensor  # codes and scales, or the values of an unquantized layer
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Weights that lie under one another in memory. whole: all of them as one; members: each, in the same memory."""
+
+    whole: Form
+    members: list[Form]
 
 
 def rows_of(scheme: Scheme, suffix: str) -> int | None:
@@ -59,7 +68,7 @@ def slices(weight: Form, widths: Sequence[int]) -> list[Form]:
     for suffix, tensor in weight.tensors.items():
         rows = rows_of(weight.scheme, suffix)
         if suffix == "weight_shape":
-            own = [torch.tensor((width, weight.shape[1])) for width in widths]
+            own = list(torch.tensor([(width, weight.shape[1]) for width in widths]))
         else:
             own = [tensor] * len(widths) if rows is None else tensor.split([-(-width // rows) for width in widths])
         for part, its in zip(parts, own, strict=True):
@@ -80,6 +89,16 @@ def tensors_of(scheme: Scheme, tensors: dict[str, Tensor], start: int, width: in
         else:
             found[suffix] = tensor if rows is None else tensor[start // rows : -(-(start + width) // rows)]
     return found
+
+
+def nonzero_counts(values: Tensor, widths: Sequence[int]) -> Tensor:
+    """How many values are not 0 in each weight of a stack: int64 (len(widths),). values: (sum of widths, ...)."""
+    if len(widths) == 1:
+        return values.count_nonzero()[None]
+    rows = values.flatten(1).count_nonzero(1)
+    if len(set(widths)) == 1:
+        return rows.view(len(widths), -1).sum(1)
+    return torch.stack([part.sum() for part in rows.split(list(widths))])
 
 
 def under_one_another(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from qarl.policy.decoder import Recompute
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.policy import Policy
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+from qarl.weight_sync.verify import PublishError, verify_in_process
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
@@ -275,6 +276,21 @@ def test_what_is_published_lies_where_the_products_read_it(make, scheme, group) 
         assert same_bits(held[name], tensor), name
     for name, tensor in make(False, scheme, group, learner="aligned").current.tensors.items():
         assert same_bits(tensor, policy.current.tensors[name]), name
+
+
+def test_a_code_that_the_product_reads_otherwise_is_found(make) -> None:
+    policy = make(True, "w4a8", 32, learner="aligned")
+    policy.sampler.install(policy.current)
+    verify_in_process(0, policy.current.tensors, policy.sampler.held())
+    _, _, operand = next(found for found in policy.sampler.view.multiplied() if len(found[0]) > 1)
+    assert "weight_packed" not in operand.operands  # the product has the codes in tiles alone
+    tiled = operand.operands["weight_tiled"].view(-1).view(torch.uint8)
+    tiled[0] ^= 1
+    try:
+        with pytest.raises(PublishError, match=r"self_attn\.\w+\.weight_packed' differs in the sampler \(bytes\)"):
+            verify_in_process(0, policy.current.tensors, policy.sampler.held())
+    finally:
+        tiled[0] ^= 1
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from qarl_formats.stacked import adjacent
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 
+from qarl.diagnostics.crossings import crossings
 from qarl.errors import UserError
 from qarl.policy.attention import Span
 from qarl.policy.decoder import Recompute
@@ -19,6 +22,7 @@ from qarl.policy.policy import Policy
 from qarl.policy.routes import Balance, Routes
 from qarl.policy.views import restack
 from qarl.weight_sync.snapshot import Snapshot, quantize_parameters
+from qarl.weight_sync.verify import PublishError, verify_in_process
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
@@ -235,6 +239,36 @@ def test_the_experts_of_a_layer_lie_under_one_another_and_keep_their_values(tiny
     stacked = dict(policy.current.tensors)
     restack(policy.current, policy._stacks)  # nothing is left to do
     assert all(policy.current.tensors[name] is tensor for name, tensor in stacked.items())
+
+
+@pytest.mark.parametrize(("scheme", "group"), [("bf16", None), ("w4a16", 32), ("fp8", None)])
+def test_crossings_of_stacks_are_those_of_each_of_their_weights(tiny_model, scheme, group) -> None:
+    policy = make_policy(tiny_model("mixtral"), scheme, torch.bfloat16, group)
+    versions = []
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter += 0.01 * version * torch.randn(parameter.shape)
+        policy.refresh(version)
+        restack(policy.current, policy._stacks)
+        versions.append(policy.current)
+    assert sum(len(names) for names in policy.current.stacks) > 12
+    apart = crossings(*(replace(snapshot, stacks={}) for snapshot in versions))
+    assert crossings(*versions) == apart and all(0 < changed < total for changed, total in apart.values())
+    assert crossings(replace(versions[0], stacks={}), versions[1]) == apart
+
+
+def test_a_byte_that_the_sampler_holds_otherwise_is_found(make) -> None:
+    policy = make(True, "w8a8", None, "qwen2_moe")
+    policy.sampler.install(policy.current)
+    verify_in_process(0, policy.current.tensors, policy.sampler.held())
+    (name,) = (name for name in policy.current.tensors if name.endswith("layers.0.mlp.experts.1.down_proj.weight"))
+    other = policy.current.tensors[name].clone()
+    other[-1, -1] ^= 1
+    with pytest.raises(PublishError, match=f"'{re.escape(name)}' differs in the sampler \\(bytes\\)"):
+        verify_in_process(0, policy.current.tensors | {name: other}, policy.sampler.held())
+    with pytest.raises(PublishError, match="partial: 1 of "):
+        verify_in_process(0, policy.current.tensors | {"more": other}, policy.sampler.held())
 
 
 def test_experts_that_are_no_one_weight_are_refused(make) -> None:

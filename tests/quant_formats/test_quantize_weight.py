@@ -6,9 +6,10 @@ import pytest
 import torch
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from library_oracle import library_dequantized, library_scheme, library_tensors
-from qarl_formats.quantize import codes_changed, dequantize_weight, quantize_weight, unpack_codes
+from qarl_formats.quantize import codes_changed, dequantize_weight, quantize_weight, stack_codes_changed, unpack_codes
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import SCALE_DTYPES
+from qarl_formats.stacked import slices
 
 N, K = 24, 256
 
@@ -209,6 +210,16 @@ def test_codes_changed_does_not_count_the_padding_of_a_row():
     other = quantize_weight(-weight.flip(0), make_scheme("w4a16", -1), "w")
     differ = int((unpack_codes(quantized) != unpack_codes(other)).sum())
     assert codes_changed(quantized, other) == (differ, N * 13)
+
+
+@pytest.mark.parametrize("widths", [[8, 8, 8], [16, 3, 5], [24]])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_codes_changed_are_counted_for_each_weight_of_a_stack(scheme, widths):
+    made = make_scheme(scheme, 32 if scheme == "w4a16" else None)
+    before, after = (quantize_weight(_normal(seed)[:24].contiguous(), made, "w") for seed in (3, 4))
+    pairs = zip(slices(before, widths), slices(after, widths), strict=True)
+    expected = [int(codes_changed(one, other)[0]) for one, other in pairs]
+    assert stack_codes_changed(before, after, widths).tolist() == expected and min(expected) > 0
 
 
 def test_codes_changed_refuses_another_scheme():

@@ -165,6 +165,16 @@ def test_masters_under_one_another_are_quantized_at_once_to_the_same_bits(scheme
                 assert adjacent([found.weights[name.removesuffix(".weight")].tensors[suffix] for name in stack])
 
 
+def test_masters_under_one_another_that_are_not_quantized_are_rounded_at_once() -> None:
+    (values, stacks), how = experts(), (lambda name: None, torch.bfloat16, 3)
+    found = quantize_parameters(values, *how, stacks=stacks)
+    assert found.manifest() == quantize_parameters(values, *how).manifest()
+    assert all(adjacent([found.tensors[name] for name in stack]) for stack in stacks)
+    values[stacks[0][3]][5, 7] = torch.nan
+    with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
+        quantize_parameters(values, *how, stacks=stacks)
+
+
 def test_runs_are_of_neighbours_and_no_longer_than_asked() -> None:
     (values, stacks), of = experts(), scheme_of("w4a16")
     assert list(runs(stacks[1], values, of)) == [stacks[1]]

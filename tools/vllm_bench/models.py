@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from qarl_formats.registry import grouped_names
@@ -75,6 +76,6 @@ def policy_of(
 
 def as_new_version(policy: Policy, version: int) -> Snapshot:
     """The policy's tensors as another version, whose fingerprints nobody knows yet."""
-    policy.current = Snapshot(version, policy.current.tensors, policy.current.weights)
+    policy.current = replace(policy.current, version=version)
     policy.sampler.offer(policy.current, lambda: policy.learner_view)  # of an aligned learner, it is the sampler's
     return policy.current
