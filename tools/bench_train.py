@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 TIMES = ("step", "rollout", "reward", "learner", "publish")
@@ -68,27 +69,34 @@ def summary(records: list[dict]) -> dict:
     }
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. case: of (name, overrides of the configuration)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--case", nargs=2, action="append", metavar=("NAME", "OVERRIDES"), required=True)
     parser.add_argument("--common", default="", metavar="OVERRIDES", help="overrides of every case")
-    args = parser.parse_args()
-    cases = {}
+    parsed = parser.parse_args(arguments)
+    common = shlex.split(parsed.common)
+    parsed.case = [(name, [*common, *shlex.split(overrides)]) for name, overrides in parsed.case]
+    return parsed
+
+
+def main() -> None:
+    args = parse()
+    cases: dict[str, dict] = {}
+    environment = None
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     for name, overrides in args.case:
         with tempfile.TemporaryDirectory() as scratch:
-            both = [*shlex.split(args.common), *shlex.split(overrides)]
-            cases[name] = run_case(args.config, both, Path(scratch) / "run")
+            cases[name] = run_case(args.config, overrides, Path(scratch) / "run")
         print_row(name, cases[name])
-    environments = [case.pop("environment") for case in cases.values() if "environment" in case]
-    # each case has its own command; the host's name says nothing to a reader
-    environment = {k: v for k, v in environments[0].items() if k not in ("command", "host")} if environments else None
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({"command": shlex.join(["python", *sys.argv]), "environment": environment, "cases": cases}, indent=1)
-        + "\n"
-    )
+        found = cases[name].pop("environment", None)
+        if environment is None and found is not None:
+            # each case has its own command; the host's name says nothing to a reader
+            environment = {k: v for k, v in found.items() if k not in ("command", "host")}
+        record = {"command": shlex.join(["python", *sys.argv]), "environment": environment, "cases": cases}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def print_row(name: str, case: dict) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from run_jobs import Job, read_jobs
 
-from qarl.config import Config
+from qarl.config import Config, load_config
 from qarl.config.load import make_config
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def commands(job: Job) -> Iterator[list[str]]:
     for line in job.command.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
-        for operator, words in itertools.groupby(lexer, key=lambda word: set(word) <= set("|&;")):
+        for operator, words in itertools.groupby(lexer, key=lambda word: word != "" and set(word) <= set("|&;")):
             if not operator:
                 yield list(words)
 
@@ -47,6 +47,9 @@ def test_its_tool_takes_it(tool: str, arguments: list[str], monkeypatch) -> None
     parsed = module.parse(arguments)
     if tool == "bench_step":
         step_configurations(parsed)
+    if tool == "bench_train":
+        for _, overrides in parsed.case:
+            load_config(ROOT / parsed.config, overrides)
 
 
 def step_configurations(options: argparse.Namespace) -> None:
