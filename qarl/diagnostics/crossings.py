@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from qarl_formats.counts import nonzero_counts
 from qarl_formats.quantize import QuantizedWeight, stack_codes_changed
-from qarl_formats.stacked import Form, nonzero_counts
+from qarl_formats.stacked import Form
 from torch import Tensor
 
 from qarl.experts import of_experts

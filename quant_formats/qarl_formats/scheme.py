@@ -220,7 +220,7 @@ class Scheme(ABC):
         key = "weight_packed" if self.packed else "weight"
         import torch
 
-        from qarl_formats.stacked import nonzero_counts
+        from qarl_formats.counts import nonzero_counts
 
         difference = before[key].view(torch.uint8) ^ after[key].view(torch.uint8)
         if self.packed:

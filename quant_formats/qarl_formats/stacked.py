@@ -91,16 +91,6 @@ def tensors_of(scheme: Scheme, tensors: dict[str, Tensor], start: int, width: in
     return found
 
 
-def nonzero_counts(values: Tensor, widths: Sequence[int]) -> Tensor:
-    """How many values are not 0 in each weight of a stack: int64 (len(widths),). values: (sum of widths, ...)."""
-    if len(widths) == 1:
-        return values.count_nonzero()[None]
-    rows = values.flatten(1).count_nonzero(1)
-    if len(set(widths)) == 1:
-        return rows.view(len(widths), -1).sum(1)
-    return torch.stack([part.sum() for part in rows.split(list(widths))])
-
-
 def under_one_another(tensors: Sequence[Tensor]) -> Tensor:
     """Contiguous tensors as one, (sum of rows, ...): the memory itself where they follow each other in it."""
     first = tensors[0]
