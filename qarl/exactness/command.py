@@ -60,7 +60,8 @@ def check_exactness(
             drawer = VLLM(opened, sizes, rollout, place, say)
         held.callback(drawer.close)
         check = Check(opened.policy, drawer, target.name, engine)
-        for number, one in enumerate(rounds(request, given, sizes, opened.policy.config.vocab_size)):
+        drawn = rounds(request, given, sizes, opened.policy.config.vocab_size, lambda: check.found.tokens)
+        for number, one in enumerate(drawn):
             say(f"round {number + 1}: {check.found.tokens:,} of {sizes.tokens:,} tokens so far")
             check.take(one)
             if check.found.tokens >= sizes.tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -82,9 +82,9 @@ class Sizes:
     def longest(self) -> int:
         return self.prompt + self.response
 
-    def prompts(self, response: int) -> int:
-        """Of a round whose responses have so many tokens at most."""
-        return min(max(2, ceil(self.tokens / (SAMPLES * response))), PROMPTS)
+    def prompts(self, response: int, drawn: int = 0) -> int:
+        """Of a round whose responses have so many tokens at most, after rounds that gave `drawn` tokens."""
+        return min(max(2, ceil((self.tokens - drawn) / (SAMPLES * response))), PROMPTS)
 
 
 def sizes_of(request: Request, given: Sequence[list[int]], context: int, device: str) -> Sizes:
@@ -103,17 +103,25 @@ def sizes_of(request: Request, given: Sequence[list[int]], context: int, device:
     return Sizes(tokens, prompt, longest - prompt, request.sequences or SEQUENCES_BY_DEVICE[device])
 
 
-def rounds(request: Request, given: Sequence[list[int]], sizes: Sizes, vocabulary: int) -> Iterator[Round]:
+def rounds(
+    request: Request,
+    given: Sequence[list[int]],
+    sizes: Sizes,
+    vocabulary: int,
+    drawn: Callable[[], int] = lambda: 0,
+) -> Iterator[Round]:
     """Rounds without end, the same for the same arguments.
 
-    given: the user's prompts, of which each round takes some; without them prompts are random tokens.
+    given: the user's prompts, of which each round takes some; without them prompts are random tokens. drawn: how many
+    tokens the rounds so far gave; a round has no more prompts than what is left of `sizes.tokens` may take.
     """
-    draw, number = random.Random(request.seed), 0
+    draw, number, taken = random.Random(request.seed), 0, 0
     while True:
         response = max(1, sizes.response // LENGTHS[number % len(LENGTHS)])
-        count = sizes.prompts(response)
+        count = sizes.prompts(response, drawn())
         if given:
-            prompts = [given[(number * count + i) % len(given)] for i in range(count)]
+            prompts = [given[(taken + i) % len(given)] for i in range(count)]
+            taken += count
         else:
             prompts = _prompts(draw, count, sizes.prompt, vocabulary)
         # Beside the limit, a few random tokens end a response, so that they end one after the other.
