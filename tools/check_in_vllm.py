@@ -1,9 +1,11 @@
-"""Does vLLM's own arithmetic read exports as qarl does? A tiny model in each scheme, log-probs of the same tokens.
+"""Does vLLM's own arithmetic read exports as qarl does? Tiny models in each scheme, log-probs of the same tokens.
 
     python tools/check_in_vllm.py make DIR --schemes nvfp4a16 fp8_block w4a16   # exports and qarl's log-probs
+    python tools/check_in_vllm.py make DIR --families mixtral qwen3_moe --schemes bf16 w4a16 w8a8 fp8
     python tools/check_in_vllm.py read DIR --json FILE                          # where vLLM runs those schemes
 
-Hidden sizes are multiples of 128, so that every scheme fits. vLLM runs eagerly, with the kernels it chooses itself.
+Hidden sizes are multiples of 128, so that every scheme fits. vLLM runs eagerly, with the kernels that it chooses
+itself; what it says of an export is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ import argparse
 import gc
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from qarl_formats.registry import scheme_names
 
 PROMPTS = [[(7 * i + 13 * j) % 250 + 3 for j in range(20 + 5 * i)] for i in range(6)]
 TOKENS = 48
@@ -24,40 +29,53 @@ SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"moe_intermediate_size": 256}
+MORE = {
+    "qwen3_moe": EXPERTS | {"head_dim": 64, "mlp_only_layers": []},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 256},
+}
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 
 
-def make(directory: Path, schemes: list[str]) -> None:
-    """An export for each scheme, and `SCHEME.json`: prompts, greedy responses, their log-probs by qarl."""
+def make(directory: Path, families: list[str], schemes: list[str]) -> None:
+    """An export FAMILY-SCHEME for each, and a file of that name: prompts, greedy responses, their log-probs by qarl."""
     from tiny_models import save_tiny_model
 
     import qarl
     from qarl.exporting.readers import read_native
     from qarl.types import Prompt
 
-    base = save_tiny_model(directory / "base", "llama", **SIZES)
     prompts = [Prompt(index, tokens, "") for index, tokens in enumerate(PROMPTS)]
-    for scheme in schemes:
-        qarl.quantize(base, directory / scheme, scheme)
-        found = read_native(directory / scheme, prompts, TOKENS, "cpu")
-        record = {"prompts": PROMPTS, "responses": found.token_ids, "logprobs": found.logprobs}
-        (directory / f"{scheme}.json").write_text(json.dumps(record))
+    for family in families:
+        base = save_tiny_model(directory / f"base-{family}", family, **(SIZES | MORE.get(family, {})))
+        for scheme in schemes:
+            name = f"{family}-{scheme}"
+            qarl.quantize(base, directory / name, scheme)
+            found = read_native(directory / name, prompts, TOKENS, "cpu")
+            record = {"prompts": PROMPTS, "responses": found.token_ids, "logprobs": found.logprobs}
+            (directory / f"{name}.json").write_text(json.dumps(record))
 
 
-def read(directory: Path) -> dict[str, Any]:
-    """vLLM's log-probs of the same tokens, against qarl's."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def read(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each export, by name: vLLM's log-probs of the same tokens, against qarl's."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    for record in sorted(directory.glob("*-*.json")):
+        try:
+            yield record.stem, _compare(directory / record.stem, json.loads(record.read_text()))
+        except Exception as error:  # of one export; the others are still of interest
+            yield record.stem, {"error": " ".join(str(error).split())[:400]}
+        gc.collect()
+        cleanup_dist_env_and_memory()  # the next model may want other groups
+
+
+def where() -> dict[str, Any]:
+    """What `read` runs on."""
     import torch
     import vllm
 
-    found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__}
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    for record in sorted(directory.glob("*.json")):
-        try:
-            found[record.stem] = _compare(directory / record.stem, json.loads(record.read_text()))
-        except Exception as error:  # of one scheme; the others are still of interest
-            found[record.stem] = {"error": " ".join(str(error).split())[:400]}
-        gc.collect()
-    return found
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"vllm": vllm.__version__, "torch": torch.__version__, "device": device}
 
 
 def _compare(checkpoint: Path, record: dict[str, Any]) -> dict[str, Any]:
@@ -96,27 +114,48 @@ def _compare(checkpoint: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kernels(engine: Any) -> list[str]:
-    """Classes of the quantized layers' schemes in vLLM, and of what multiplies there."""
+    """Classes of the quantized layers' schemes in vLLM, of what multiplies there, and of what multiplies experts."""
     model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     schemes = [module.scheme for module in model.modules() if hasattr(module, "scheme")]
     products = [getattr(s, "kernel", None) or getattr(s, "fp8_linear", None) for s in schemes]
-    return sorted({f"{type(s).__name__}/{type(p).__name__}" for s, p in zip(schemes, products, strict=True)})
+    named = {f"{type(s).__name__}/{type(p).__name__}" for s, p in zip(schemes, products, strict=True)}
+    methods = [getattr(module, "quant_method", None) for module in model.modules() if hasattr(module, "moe_config")]
+    experts = {type(method).__name__ for method in methods if method is not None}
+    return sorted(named | experts)
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", choices=["make", "read"])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--schemes", nargs="+", default=["nvfp4a16", "fp8_block", "w4a16"])
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, default=["llama"], metavar="FAMILY", help=", ".join(FAMILIES)
+    )
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=scheme_names(),
+        default=["nvfp4a16", "fp8_block", "w4a16"],
+        metavar="SCHEME",
+        help=", ".join(scheme_names()),
+    )
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
     if arguments.job == "make":
-        make(arguments.directory, arguments.schemes)
+        make(arguments.directory, arguments.families, arguments.schemes)
         return
-    found = read(arguments.directory)
-    print(json.dumps(found, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    found = where()
+    for name, of_export in read(arguments.directory):
+        found[name] = of_export
+        print(json.dumps({name: of_export}), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
