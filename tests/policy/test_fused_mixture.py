@@ -52,7 +52,7 @@ def make(tiny_model) -> Callable[..., Policy]:
         if key not in made:
             layers = 2 if ON_GPU or family == "qwen3_moe" else 1  # of that one the first has an MLP
             small = (
-                {"hidden_size": 128}
+                {"hidden_size": 128, **({"moe_intermediate_size": 128} if family.startswith("qwen") else {})}
                 if ON_GPU
                 else {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
             )
