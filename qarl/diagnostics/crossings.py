@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from qarl_formats.counts import nonzero_counts
-from qarl_formats.quantize import QuantizedWeight, stack_codes_changed
+from qarl_formats.quantize import QuantizedWeight, codes_changed
 from qarl_formats.stacked import Form
 from torch import Tensor
 
@@ -77,15 +77,11 @@ def _compared(
             for name in together:
                 del left[name]
     for name in left:
-        yield (name,), _form(before, name), _form(after, name)
-
-
-def _form(snapshot: Snapshot, name: str) -> Form:
-    return snapshot.weights[name] if snapshot.weights else snapshot.tensors[f"{name}.weight"]
+        yield (name,), before.form(name), after.form(name)
 
 
 def _changed(before: Form, after: Form, widths: Sequence[int]) -> Tensor:
     if isinstance(before, QuantizedWeight) and isinstance(after, QuantizedWeight):
-        return stack_codes_changed(before, after, widths)
+        return codes_changed(before, after, widths)[0]
     assert isinstance(before, Tensor) and isinstance(after, Tensor), "two versions of one policy have one scheme"
     return nonzero_counts(before != after, widths)

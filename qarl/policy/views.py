@@ -86,7 +86,7 @@ class ViewMaker:
     def _published(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
         """What the sampler multiplies with: one operand for all layers where their weights can be stacked."""
         known = snapshot.stacks.get(names)
-        forms = _stacked([_form(snapshot, n) for n in names]) if known is None else [known.whole]
+        forms = _stacked([snapshot.form(n) for n in names]) if known is None else [known.whole]
         return tuple(prepare(form, self.dtype, self.kernels) for form in forms)
 
     def _learner_operands(self, names: tuple[str, ...], snapshot: Snapshot) -> tuple[Operand, ...]:
@@ -126,11 +126,6 @@ class ViewMaker:
         return source.float() if source.device.type == "cpu" else source
 
 
-def _form(snapshot: Snapshot, module: str) -> Form:
-    form = snapshot.weights.get(module)
-    return snapshot.tensors[f"{module}.weight"] if form is None else form
-
-
 def _apart(experts: Stack, quant: QuantConfig) -> UserError:
     """Why experts whose weights are no one operand do not run on Triton kernels."""
     return UserError(
@@ -159,7 +154,7 @@ def restack(snapshot: Snapshot, stacks: Iterable[Stack]) -> None:
     for one in stacks:
         if len(one.names) == 1 or one.names in snapshot.stacks:
             continue
-        forms = [_form(snapshot, name) for name in one.names]
+        forms = [snapshot.form(name) for name in one.names]
         found = _stacked(forms)
         if len(found) > 1:
             continue

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.scheme import Scheme, check_shape
-from qarl_formats.stacked import Stacked, slices, under_one_another
+from qarl_formats.stacked import Form, Stacked, slices, under_one_another
 from torch import Tensor
 
 from qarl.errors import UserError
@@ -33,6 +33,11 @@ class Snapshot:
     tensors: dict[str, Tensor]
     weights: dict[str, QuantizedWeight]
     stacks: dict[tuple[str, ...], Stacked] = field(default_factory=dict)
+
+    def form(self, module: str) -> Form:
+        """What is published of a linear's weight: codes and scales, or its values."""
+        weight = self.weights.get(module)
+        return self.tensors[f"{module}.weight"] if weight is None else weight
 
     def fingerprints(self) -> Mapping[str, Fingerprint]:
         """Fingerprints of the tensors by name, computed once: what every holder of this version must show."""

@@ -78,27 +78,26 @@ def dequantize_weight(quantized: QuantizedWeight, dtype: torch.dtype, kernels: b
     return quantized.scheme.dequantize(quantized, dtype, kernels)
 
 
-def codes_changed(before: QuantizedWeight, after: QuantizedWeight) -> tuple[Tensor, int]:
+def codes_changed(
+    before: QuantizedWeight, after: QuantizedWeight, widths: Sequence[int] | None = None
+) -> tuple[Tensor, int]:
     """Count the codes that differ between two versions of one weight; scales and zero points do not count.
 
     The fp8 codes +0 and -0 are different codes.
 
+    Args:
+        widths: where it is a stack of weights, the output features of each.
+
     Returns:
-        (changed, total): counts of codes; changed a scalar int64 tensor on their device, total = N * K.
+        (changed, total): counts of codes; changed an int64 tensor on their device, a scalar, or of each weight of the
+        stack [len(widths)]; total = N * K.
 
     Raises:
         ValueError: the two have different schemes or shapes.
-    """
-    return stack_codes_changed(before, after, before.shape[:1])[0], before.shape[0] * before.shape[1]
-
-
-def stack_codes_changed(before: QuantizedWeight, after: QuantizedWeight, widths: Sequence[int]) -> Tensor:
-    """`codes_changed` of each weight of a stack: int64 [len(widths)] on their device. widths: their output features.
-
-    Raises ValueError as `codes_changed` does.
     """
     if before.scheme != after.scheme or before.shape != after.shape:
         raise ValueError(
             f"codes of {before.scheme.name} {before.shape} and {after.scheme.name} {after.shape} cannot be compared"
         )
-    return before.scheme.changed(before.tensors, after.tensors, widths)
+    changed = before.scheme.changed(before.tensors, after.tensors, widths or before.shape[:1])
+    return changed if widths else changed[0], before.shape[0] * before.shape[1]

@@ -27,7 +27,7 @@ def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, An
         module = name.removesuffix(".weight")
         if module not in masters.linears or not name.endswith(".weight"):
             continue
-        form = snapshot.weights[module] if module in snapshot.weights else snapshot.tensors[name]
+        form = snapshot.form(module)
         master = masters.read(name).to(_device_of(form))
         held = form.float() if isinstance(form, Tensor) else dequantize_weight(form, torch.float32)
         parts = module.split(".")

@@ -63,10 +63,9 @@ class Host:
         self._head = None
         self._shard = Shard(settings.shard, settings.shards)
         if settings.numerics == "exact":
-            from qarl.rollout.vllm.exact.model import ExactModel
+            from qarl.rollout.vllm.exact.start import forward_of
 
-            assert isinstance(self._model, ExactModel), f"vLLM runs {type(self._model).__name__}"
-            self._policy = self._model.policy
+            self._policy = forward_of(self._worker.model_runner)
             self._head = self._policy.head
         elif settings.linear_kernels == "qarl" or settings.cuda is None:
             # Without it vLLM's packed copy of a tied output layer would outlive its reloads on the CPU.
