@@ -35,7 +35,7 @@ from dataclasses import asdict
 import qarl
 from qarl.exactness.engines import VLLM
 from qarl.exactness.request import Sizes
-Sizes.prompts = lambda self, response: 4
+Sizes.prompts = lambda self, response, drawn=0: 4
 real, rounds = VLLM.draw, []
 def draw(self, one):
     rounds.append(one)

@@ -18,7 +18,7 @@ pytestmark = [
 FAULT = """
 from qarl.exactness.engines import VLLM
 from qarl.exactness.request import Sizes
-Sizes.prompts = lambda self, response: 2
+Sizes.prompts = lambda self, response, drawn=0: 2
 real, rounds = VLLM.draw, []
 def draw(self, one):
     rounds.append(one)
@@ -34,9 +34,10 @@ def test_what_agrees_is_exact_and_a_fault_is_found_in_its_layer_and_operation(qa
     out = tmp_path / "found.json"
     size = ("--tokens", 200, "--longest", 50, "--engine", "vllm", "--top-k", 50)
     done = qarl_with_vllm.run("verify-exact", tiny_model(head_dim=32), *size, "--json", out, before=FAULT)
+    assert done.code == 1 and out.exists(), done.err
     found = json.loads(out.read_text())
     first = found["first"]
-    assert done.code == 1 and found["engine"] == "vllm" and not found["exact"], done.err
+    assert found["engine"] == "vllm" and not found["exact"], done.err
     assert (first["round"], first["layer"], first["operation"]) == (1, 1, "mlp_norm"), done.out
     assert first["operation_position"] < first["position"] and first["note"] == ""
     assert "the forwards part at layer 1, mlp_norm (the norm before the MLP)" in done.out
