@@ -49,7 +49,7 @@ class _Held:
 
     @classmethod
     def of(cls, snapshot: Snapshot, mode: Mode) -> _Held:
-        return cls(snapshot.fingerprints(), dict(snapshot.tensors) if mode == "delta" else None)
+        return cls(snapshot.fingerprints(), snapshot.published if mode == "delta" else None)
 
 
 class WeightSender:
@@ -149,7 +149,7 @@ class WeightSender:
         prints = snapshot.fingerprints()
         held, self._held = self._held, None
         known, values = (None, None) if held is None else (held.prints, held.tensors)
-        plan = plan_update(snapshot.tensors, prints, known, values, link.facts["units"], mode)
+        plan = plan_update(snapshot.published, prints, known, values, link.facts["units"], mode)
         found = self._carry(link, plan, snapshot)
         self._bound.check(snapshot.version, found)
         self._measure(link, found, plan)

@@ -15,6 +15,7 @@ from qarl_formats.stacked import Form, Stacked, slices, under_one_another
 from torch import Tensor
 
 from qarl.errors import UserError
+from qarl.weight_sync.expert_tensors import join_experts
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.joined import runs
 
@@ -39,13 +40,18 @@ class Snapshot:
         weight = self.weights.get(module)
         return self.tensors[f"{module}.weight"] if weight is None else weight
 
+    @cached_property  # which writes past a frozen dataclass's guard, to a place that comparisons do not see
+    def published(self) -> dict[str, Tensor]:
+        """`tensors` as they travel to a sampler, those of a layer's experts as few: see `join_experts`."""
+        return join_experts(self.tensors)
+
     def fingerprints(self) -> Mapping[str, Fingerprint]:
-        """Fingerprints of the tensors by name, computed once: what every holder of this version must show."""
+        """Fingerprints of `published` by name, computed once: what a sampler of this version must show."""
         return self._fingerprints
 
-    @cached_property  # which writes past a frozen dataclass's guard, to a place that comparisons do not see
+    @cached_property
     def _fingerprints(self) -> Mapping[str, Fingerprint]:
-        return fingerprints(self.tensors.items())
+        return fingerprints(self.published.items())
 
     def manifest(self) -> Manifest:
         """sha256 of every tensor: what checkpoints and exports record."""

@@ -137,7 +137,7 @@ def publish_something(host: Host, policy: Policy) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(DEVICE))
     policy.refresh(policy.version + 1)
     policy.sampler.install(policy.current)
-    host.publish(policy.version, policy.current.tensors.items(), policy.current.fingerprints())
+    host.publish(policy.version, policy.current.published.items(), policy.current.fingerprints())
 
 
 @torch.no_grad()

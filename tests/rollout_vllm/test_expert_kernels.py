@@ -136,6 +136,24 @@ def test_experts_have_the_bits_of_their_own_products_and_give_back_what_was_load
     assert made[0] == made[1]
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(("name", "group", "symmetric"), SCHEMES)
+def test_other_weights_are_taken_as_they_are_published_where_the_loaded_ones_were(
+    name, group, symmetric, kernels
+) -> None:
+    scheme = _scheme(name, group, symmetric)
+    layer, method = _made(scheme, name)
+    _load(layer, method, _weights(scheme, name, 0), kernels)
+    places = {n: p.data_ptr() for n, p in layer.named_parameters()}
+    weights = _weights(scheme, name, 1)
+    method.take(layer, _stored(weights))
+    assert {n: p.data_ptr() for n, p in layer.named_parameters()} == places
+    held, (loaded, other) = dict(layer.named_parameters()), _made(scheme, name)
+    _load(loaded, other, weights, kernels)
+    for suffix, parameter in loaded.named_parameters():
+        assert torch.equal(held[suffix].view(torch.uint8), parameter.view(torch.uint8)), suffix
+
+
 @pytest.mark.parametrize(("name", "group"), [("bf16", None), ("w8a8", None)])
 def test_kernels_multiply_the_same_experts_and_give_back_the_same_tensors(name, group) -> None:
     scheme, generator = _scheme(name, group, True), torch.Generator().manual_seed(8)

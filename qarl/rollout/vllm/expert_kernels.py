@@ -102,15 +102,27 @@ class ExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: nn.Module, kernels: bool | None = None) -> None:
         for stem, (n, k) in self._sizes.items():
             suffixes = [suffix for suffix, _, _ in self._parameters(n, k)]
-            loaded = {suffix: getattr(layer, f"{stem}_{suffix}").data for suffix in suffixes}
+            loaded = {suffix: getattr(layer, f"{stem}_{suffix}").data.flatten(0, 2) for suffix in suffixes}
             on_gpu = any(tensor.device.type != "cpu" for tensor in loaded.values()) if kernels is None else kernels
             shape = self._experts * HALVES[stem] * n, k
+            _require_one_for_all(self.scheme, loaded)
             operands = self._operands(_stacked(self.scheme, loaded, shape), shape, on_gpu)
             for suffix in suffixes:
                 delattr(layer, f"{stem}_{suffix}")
             for name, tensor in operands.items():
                 hold(layer, f"{stem}_{name}", tensor)
             self.stacks[stem] = HeldStack(stem, self.scheme, shape, n, self._dtype, tuple(operands), on_gpu)
+
+    def take(self, layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Hold other weights where the loaded ones are, without vLLM's loaders, of which each expert's tensors would
+        want a call. tensors: as `published` gives them back, in any dtypes that hold the same values."""
+        for stem, stack in self.stacks.items():
+            parameters = self._parameters(*self._sizes[stem])
+            dtypes = {suffix: dtype for suffix, _, dtype in parameters if suffix != "weight_shape"}
+            given = {suffix: tensors[f"{stem}_{suffix}"].to(dtype) for suffix, dtype in dtypes.items()}
+            made = self._operands(_stacked(self.scheme, given, stack.shape), stack.shape, stack.kernels)
+            for name, held_ in stack.operands(layer).items():
+                held_.copy_(made[name])
 
     def _operands(self, tensors: dict[str, Tensor], shape: tuple[int, int], kernels: bool) -> dict[str, Tensor]:
         weight = QuantizedWeight(self.scheme, tensors, shape) if self.scheme.quantized else tensors["weight"]
@@ -169,22 +181,27 @@ def load_part(
 
 
 def _stacked(scheme: Scheme, loaded: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The stored tensors of a whole stack (N, K), of those of its weights (E, halves, ...)."""
+    """The stored tensors of a whole stack (N, K), of those of its weights under one another."""
     found = {}
     for suffix, tensor in loaded.items():
         if suffix == "weight_shape":
             found[suffix] = torch.tensor(shape)
         elif scheme.quantized and rows_of(scheme, suffix) is None:
-            one = tensor.flatten()[:1]
-            if not bool((tensor == one).all()):
-                raise ValueError(
-                    "the experts of a layer have different global scales; qarl multiplies them with one, as its "
-                    "exports have it: export the checkpoint again"
-                )
-            found[suffix] = one.clone()
+            found[suffix] = tensor[:1].clone()
         else:
-            found[suffix] = tensor.flatten(0, 2)
+            found[suffix] = tensor
     return found
+
+
+def _require_one_for_all(scheme: Scheme, loaded: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where the weights of a stack do not share what the scheme has once for all of them."""
+    for suffix, tensor in loaded.items():
+        shared = scheme.quantized and suffix != "weight_shape" and rows_of(scheme, suffix) is None
+        if shared and not bool((tensor == tensor[:1]).all()):
+            raise ValueError(
+                "the experts of a layer have different global scales; qarl multiplies them with one, as its "
+                "exports have it: export the checkpoint again"
+            )
 
 
 def method_for(layer: RoutedExperts, prefix: str, scheme: Scheme, ignore: list[str]) -> ExpertsMethod:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qarl.experts import expert_stacks
+from qarl.weight_sync.expert_tensors import Members, stacks_of
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
@@ -44,7 +44,8 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
     """The unit that each published module belongs to, by the module's published name.
 
     model: a vLLM model. Fused layers are those of its `packed_modules_mapping`; the experts of a layer have two units
-    of one name, gate and up, and down; every other module is its own unit.
+    of one name, gate and up, and down, and so have the two stacks that they are published as; every other module is
+    its own unit.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     units = {}
@@ -53,12 +54,23 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
             continue
         parent, _, last = name.rpartition(".")
         if last == EXPERTS:
-            for stem, members in expert_stacks(parent, module.moe_config.num_experts).items():
-                units |= dict.fromkeys(members, Unit(name, members, f"{stem}_"))
+            for stack, members in stacks_of(parent, module.moe_config.num_experts).items():
+                stem = f"{stack.rpartition('.')[2]}_"
+                units |= dict.fromkeys(members, Unit(name, members, stem)) | {stack: Unit(name, (stack,), stem)}
             continue
         sources = tuple(f"{parent}.{part}" if parent else part for part in fused.get(last, (last,)))
         units |= dict.fromkeys(sources, Unit(name, sources))
     return units
+
+
+def expert_members(model: nn.Module) -> Members:
+    """The experts' modules in each stack that a vLLM model's layers are published with."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        if last == EXPERTS:
+            found |= stacks_of(parent, module.moe_config.num_experts)
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.held import HeldModel, expert_members
 from qarl.rollout.vllm.marlin import workspaces
+from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
 
@@ -51,11 +52,16 @@ class Loader:
         self._staging: dict[str, Tensor] = {}
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._workspaces = workspaces(worker.model_runner.get_model().modules())  # held, for the graphs of the start
+        model = worker.model_runner.get_model()
+        self._members = expert_members(model)
+        self._workspaces = workspaces(model.modules())  # held, for the graphs of the start
         if staging:
-            wanted = [name for name in expected if self._units[name] not in self._plain]
-            found = dict(stored(checkpoint, set(wanted), device))
-            self._staging = {name: found[name] for name in wanted}
+            wanted = [(name, p) for name, p in expected.items() if self._units[name] not in self._plain]
+            self._staging = {name: torch.empty(p.shape, dtype=p.torch_dtype, device=device) for name, p in wanted}
+            places = dict(part_experts(self._staging.items(), self._members))
+            for name, tensor in stored(checkpoint, set(places), device):
+                places.pop(name).copy_(tensor)
+            assert not places, f"{next(iter(places))} is not in the checkpoint"
 
     def base(self, name: str, expected: Mapping[str, Fingerprint]) -> Tensor:
         """A published tensor as it was at the last publish. expected: fingerprints, for their dtypes."""
@@ -100,18 +106,43 @@ class Loader:
         self._graph = graph
 
     def _reload(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """vLLM's layerwise reload, of these layers."""
+        """Load these layers whole: qarl's experts as they are published, the others by vLLM's layerwise reload."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        tensors = self._take_experts(units, tensors)
+        if not tensors:
+            return
         model = self._worker.model_runner.get_model()
-        modules = self._modules(units)
+        modules = self._modules({self._units[name] for name, _ in tensors})
         with set_current_vllm_config(self._worker.vllm_config):
             for module in modules:
                 initialize_layerwise_reload(module)
-            model.load_weights(iter(tensors))
+            model.load_weights(part_experts(tensors, self._members))
             for module in modules:
                 finalize_layerwise_reload(module, self._worker.model_config)
+
+    def _take_experts(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Load what qarl multiplies of layers' experts. Returns what is left."""
+        from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
+
+        model = self._worker.model_runner.get_model()
+        methods = {name: experts_method(model.get_submodule(name)) for name in units}
+        given: dict[str, dict[str, Tensor]] = {}
+        rest = []
+        for name, tensor in tensors:
+            unit = self._held.unit_of(name)
+            if methods[unit.name] is None:
+                rest.append((name, tensor))
+                continue
+            module, _, suffix = name.rpartition(".")
+            assert module in self._members, f"{name} comes without the other experts"
+            given.setdefault(unit.name, {})[f"{unit.stem}{suffix}"] = tensor
+        for name, its in given.items():
+            method = methods[name]
+            assert method is not None
+            method.take(model.get_submodule(name), its)
+        return rest
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
         return [module for name, module in self._worker.model_runner.get_model().named_modules() if name in units]

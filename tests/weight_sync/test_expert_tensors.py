@@ -1,0 +1,92 @@
+"""Tensors of experts as few large ones, and each by itself again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from qarl_formats.quantize import quantize_weight
+from qarl_formats.registry import make_scheme
+from qarl_formats.stacked import slices
+from torch import Tensor
+
+from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
+
+EXPERTS = "model.layers.1.mlp.experts"
+LEAVES = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+
+
+def published(scheme: str, group: int | None, count: int = 3, apart: bool = False) -> dict[str, Tensor]:
+    """A layer as it is published: names in layer order. apart: no tensor lies beside another in memory."""
+    made, generator = make_scheme(scheme, group), torch.Generator().manual_seed(0)
+    stacks = {stem: torch.randn(count * len(leaves) * 32, 64, generator=generator) for stem, leaves in LEAVES.items()}
+    parts = {
+        f"{EXPERTS}.{i // len(leaves)}.{leaves[i % len(leaves)]}": form
+        for stem, leaves in LEAVES.items()
+        for i, form in enumerate(slices(quantize_weight(stacks[stem], made, stem), [32] * count * len(leaves)))
+    }
+    names = [f"{EXPERTS}.{i}.{leaf}" for i in range(count) for leaves in LEAVES.values() for leaf in leaves]
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(8, 64),
+        "model.layers.1.mlp.gate.weight": torch.randn(count, 64),
+    }
+    for name in names:
+        for suffix, tensor in parts[name].tensors.items():
+            tensors[f"{name}.{suffix}"] = tensor.clone() if apart else tensor
+    return tensors | {"model.norm.weight": torch.randn(64)}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("scheme", "group"), [("w4a16", 32), ("w8a8", None), ("nvfp4a16", None)])
+def test_experts_travel_as_two_stacks_and_are_each_by_itself_again(scheme, group, apart) -> None:
+    tensors = published(scheme, group, apart=apart)
+    joined = join_experts(tensors)
+    suffixes = [name.removeprefix(f"{EXPERTS}.0.gate_proj.") for name in tensors if ".0.gate_proj." in name]
+    assert list(joined) == [
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.gate.weight",
+        *(f"{EXPERTS}.{stem}.{suffix}" for stem in LEAVES for suffix in suffixes),
+        "model.norm.weight",
+    ]
+    again = dict(part_experts(joined.items(), stacks_of(EXPERTS, 3)))
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype and torch.equal(
+            again[name].view(torch.uint8), tensor.view(torch.uint8)
+        ), name
+
+
+def test_the_order_of_rows_is_gate_and_up_of_each_expert() -> None:
+    tensors = {
+        f"{EXPERTS}.{i}.{leaf}.weight": torch.full((2, 4), 10.0 * i + j)
+        for i in range(11)
+        for j, leaf in enumerate(("gate_proj", "up_proj", "down_proj"))
+    }
+    joined = join_experts(tensors)
+    assert joined[f"{EXPERTS}.w13.weight"][::2, 0].tolist() == [10 * i + j for i in range(11) for j in (0, 1)]
+    assert joined[f"{EXPERTS}.w2.weight"][::2, 0].tolist() == [10 * i + 2 for i in range(11)]
+
+
+def test_what_lies_under_one_another_is_not_copied() -> None:
+    tensors = published("w8a8", None)
+    joined = join_experts(tensors)
+    assert joined[f"{EXPERTS}.w13.weight"].data_ptr() == tensors[f"{EXPERTS}.0.gate_proj.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(16, 64, dtype=torch.int8), torch.zeros(32, 64)])
+def test_experts_that_are_not_all_alike_stay_as_they_are(other) -> None:
+    tensors = published("w8a8", None)
+    name = f"{EXPERTS}.1.up_proj.weight"
+    if other is None:
+        del tensors[name]
+    else:
+        tensors[name] = other
+    joined = join_experts(tensors)
+    apart = [n for n in tensors if n.endswith(("gate_proj.weight", "up_proj.weight"))]
+    assert all(joined[n] is tensors[n] for n in apart)
+    assert f"{EXPERTS}.w13.weight" not in joined and f"{EXPERTS}.w2.weight" in joined
+
+
+def test_a_model_without_experts_is_what_it_was() -> None:
+    tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2), "lm_head.weight": torch.zeros(2, 2)}
+    assert join_experts(tensors) == tensors
+    assert dict(part_experts(tensors.items(), {})) == tensors
