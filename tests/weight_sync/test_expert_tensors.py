@@ -50,9 +50,8 @@ def test_experts_travel_as_two_stacks_and_are_each_by_itself_again(scheme, group
     again = dict(part_experts(joined.items(), stacks_of(EXPERTS, 3)))
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert again[name].dtype == tensor.dtype and torch.equal(
-            again[name].view(torch.uint8), tensor.view(torch.uint8)
-        ), name
+        assert again[name].dtype == tensor.dtype, name
+        assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_the_order_of_rows_is_gate_and_up_of_each_expert() -> None:

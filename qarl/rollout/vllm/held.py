@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qarl.weight_sync.expert_tensors import Members, stacks_of
+from qarl.weight_sync.expert_tensors import stacks_of
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints
 from qarl.weight_sync.shards import METADATA
 from qarl.weight_sync.verify import PublishError, verify, verify_changes
@@ -33,11 +33,13 @@ SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 @dataclass(frozen=True)
 class Unit:
     """Published modules that share tensors in a layer that vLLM loads whole. name: the layer's, vLLM's. sources: the
-    modules, in the order of their rows. stem: what the names of these tensors begin with."""
+    modules, in the order of their rows. stem: what the names of these tensors begin with. members: of experts that are
+    published as one stack, the modules in it."""
 
     name: str
     sources: tuple[str, ...]
     stem: str = ""
+    members: tuple[str, ...] = ()
 
 
 def load_units(model: nn.Module) -> dict[str, Unit]:
@@ -56,21 +58,12 @@ def load_units(model: nn.Module) -> dict[str, Unit]:
         if last == EXPERTS:
             for stack, members in stacks_of(parent, module.moe_config.num_experts).items():
                 stem = f"{stack.rpartition('.')[2]}_"
-                units |= dict.fromkeys(members, Unit(name, members, stem)) | {stack: Unit(name, (stack,), stem)}
+                units |= dict.fromkeys(members, Unit(name, members, stem))
+                units[stack] = Unit(name, (stack,), stem, members)
             continue
         sources = tuple(f"{parent}.{part}" if parent else part for part in fused.get(last, (last,)))
         units |= dict.fromkeys(sources, Unit(name, sources))
     return units
-
-
-def expert_members(model: nn.Module) -> Members:
-    """The experts' modules in each stack that a vLLM model's layers are published with."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, module in model.named_modules():
-        parent, _, last = name.rpartition(".")
-        if last == EXPERTS:
-            found |= stacks_of(parent, module.moe_config.num_experts)
-    return found
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.held import HeldModel, expert_members
+from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.marlin import workspaces
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -52,9 +52,8 @@ class Loader:
         self._staging: dict[str, Tensor] = {}
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
-        model = worker.model_runner.get_model()
-        self._members = expert_members(model)
-        self._workspaces = workspaces(model.modules())  # held, for the graphs of the start
+        self._members = {name: unit.members for name, unit in held.units.items() if unit.members}
+        self._workspaces = workspaces(worker.model_runner.get_model().modules())  # held, for the graphs of the start
         if staging:
             wanted = [(name, p) for name, p in expected.items() if self._units[name] not in self._plain]
             self._staging = {name: torch.empty(p.shape, dtype=p.torch_dtype, device=device) for name, p in wanted}
@@ -124,24 +123,24 @@ class Loader:
 
     def _take_experts(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Load what qarl multiplies of layers' experts. Returns what is left."""
+        if not self._members:
+            return list(tensors)
         from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
 
         model = self._worker.model_runner.get_model()
-        methods = {name: experts_method(model.get_submodule(name)) for name in units}
-        given: dict[str, dict[str, Tensor]] = {}
+        found = {name: experts_method(model.get_submodule(name)) for name in units}
+        methods = {name: method for name, method in found.items() if method is not None}
+        given: dict[str, dict[str, Tensor]] = {name: {} for name in methods}
         rest = []
         for name, tensor in tensors:
-            unit = self._held.unit_of(name)
-            if methods[unit.name] is None:
+            unit, suffix = self._held.unit_of(name), name.rpartition(".")[2]
+            if unit.name in methods:
+                assert unit.members, f"{name} comes without the other experts"
+                given[unit.name][f"{unit.stem}{suffix}"] = tensor
+            else:
                 rest.append((name, tensor))
-                continue
-            module, _, suffix = name.rpartition(".")
-            assert module in self._members, f"{name} comes without the other experts"
-            given.setdefault(unit.name, {})[f"{unit.stem}{suffix}"] = tensor
-        for name, its in given.items():
-            method = methods[name]
-            assert method is not None
-            method.take(model.get_submodule(name), its)
+        for name, method in methods.items():
+            method.take(model.get_submodule(name), given[name])
         return rest
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
