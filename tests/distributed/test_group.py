@@ -83,7 +83,8 @@ def meets(group, longer_s):
 
 
 def test_ranks_wait_longer_where_one_may_need_more_time() -> None:
-    assert min(run_ranks(2, f"{HERE}:meets", {"longer_s": 5}, timeout_s=3)) >= 5
+    waited = min(run_ranks(2, f"{HERE}:meets", {"longer_s": 5}, timeout_s=3))
+    assert waited > 4.5  # the clocks of two ranks do not start at once
 
 
 def meets_in_vain(group):
