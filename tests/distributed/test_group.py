@@ -78,13 +78,13 @@ def test_alone_every_collective_is_over_at_once() -> None:
 
 def meets(group, longer_s):
     started = time.monotonic()
+    group.barrier()  # no rank sleeps before every clock runs
     together(group, lambda: time.sleep(longer_s * group.rank), longer_s)
     return time.monotonic() - started
 
 
 def test_ranks_wait_longer_where_one_may_need_more_time() -> None:
-    waited = min(run_ranks(2, f"{HERE}:meets", {"longer_s": 5}, timeout_s=3))
-    assert waited > 4.5  # the clocks of two ranks do not start at once
+    assert min(run_ranks(2, f"{HERE}:meets", {"longer_s": 5}, timeout_s=3)) >= 5
 
 
 def meets_in_vain(group):

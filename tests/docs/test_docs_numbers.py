@@ -109,13 +109,13 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
             assert numbers(cell) == [pytest.approx(found[key][name], abs=0.051)], (key, name)
 
 
-@pytest.mark.parametrize("shape", ["qwen3-1.7b", "qwen3-4b"])
+@pytest.mark.parametrize("shape", ["Qwen3-1.7B", "Qwen3-4B"])
 def test_the_steps_with_an_fp8_kv_cache_are_the_record(shape: str) -> None:
     found: dict[tuple, dict[str, float]] = {}
     for run in results("step_kv_fp8_gpu")["runs"]:
-        steps = [row for row in run["records"] if row["what"] == "step" and row["shape"] == shape]
+        steps = [row for row in run["records"] if row["what"] == "step" and row["shape"] == shape.lower()]
         found |= {(row["scheme"], row["new_tokens"]): row for row in steps}
-    rows = table(f"{shape.replace('qwen3', 'Qwen3').replace('b', 'B')}'s shapes, native engine")
+    rows = table(f"{shape}'s shapes, native engine")
     assert len(rows) >= 3
     for scheme, cells in zip(("bf16", "fp8", "w4a16"), rows, strict=False):
         assert cells[0].startswith(scheme)
@@ -171,13 +171,8 @@ def test_the_table_of_exact_tokens_is_the_record() -> None:
 
 def test_the_exact_tokens_of_larger_shapes_are_the_record() -> None:
     found = {(row["target"], row["scheme"]): row for row in results("exact_gpu")["found"]}
-    text = (
-        (ROOT / "docs/exact.md")
-        .read_text()
-        .partition("With Qwen3-1.7B's shapes and random weights")[2]
-        .partition("none off")[0]
-    )
-    named = re.findall(r"(\w+) ([\d,]*\d)", text)
+    behind = (ROOT / "docs/exact.md").read_text().partition("With Qwen3-1.7B's shapes and random weights")[2]
+    named = re.findall(r"(\w+) ([\d,]*\d)", behind.partition("none off")[0])
     assert len(named) == 3
     for scheme, tokens in named:
         own = found["models/qwen3-1.7b", scheme]
