@@ -173,6 +173,8 @@ class RewardPool:
                 reports.append(report)
             if was_starting and not worker.starting:
                 self._load_s = max(self._load_s, worker.load_s)
-            if not worker.alive:
+            # What died since, with something under way, is left for the next `attend`, which says what became of it.
+            if not (worker.starting or worker.task or worker.alive):
+                worker.kill()
                 self._replace(worker)
         return reports

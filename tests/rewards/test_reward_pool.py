@@ -15,6 +15,7 @@ import pytest
 from qarl.config.reward import RewardConfig
 from qarl.errors import UserError
 from qarl.rewards import RewardPool
+from qarl.rewards.process import Worker
 
 # Each completion is an order: what the function does with it.
 FUNCTIONS = r"""
@@ -247,6 +248,43 @@ def test_worker_that_died_between_batches_blames_no_completion(pool):
     assert (result.failed, result.messages) == ({"pids": 0}, [])
 
 
+@pytest.fixture
+def dies_once_looked_at(monkeypatch):
+    """A worker dies between the look that found nothing to report and whatever is done after it."""
+    attend, looks = Worker.attend, []
+
+    def look(worker: Worker):
+        report = attend(worker)
+        if report is None and (worker.starting or worker.task) and worker.alive and looks:
+            looks.pop()
+            os.kill(worker._process.pid, signal.SIGKILL)
+            worker._process.wait()
+        return report
+
+    monkeypatch.setattr(Worker, "attend", look)
+    return looks
+
+
+def test_worker_that_dies_right_after_a_look_does_not_take_its_call_with_it(pool, dies_once_looked_at):
+    rewards = pool("pids", max_failed_frac=1.0)
+    dies_once_looked_at.append("of the call for both")
+    result = score(rewards, "1", "2")
+    assert dies_once_looked_at == [] and result.failed == {"pids": 0} and all(result.total)
+    assert [m.partition(":")[2] for m in result.messages] == [
+        " its worker process died of SIGKILL; scoring its 2 completions one by one"
+    ]
+    dies_once_looked_at.append("of the call for one")
+    result = score(rewards, "1")
+    assert dies_once_looked_at == [] and (result.failed, result.total) == ({"pids": 1}, [0.0])
+
+
+def test_worker_that_dies_right_after_a_look_while_it_loads_is_not_started_again(pool, dies_once_looked_at):
+    dies_once_looked_at.append("of the loading")
+    with pytest.raises(UserError, match=r"`orders`: while it was loaded, its worker process died of SIGKILL"):
+        pool()
+    assert dies_once_looked_at == []
+
+
 def test_missing_column_names_the_function_and_the_argument(pool):
     with pytest.raises(UserError, match=r"reward `answers`: failed on 1 of 1 .*missing 1 required.*'answer'"):
         score(pool("answers"), "a")
@@ -281,6 +319,7 @@ PARENT = """
 import sys
 from types import SimpleNamespace as Namespace
 from qarl.rewards import RewardPool
+from qarl.rewards.process import Worker
 
 # No `if __name__ == "__main__"`: a worker that imported this file would start workers of its own.
 functions = [Namespace(name=sys.argv[1] + ":pids", weight=1.0, options={}),
