@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from qarl.rollout.vllm import process
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Drawing, Request, Response
+from qarl.rollout.vllm.wire import Channel
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import make_carrier
 from qarl.weight_sync.verify import PublishError
@@ -130,6 +133,24 @@ def test_a_refused_publish_is_told_from_a_fault(start) -> None:
 def test_a_sampler_that_does_not_start_says_why(start) -> None:
     with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
         start("start fail")
+
+
+def test_a_reason_sent_right_after_a_look_by_a_process_that_ends_is_heard(start, tmp_path, monkeypatch) -> None:
+    listen, here, looked = Channel.poll, os.getpid(), []
+
+    def look(channel: Channel, limit_s: float | None):
+        if looked or os.getpid() != here:  # the sampler's own end, in its fork
+            return listen(channel, limit_s)
+        looked.append(channel)  # it found nothing, and all the rest of the sampler's life comes before what follows
+        while not (pids := fake_sampler.pids(tmp_path / "troubles")):
+            time.sleep(0.01)
+        assert fake_sampler.gone(pids[0])
+        return None
+
+    monkeypatch.setattr(Channel, "poll", look)
+    with pytest.raises(SamplerFault, match="RuntimeError: out of blocks"):
+        start("start fail")
+    assert len(looked) == 1
 
 
 def test_progress_is_reported_in_order(start) -> None:

@@ -170,6 +170,7 @@ class SamplerProcess:
         """
         operation, payload = self._order
         try:
+            ended = self._process.poll() is not None  # before listening: what it said last is heard in any case
             message = self._channel.poll(seconds)
             if self._channel.received != self._received:
                 self._deadline, self._received = time.monotonic() + self.timeout_s, self._channel.received
@@ -190,7 +191,7 @@ class SamplerProcess:
                         self.progress = read_progress(message)
                     case other:
                         raise WireError(f"an answer {other[:40]!r}")
-            elif self._process.poll() is not None:
+            elif ended:
                 raise self._died()
             elif time.monotonic() > self._deadline:
                 raise self._hung()
