@@ -99,7 +99,7 @@ class RewardPool:
             share,
         )
         try:
-            self._replace_dead()
+            self._replace_gone()
             while batch.left or any(worker.task for worker in self._workers):
                 self._hand_out(batch)
                 if any(worker.starting or worker.task for worker in self._workers):
@@ -134,14 +134,11 @@ class RewardPool:
         ]
         return Worker(functions, self._columns, self._lifeline_read, self._log, self._config.memory_gib)
 
-    def _replace(self, worker: Worker) -> None:
-        self._workers[self._workers.index(worker)] = self._start_worker()
-
-    def _replace_dead(self) -> None:
-        for worker in list(self._workers):
-            if not worker.alive:
+    def _replace_gone(self) -> None:
+        for place, worker in enumerate(self._workers):
+            if worker.gone:
                 worker.kill()
-                self._replace(worker)
+                self._workers[place] = self._start_worker()
 
     def _abandon(self) -> None:
         """Leave no worker with a request or an answer under way: the next `score` replaces those killed here."""
@@ -173,8 +170,5 @@ class RewardPool:
                 reports.append(report)
             if was_starting and not worker.starting:
                 self._load_s = max(self._load_s, worker.load_s)
-            # What died since, with something under way, is left for the next `attend`, which says what became of it.
-            if not (worker.starting or worker.task or worker.alive):
-                worker.kill()
-                self._replace(worker)
+        self._replace_gone()
         return reports

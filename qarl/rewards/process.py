@@ -109,8 +109,10 @@ class Worker:
         self._request({"functions": functions, "columns": columns})
 
     @property
-    def alive(self) -> bool:
-        return not self._killed and self._process.poll() is None
+    def gone(self) -> bool:
+        """Killed, or dead with nothing under way. What died while it starts or is busy is not gone before `attend` has
+        said what became of it."""
+        return self._killed or (not (self.starting or self.task) and self._process.poll() is not None)
 
     def send(self, task: Task, arguments: dict[str, Any], limit_s: float) -> None:
         """Hand a task to an idle worker. arguments: completions, prompts, columns."""
