@@ -133,6 +133,7 @@ class Worker:
 
         Raises UserError if it cannot load the functions, or a function found a fault of the user's.
         """
+        loading = self.starting  # one that says it is ready and is dead by now has not loaded either
         try:
             self._write()
             alive = self._process.poll() is None  # before reading: what it said last is read in any case
@@ -144,19 +145,22 @@ class Worker:
                     return report
         except BadFrame as error:
             self.kill()
-            return self._gone(f"its worker process {error}, and was killed")
+            return self._gone(f"its worker process {error}, and was killed", loading)
         if end:
-            return self._gone(f"its worker process {self._death()}")
+            return self._gone(f"its worker process {self._death()}", loading)
         now = time.monotonic()
         if now >= self.deadline:
             self.kill()
-            return self._gone(f"no answer within {self._limit_s:g} s, its worker process was killed", hung=True)
+            return self._gone(
+                f"no answer within {self._limit_s:g} s, its worker process was killed", loading, hung=True
+            )
         if self._memory_gib is not None and now >= self._next_look:
             self._next_look = now + LOOK_S
             if resident_bytes(self._process.pid) > self._memory_gib * 2**30:
                 self.kill()
                 return self._gone(
-                    f"its worker process took more than reward.memory_gib = {self._memory_gib:g}, and was killed"
+                    f"its worker process took more than reward.memory_gib = {self._memory_gib:g}, and was killed",
+                    loading,
                 )
         return None
 
@@ -241,8 +245,8 @@ class Worker:
         self._number = 0  # of no request
         return Report(task, outcome, hung, self._stale)
 
-    def _gone(self, how: str, hung: bool = False) -> Report:
-        if not self.starting:
+    def _gone(self, how: str, loading: bool, hung: bool = False) -> Report:
+        if not loading:
             return self._done(how, hung)
         said = f"; the last that it printed: {self._output.last_line}" if self._output.last_line else ""
         log = self._output.log.path

@@ -32,6 +32,10 @@ def orders(completions, prompts, **columns):
             with open(order.removeprefix("child "), "w") as file:
                 file.write(str(child.pid))
             child.wait()
+        elif order.startswith("wait for "):
+            while not os.path.exists(order.removeprefix("wait for ")):
+                time.sleep(0.02)
+            scores.append(1.0)
         elif order == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
             scores.append(5.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,9 @@ import time
 import pytest
 from ordered import running, score, wait_until
 
+from qarl.config.reward import RewardConfig
 from qarl.errors import UserError
+from qarl.rewards import RewardPool
 from qarl.rewards.process import Worker
 
 
@@ -43,40 +46,66 @@ def test_worker_that_died_between_batches_blames_no_completion(pool):
 
 
 @pytest.fixture
-def dies_once_looked_at(monkeypatch):
-    """A worker dies between the look that found nothing to report and whatever is done after it."""
-    attend, looks = Worker.attend, []
+def dies_once_looked_at(monkeypatch, tmp_path):
+    """Arranges that a worker dies between the next look that finds nothing to report and whatever is done after it.
+
+    It returns the file that is there from then on: what waits for it ends with no other look.
+    """
+    attend, dead = Worker.attend, tmp_path / "dead"
 
     def look(worker: Worker):
         report = attend(worker)
-        if report is None and (worker.starting or worker.task) and looks:
-            looks.pop()
+        if report is None and (worker.starting or worker.task) and not dead.exists():
             os.kill(worker._process.pid, signal.SIGKILL)
             worker._process.wait()
+            dead.touch()
         return report
 
-    monkeypatch.setattr(Worker, "attend", look)
-    return looks
+    def arranged():
+        dead.unlink(missing_ok=True)
+        monkeypatch.setattr(Worker, "attend", look)
+        return dead
+
+    return arranged
 
 
 def test_worker_that_dies_right_after_a_look_does_not_take_its_call_with_it(pool, dies_once_looked_at):
-    rewards = pool("pids", max_failed_frac=1.0)
-    dies_once_looked_at.append("of the call for both")
-    result = score(rewards, "1", "2")
-    assert dies_once_looked_at == [] and result.failed == {"pids": 0} and all(result.total)
+    rewards = pool(max_failed_frac=1.0)
+    dead = dies_once_looked_at()
+    result = score(rewards, f"wait for {dead}", "2")
+    assert (result.failed, result.total) == ({"orders": 0}, [1.0, 2.0])
     assert [m.partition(":")[2] for m in result.messages] == [
         " its worker process died of SIGKILL; scoring its 2 completions one by one"
     ]
-    dies_once_looked_at.append("of the call for one")
-    result = score(rewards, "1")
-    assert dies_once_looked_at == [] and (result.failed, result.total) == ({"pids": 1}, [0.0])
+    result = score(rewards, f"wait for {dies_once_looked_at()}")
+    assert dead.exists() and (result.failed, result.total) == ({"orders": 1}, [0.0])
 
 
-def test_worker_that_dies_right_after_a_look_while_it_loads_is_not_started_again(pool, dies_once_looked_at):
-    dies_once_looked_at.append("of the loading")
+def test_worker_that_dies_right_after_a_look_while_it_loads_is_not_started_again(dies_once_looked_at, tmp_path):
+    path, dead = tmp_path / "loads.py", dies_once_looked_at()
+    path.write_text(
+        f"import os, time\nwhile not os.path.exists({str(dead)!r}):\n    time.sleep(0.02)\ndef own(**_): ..."
+    )
+    with pytest.raises(UserError, match=r"`own`: while it was loaded, its worker process died of SIGKILL"):
+        RewardPool(RewardConfig(functions=[{"name": f"{path}:own"}]))
+
+
+def test_worker_that_dies_when_it_has_just_said_that_it_is_ready_has_not_loaded(pool, monkeypatch):
+    attend = Worker.attend
+
+    def late(worker: Worker):
+        said = worker._socket
+        said.setblocking(True)
+        while b"ready" not in said.recv(2**16, socket.MSG_PEEK):
+            time.sleep(0.02)
+        said.setblocking(False)
+        os.kill(worker._process.pid, signal.SIGKILL)
+        worker._process.wait()
+        return attend(worker)
+
+    monkeypatch.setattr(Worker, "attend", late)
     with pytest.raises(UserError, match=r"`orders`: while it was loaded, its worker process died of SIGKILL"):
         pool()
-    assert dies_once_looked_at == []
 
 
 def test_interrupt_of_a_worker_changes_nothing(pool):
