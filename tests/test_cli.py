@@ -187,6 +187,15 @@ def test_a_bug_is_one_line_and_a_file_with_its_traceback(config, loop, capsys, t
     assert "in fail" in file.read_text() and file.stat().st_mode & 0o077 == 0
 
 
+def test_a_machine_without_memory_is_no_bug(config, loop, capsys):
+    def fail(given):
+        raise MemoryError
+
+    loop.train = fail
+    assert run("train", config) == 2
+    assert capsys.readouterr().err == "error: out of memory (MemoryError); take a larger machine\n"
+
+
 def test_a_leftover_interrupt_exits_130(config, loop):
     def interrupt(given):
         raise KeyboardInterrupt

@@ -26,6 +26,7 @@ from qarl.errors import UNEXPECTED, UserError, unexpected
 from qarl.machine import gpu_bytes, machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
 from qarl.objectives.base import RatioObjective
+from qarl.out_of_memory import memory_errors
 from qarl.sizes import decide_sizes, decided
 from qarl.terminal.streams import inert_output
 
@@ -66,7 +67,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 @inert_output()
 def _main(argv: list[str] | None) -> NoReturn:
     try:
-        code = app(args=own_arguments(argv), prog_name="qarl", standalone_mode=False)  # wrong usage is a line too
+        with memory_errors("take a larger machine"):  # of what does not say itself what to lower
+            code = app(args=own_arguments(argv), prog_name="qarl", standalone_mode=False)  # wrong usage is a line too
     except UserError as error:
         _say(str(error), 2)
         raise SystemExit(2) from None

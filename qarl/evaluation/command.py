@@ -18,6 +18,7 @@ from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
 from qarl.invocation import command_line
+from qarl.out_of_memory import memory_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.storage.environment import describe_environment
@@ -25,6 +26,7 @@ from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged
 
 
+@memory_errors("lower --max-response-length, or take a larger machine; the same command goes on")
 def evaluate_target(
     target: Target,
     section: EvaluationConfig,

@@ -19,6 +19,7 @@ from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
+from qarl.out_of_memory import memory_errors
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.results import Exactness
@@ -27,6 +28,7 @@ from qarl.training.noise import quiet_libraries
 EngineName = Literal["native", "vllm"]
 
 
+@memory_errors("lower --sequences or --longest, or take a larger machine")
 def check_exactness(
     target: Target,
     request: Request,

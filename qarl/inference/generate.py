@@ -18,6 +18,7 @@ from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
+from qarl.out_of_memory import memory_errors
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
@@ -117,6 +118,7 @@ def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
     return [text for _, text in named]
 
 
+@memory_errors("lower --max-new-tokens or --n, or take a larger machine")
 def complete(target: Target, texts: list[str], look: Look, device: str, say: Callable[[str], None]) -> list[Completed]:
     """Complete each text, `look.n` times, in the order (text, sample).
 

@@ -26,6 +26,7 @@ from qarl.inputs.sources import source_parts
 from qarl.objectives.base import RatioObjective, SurrogateFunction
 from qarl.objectives.surrogate import RATIO_STATS, Surrogate
 from qarl.objectives.tokens import SurrogateInputs
+from qarl.out_of_memory import is_out_of_memory
 
 _STATISTIC = re.compile(r"objective/[A-Za-z0-9_]+")
 
@@ -82,13 +83,11 @@ class UserSurrogate:
             raise UserError(f"{self._place}: {error}") from error
 
     def __call__(self, inputs: SurrogateInputs) -> Surrogate:
-        import torch
-
         try:
             result = self._function(inputs)
-        except (MemoryError, torch.OutOfMemoryError):  # the machine's fault, which has a message of its own
-            raise
         except Exception as error:
+            if is_out_of_memory(error):  # the machine's fault, which has a message of its own
+                raise
             raise UserError(f"{self._place}: raised {describe(error)}") from error
         if fault := _fault(result, inputs):
             raise UserError(f"{self._place}: {fault}")

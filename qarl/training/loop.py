@@ -18,6 +18,7 @@ from qarl.distributed.group import connect, rank_device
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.machine import gpu_bytes
+from qarl.out_of_memory import memory_errors
 from qarl.policy.load_config import load_architecture
 from qarl.sizes import decide_sizes, keep_sizes
 from qarl.storage.disk import disk_errors
@@ -29,7 +30,6 @@ from qarl.training.alarms import Alarms
 from qarl.training.console import RunConsole
 from qarl.training.decisions import save_is_due
 from qarl.training.display import StepDisplay
-from qarl.training.faults import memory_errors
 from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
 from qarl.training.keeper import Keeper
 from qarl.training.metrics import Clock, over_ranks
@@ -40,6 +40,12 @@ from qarl.training.recorder import NoRecords, Recorder
 from qarl.training.setup import Run, build_run
 from qarl.training.step import rl_step
 from qarl.training.step_record import StepRecord
+
+# With what a run takes less memory.
+LOWER = (
+    "lower train.micro_batch_tokens, rollout.max_num_seqs or rollout.kv_cache_tokens, set train.recompute: layer, or "
+    "take a larger machine; `qarl check` estimates what a run needs"
+)
 
 
 def train(config: Config) -> int:
@@ -60,7 +66,7 @@ def train(config: Config) -> int:
 
 def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
     console = RunConsole(config.logging.console if ranks.first else "none", config.train.steps)
-    with memory_errors(), console, quiet_libraries(console.warn), InterruptGuard(console.warn, ranks) as guard:
+    with memory_errors(LOWER), console, quiet_libraries(console.warn), InterruptGuard(console.warn, ranks) as guard:
         try:
             config = with_sizes(config, device, ranks)
             with open_run_directory(config, config.checkpoint.resume, ranks) as directory:

@@ -23,6 +23,7 @@ def append(self, rows):
         raise KeyboardInterrupt
 directory.ResultsDirectory.append = append
 """
+OUT_OF_MEMORY = INTERRUPT.replace("KeyboardInterrupt", "RuntimeError('CUDA out of memory. Tried to allocate 9 GiB.')")
 
 
 class Commands:
@@ -94,6 +95,19 @@ def test_interrupted_and_run_again_it_ends_as_if_never_interrupted(commands):
     results = [json.loads((p / "results.json").read_text()) for p in (whole, parts)]
     for key in ("tasks", "overall", "sampling"):
         assert results[0][key] == results[1][key]
+
+
+def test_out_of_memory_it_says_what_to_lower_and_goes_on_from_there(commands):
+    options = ["--samples", 2, "--seed", 3]
+    done = commands.gsm8k(*options, before=OUT_OF_MEMORY)
+    assert done.code == 2 and done.err == (
+        "error: out of memory (CUDA out of memory. Tried to allocate 9 GiB.); "
+        "lower --max-response-length, or take a larger machine; the same command goes on\n"
+    )
+    (folder,) = (commands.folder / "eval").iterdir()
+    kept = sum(path.read_text().count("\n") for path in folder.glob("*.jsonl"))
+    assert kept == 8 and commands.gsm8k(*options).code == 0
+    assert json.loads((folder / "results.json").read_text())["samples"] == 2
 
 
 def test_the_directory_of_another_evaluation_is_refused(commands):

@@ -332,6 +332,18 @@ def test_a_fault_of_the_user_is_a_line_with_exit_code_2(tiny_model, tmp_path, ca
         assert code == 2 and told.startswith(says) and told.count("\n") <= 2, told
 
 
+def test_too_many_sequences_for_the_machine_are_a_line_with_what_to_lower(tiny_model, capsys, monkeypatch):
+    def fail(self: Native, one: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 43.40 GiB.\nmore")
+
+    monkeypatch.setattr(Native, "draw", fail)
+    code, _, told = run_qarl(capsys, "verify-exact", tiny_model(), "--tokens", 4, "--longest", 8)
+    assert code == 2 and told.splitlines()[-1] == (
+        "error: out of memory (CUDA out of memory. Tried to allocate 43.40 GiB.); "
+        "lower --sequences or --longest, or take a larger machine"
+    )
+
+
 def test_from_python(tiny_model: Callable[..., Path]):
     found = qarl.verify_exact(tiny_model("qwen2"), prompts=["2 + 2 ="], tokens=4, longest=16, device="cpu")
     assert found.exact and found.tokens >= 4 and found.engine == "native" and found.drawn_per_s > 0

@@ -32,6 +32,15 @@ def run_qarl(capsys, *arguments) -> tuple[int, str, str]:
     return end.value.code, shown.out, shown.err
 
 
+def test_running_out_of_memory_is_a_line_with_what_to_lower(tiny_model, monkeypatch):
+    def fail(*given, **named):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("qarl.inference.generate.open_policy", fail)
+    with pytest.raises(UserError, match=r"^out of memory \(CUDA error: out of memory\); lower --max-new-tokens or --n"):
+        completions(tiny_model(), ["7 + 5 ="])
+
+
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16"])
 def test_greedy_is_the_likeliest_token_of_a_whole_forward_at_every_step(tiny_model, scheme):
     found = completions(tiny_model("qwen3"), ["7 + 5 ="], scheme)[0]

@@ -171,6 +171,20 @@ def test_what_is_no_surrogate_is_one_line_with_file_and_function(tmp_path, name)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "MemoryError()",
+        "torch.OutOfMemoryError('CUDA out of memory.')",
+        "RuntimeError('DefaultCPUAllocator: not enough memory')",
+    ],
+)
+def test_a_machine_without_memory_is_not_the_functions_fault(tmp_path, raised):
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        evaluated(custom(written(tmp_path, f"raise {raised}")))
+    assert repr(caught.value) in (raised, raised.removeprefix("torch."))
+
+
 UNUSABLE = {
     "no file": ("gone.py:f", "", r"no file `.*gone\.py`"),
     "no function": ("own.py:g", "def f(inputs): ...", "there is no `g` in it; its functions: f"),
