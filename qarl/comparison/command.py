@@ -77,8 +77,10 @@ def _train_and_compare(
     start: Start,
     study: Study | None = None,
 ) -> int:
-    records = [record for root in reuse for record in _below(root)]
     _check_out(out, own_runs=True)
+    own = out / "runs"  # of members that had other names, such as those before a second seed was asked for
+    roots = [*reuse, own] if own.is_dir() else reuse
+    records = [record for root in roots for record in _below(root)]
     find_finished(members, records)
     with locked(out), ProgressView(members) as view:
         write_configs(members, out)

@@ -195,6 +195,13 @@ def test_a_study_trains_its_variants_side_by_side_and_shows_its_columns(qarl, ti
     assert "Two rates" in page and "Norms" in page and (tmp_path / "runs/compare-study/plots/norms.png").exists()
     assert any("fast" in line and "yes" in line for line in done.out.splitlines())
 
+    assert compare(qarl, tmp_path, path, "--profile", "short", "--only", "slow", "--seeds", "0,1").code == 0
+    found = members(tmp_path / "runs/compare-study")  # the names have seeds now; what seed 0 gave is there
+    assert {name: (m["state"], m["reused"], m["run_dir"]) for name, m in found.items()} == {
+        "slow-seed0": ("finished", True, "runs/compare-study/runs/slow"),
+        "slow-seed1": ("finished", False, "runs/compare-study/runs/slow-seed1"),
+    }
+
 
 def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
     config = configured(tmp_path, tiny_model("llama"), train={"steps": 12}, checkpoint={"every": 12})
