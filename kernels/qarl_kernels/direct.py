@@ -6,7 +6,7 @@ arguments' kinds alone, so the compiled kernel is kept under those, and later la
 
 What Triton (3.6 and 3.9) specialises on, and what is part of the key here: values and types of constexpr arguments; the
 dtype of a tensor and whether its address is a multiple of 16; whether an integer is 1, a multiple of 16, and fits 32
-bits; dtype, block and padding of a descriptor; which arguments are None; options; the device. Anything else goes the
+bits; dtype and block of a descriptor; which arguments are None; options; the device. Anything else goes the
 ordinary way, as does every launch while hooks are installed, which want to see it. Not looked at again: settings of
 Triton that change while a process runs, and globals of a kernel, which Triton would refuse to see changed.
 """
@@ -26,13 +26,35 @@ from torch.nn import Parameter
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-KEPT_DESCRIPTORS = 4096  # at most, in one place: their shapes follow the batch; some hundred bytes each
+KEPT_DESCRIPTORS = 4096  # at most, of one argument: their shapes follow the batch; some hundred bytes each
 _CONSTANTS = frozenset({bool, int, float, str, type(None), tl.dtype})
 
 device_index = Tensor.get_device  # -1 for the host
 current_device = torch.cuda.current_device
 # A build of torch without CUDA has none, and comes to no launch.
 current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Descriptor:
+    """A tensor as the tensor memory accelerator reads it, in blocks.
+
+    Triton's own object takes ten times as long to make; it is made where Triton sees it, with Triton's checks.
+    """
+
+    __slots__ = ("base", "block_shape")
+
+    def __init__(self, base: Tensor, block_shape: tuple[int, ...]) -> None:
+        self.base, self.block_shape = base, block_shape
+
+    def made(self) -> TensorDescriptor:
+        """Triton's own. Raises AssertionError where no accelerator reads such a tensor."""
+        base = self.base
+        return TensorDescriptor(base, list(base.shape), list(base.stride()), list(self.block_shape))
+
+
+def for_triton(value: Any) -> Any:
+    """An argument of a kernel as Triton knows it."""
+    return value.made() if type(value) is Descriptor else value
 
 
 class _Form:
@@ -67,16 +89,17 @@ class _Form:
         x, y, z = (*grid, 1, 1)[:3]
         stream = current_stream(device)
         if self._raw is None:
-            self._run(x, y, z, stream, self._function, self._packed, None, None, None, *passed)
+            self._run(x, y, z, stream, self._function, self._packed, None, None, None, *map(for_triton, passed))
             return
         for place, meta, known in self._described:
             value = passed[place]
-            key = value.base.data_ptr(), *value.shape, *value.strides
+            base = value.base
+            key = base.data_ptr(), base.shape, base.stride()
             expanded = known.get(key)
             if expanded is None:
                 if len(known) == KEPT_DESCRIPTORS:
                     known.clear()
-                expanded = known[key] = nvidia.make_tensordesc_arg(value, meta)
+                expanded = known[key] = nvidia.make_tensordesc_arg(value.made(), meta)
             passed[place : place + 1] = expanded
         self._raw(x, y, z, stream, self._function, *self._options, *passed)
 
@@ -175,9 +198,9 @@ def _reader(kinds: Sequence[type], fixed: Sequence[bool]) -> Callable[..., Any] 
             devices.append(f"device_index({name})")
             key += f"{name}.dtype", f"p{place} & 15 == 0"
             passed[-1] = f"p{place}"
-        elif kind is TensorDescriptor:
+        elif kind is Descriptor:
             devices.append(f"device_index({name}.base)")
-            key += f"{name}.base.dtype", f"tuple({name}.block_shape)", f"{name}.padding"
+            key += f"{name}.base.dtype", f"{name}.block_shape"
         elif kind is bool:
             key.append(name)
         elif kind is not float and kind is not type(None):

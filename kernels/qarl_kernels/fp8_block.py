@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
 from qarl_kernels.casts import narrow
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
 
@@ -130,8 +131,8 @@ def run(
         (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(qx, (tile.block_m, 128)) if tma else qx,
-        w=descriptor(codes, (tile.block_n, 128)) if tma else codes,
+        x=Descriptor(qx, (tile.block_m, 128)) if tma else qx,
+        w=Descriptor(codes, (tile.block_n, 128)) if tma else codes,
         s_x=s_x,
         s_w=s_w,
         bias=bias,

@@ -20,8 +20,9 @@ from torch import Tensor
 from qarl_kernels import library
 from qarl_kernels.blocks import dot_of_rows, no_sum, of_rows, operand, tile_of
 from qarl_kernels.casts import narrow
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
+from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
 from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile, lookup
 
@@ -230,9 +231,9 @@ def run(
         (programs,),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(x, (tile.block_m, block_k)) if tma else x,
-        w=descriptor(weight, (tile.block_n, block_k)) if tma else weight,
-        out=descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
+        x=Descriptor(x, (tile.block_m, block_k)) if tma else x,
+        w=Descriptor(weight, (tile.block_n, block_k)) if tma else weight,
+        out=Descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
         s_x=s_x,
         s_w=s_w,
         bias=bias,

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.head_kernels import merge_kernel, statistics_kernel
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, descriptor, launch, multiprocessors, supports_tma
+from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
 from qarl_kernels.truncation import Distribution, Truncation
 from qarl_kernels.tuning import Tile
 
@@ -146,14 +147,14 @@ def _pass(
         }
         written = None if kept is None else kept[0][part]
         if written is not None and tma:
-            written = descriptor(written, (tile.block_m, tile.block_n // 4))
+            written = Descriptor(written, (tile.block_m, tile.block_n // 4))
         launch(
             statistics_kernel,
             (started,),
             num_warps=tile.warps,
             num_stages=tile.stages,
-            x=descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
-            w=descriptor(weight, (tile.block_n, tile.block_k)) if tma else weight,
+            x=Descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
+            w=Descriptor(weight, (tile.block_n, tile.block_k)) if tma else weight,
             targets=None if targets is None else targets[part],
             logits=written,
             V=vocabulary,

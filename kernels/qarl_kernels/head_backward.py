@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from qarl_kernels.backward import weight_grad, weight_sum
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.head import Logits, Statistics, slices, statistics, tile_for
 from qarl_kernels.head_kernels import gradient_kernel
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import descriptor, launch, multiprocessors, supports_tma
+from qarl_kernels.launch import launch, multiprocessors, supports_tma
 from qarl_kernels.tuning import Tile
 
 GRADIENT = 1 << 27  # bytes of the logits' gradient
@@ -97,9 +98,9 @@ def _logit_gradient(
         (started,),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
-        w=descriptor(w, (tile.block_n, tile.block_k)) if tma else w,
-        out=descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
+        x=Descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
+        w=Descriptor(w, (tile.block_n, tile.block_k)) if tma else w,
+        out=Descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
         targets=targets,
         lse=found.lse,
         entropy=None if grad_entropy is None else found.entropy,

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qarl_kernels.direct import KEPT_DESCRIPTORS, Direct
+from qarl_kernels.direct import Descriptor, Direct, for_triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -44,9 +43,9 @@ def launch(kernel: Any, grid: Sequence[int], *, num_warps: int = 4, num_stages: 
     if 0 in grid:
         return
     if _collected is not None:
-        _collected.append(Launch(kernel, tuple(grid), arguments, _options(num_warps, num_stages)))
+        _collected.append(Launch(kernel, tuple(grid), _for_triton(arguments), _options(num_warps, num_stages)))
     elif INTERPRETED:
-        kernel[tuple(grid)](**arguments)
+        kernel[tuple(grid)](**_for_triton(arguments))
     else:
         direct = _direct.get(id(kernel))
         if direct is None:
@@ -54,7 +53,7 @@ def launch(kernel: Any, grid: Sequence[int], *, num_warps: int = 4, num_stages: 
 
         def ordinary() -> Any:
             with torch.cuda.device(_device_of(arguments)):
-                return kernel[tuple(grid)](**arguments, **_options(num_warps, num_stages))
+                return kernel[tuple(grid)](**_for_triton(arguments), **_options(num_warps, num_stages))
 
         direct.launch(tuple(grid), num_warps, num_stages, arguments, ordinary)
 
@@ -64,9 +63,13 @@ def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
+def _for_triton(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: for_triton(value) for name, value in arguments.items()}
+
+
 def _device_of(arguments: dict[str, Any]) -> torch.device:
     for value in arguments.values():
-        if isinstance(value, TensorDescriptor):
+        if isinstance(value, Descriptor):
             value = value.base
         if isinstance(value, Tensor):
             return value.device
@@ -139,22 +142,3 @@ def supports_tma(tensor: Tensor) -> bool:
         and capability_of(tensor) >= (9, 0)
         and tensor.numel() > 0
     )
-
-
-_descriptors: dict[tuple[Any, ...], dict[str, Any]] = {}  # what is in one, without its tensor, which must not be held
-
-
-def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """What the tensor memory accelerator reads the tensor by, in blocks; Triton's checks run once for a layout."""
-    shape, strides = tensor.shape, tensor.stride()
-    key = (shape, strides, tensor.dtype, tensor.data_ptr() & 15, tuple(block))
-    fields = _descriptors.get(key)
-    if fields is None:
-        made = TensorDescriptor(tensor, list(shape), list(strides), list(block))
-        if len(_descriptors) == KEPT_DESCRIPTORS:
-            _descriptors.clear()
-        _descriptors[key] = {**vars(made), "base": None}
-        return made
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(fields, base=tensor)
-    return made

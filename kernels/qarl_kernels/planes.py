@@ -19,8 +19,9 @@ from torch import Tensor
 
 from qarl_kernels.blocks import COMPILED, dot
 from qarl_kernels.casts import narrow
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.tuning import Tile
 
 BLOCK = 128  # input features of one tile of words
@@ -175,10 +176,10 @@ def run_tiled(
         (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
+        x=Descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
         tiled=tiled,
         bias=bias,
-        out=descriptor(out, (tile.block_m, tile.block_n)) if tma_out else out,
+        out=Descriptor(out, (tile.block_m, tile.block_n)) if tma_out else out,
         M=m,
         N=n,
         K=k,

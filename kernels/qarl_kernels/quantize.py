@@ -184,7 +184,6 @@ def _quantize_bytes(
     return codes, scale, bad
 
 
-@torch.no_grad()
 def activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """`qarl_kernels.activation.quantize_activation_int8`, bit for bit, in one kernel.
 
@@ -200,13 +199,11 @@ def activation_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantize_activation(x, torch.int8, None)
 
 
-@torch.no_grad()
 def activation_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """`qarl_kernels.activation.quantize_activation_fp8`, bit for bit but for the sign of NaN; else as above."""
     return _quantize_activation(x, torch.float8_e4m3fn, None)
 
 
-@torch.no_grad()
 def activation_fp8_group(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each group of 128 neighbouring values of a row to e4m3 by the rule of `activation_fp8`.
 

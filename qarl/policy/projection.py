@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -53,7 +54,7 @@ class Projection:
     operands: tuple[Operand, ...]
     bias: Tensor | None
 
-    @property
+    @cached_property
     def input_codes(self) -> InputCodes | None:
         """What the product reads of activations, see `Scheme.input_codes`."""
         kinds = {o.scheme.input_codes if isinstance(o, PreparedWeight) else None for o in self.operands}

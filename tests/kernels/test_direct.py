@@ -5,6 +5,7 @@ Triton's own binder is asked, over a driver and a compiler that only record: no 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ import triton.compiler
 import triton.language as tl
 from qarl_kernels import direct
 from qarl_kernels import launch as launching
-from qarl_kernels.direct import Direct
-from qarl_kernels.launch import descriptor, launch
+from qarl_kernels.direct import Descriptor, Direct
+from qarl_kernels.launch import launch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -89,7 +90,7 @@ MATRIX = torch.zeros(64, 64, dtype=torch.bfloat16)
 KINDS = {
     "x": [
         *(X, X[1:], X[8:], X.float(), X.view(torch.int16), torch.nn.Parameter(X), None, X[:0]),
-        *(descriptor(MATRIX, (32, 16)), descriptor(MATRIX, (16, 16)), descriptor(MATRIX.half(), (16, 16))),
+        *(Descriptor(MATRIX, (32, 16)), Descriptor(MATRIX, (16, 16)), Descriptor(MATRIX.half(), (16, 16))),
     ],
     "count": [0, 1, 2, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, 2**32, -(2**31), -(2**31) - 1, True, False, None],
     "scale": [0.0, -0.0, 1.0, 1, None],
@@ -110,22 +111,23 @@ def test_the_compiled_kernel_is_the_one_that_triton_s_binder_chooses(runs, kerne
         for change in changes:
             for warps in (4, 8):
                 given, options = arguments(**change), OPTIONS | {"num_warps": warps}
-                kernel[(2,)](**given, **options)
+                own = {name: value.made() if isinstance(value, Descriptor) else value for name, value in given.items()}
+                kernel[(2,)](**own, **options)
                 expected, _ = runs[-1]
-                known.launch((2,), warps, 3, given, lambda g=given, o=options: made.append(1) or kernel[(2,)](**g, **o))
+                known.launch((2,), warps, 3, given, lambda g=own, o=options: made.append(1) or kernel[(2,)](**g, **o))
                 chosen, passed = runs[-1]
                 assert chosen is expected, change
                 assert passed[:6] == (2, 1, 1, 7, expected.function, expected.packed_metadata)
-                for value, name in zip(passed[9:], given, strict=True):
-                    same = value is given[name] or value == given[name]
-                    assert same if not isinstance(given[name], torch.Tensor) else _address(value, given[name])
+                assert all(map(_passed, passed[9:], given.values()))
         if turn == 0:
             made.clear()
     assert not made  # after the first turn, all went past the binder
 
 
-def _address(value: Any, tensor: torch.Tensor) -> bool:
-    return value is tensor or value == tensor.data_ptr()
+def _passed(value: Any, given: Any) -> bool:
+    if isinstance(given, Descriptor):
+        return value.base is given.base and value.block_shape == list(given.block_shape)
+    return value is given or value == (given.data_ptr() if isinstance(given, torch.Tensor) else given)
 
 
 def test_arguments_go_by_name_in_any_order(runs, kernel) -> None:
@@ -226,7 +228,7 @@ def test_the_device_is_switched_where_it_is_another_one(runs, kernel, monkeypatc
 def test_launch_reaches_a_kernel_past_the_binder(runs, kernel, monkeypatch) -> None:
     monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(launching, "_direct", {})
-    monkeypatch.setattr(torch.cuda, "device", lambda device: __import__("contextlib").nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for _ in range(3):
         launch(kernel, [5], num_warps=2, **arguments())
     assert len({run[0] for run in runs}) == 1 and [run[1][0] for run in runs] == [5, 5, 5]
@@ -257,7 +259,7 @@ def test_triton_3_6_s_own_launcher_gets_what_triton_would_pass_and_encodes_a_des
     assert direct._Form(compiled)._raw is None  # what such a descriptor becomes has the tensor in it
     run.launch = wrapped(["first", "second"])
     form = direct._Form(compiled)
-    left, right = descriptor(MATRIX, (32, 16)), descriptor(MATRIX[32:], (16, 16))
+    left, right = Descriptor(MATRIX, (32, 16)), Descriptor(MATRIX[32:], (16, 16))
     for _ in range(2):
         form.start((3,), 0, [left, 5, right, 6])
     base = (3, 1, 1, 7, 11, False, True, None, None, (4, 1, 0), None, None, None)
@@ -265,10 +267,11 @@ def test_triton_3_6_s_own_launcher_gets_what_triton_would_pass_and_encodes_a_des
     assert sorted(encoded) == sorted([(MATRIX.data_ptr(), "first"), (MATRIX[32:].data_ptr(), "second")])
 
 
-def test_descriptors_hold_no_tensor_but_their_own(monkeypatch) -> None:
-    for block in ((32, 16), (32, 16), (16, 16)):
-        for tensor in (MATRIX, MATRIX[8:], MATRIX[:, :32], MATRIX.float()):
-            made = descriptor(tensor, block)
-            assert made == type(made)(tensor, list(tensor.shape), list(tensor.stride()), list(block))
-            assert made.base is tensor
-    assert all(fields["base"] is None for fields in launching._descriptors.values())
+def test_a_matrix_that_no_accelerator_reads_is_refused_where_triton_sees_it(runs, monkeypatch) -> None:
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_direct", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for wrong in (MATRIX[:, 1:], MATRIX.t(), torch.zeros(8, 60, dtype=torch.bfloat16)):
+        with pytest.raises((AssertionError, ValueError)):
+            launch(JITFunction(_function), [5], **arguments(x=Descriptor(wrong, (16, 16))))
+    assert not runs

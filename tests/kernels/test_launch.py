@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from qarl_kernels import launch as launching
-from qarl_kernels.launch import INTERPRETED, capability_of, descriptor, launch, recording, supports_tma
+from qarl_kernels.direct import Descriptor
+from qarl_kernels.launch import INTERPRETED, capability_of, launch, recording, supports_tma
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
@@ -37,7 +38,7 @@ def test_descriptors_are_launched_like_tensors(device: torch.device) -> None:
         pytest.skip("needs a tensor memory accelerator")
     x = torch.randn(6, 16, device=device)
     out = torch.full_like(x, torch.nan)
-    launch(_copy, (2,), x=descriptor(x, (4, 16)), out=descriptor(out, (4, 16)), BLOCK=4)
+    launch(_copy, (2,), x=Descriptor(x, (4, 16)), out=Descriptor(out, (4, 16)), BLOCK=4)
     assert torch.equal(out, x)
 
 
@@ -136,7 +137,7 @@ def test_supports_tma_wants_aligned_rows(device: torch.device) -> None:
 
 def test_descriptor_describes_the_tensor(device: torch.device) -> None:
     x = torch.empty(8, 64, dtype=torch.bfloat16, device=device)[:, :40]
-    made = descriptor(x, (4, 32))
+    made = Descriptor(x, (4, 32)).made()
     assert made.base is x and made.shape == [8, 40] and made.strides == [64, 1] and made.block_shape == [4, 32]
 
 

@@ -200,8 +200,7 @@ def attention_forward(
         raise ValueError(f"q has {tokens} rows, k {k.shape[0]} and the layout {layout.tokens}; they must agree")
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    long = layout.long_tiles
-    for queries, chunks in ((layout.queries[:long], True), (layout.queries[long:], False)):
+    for queries, chunks in layout.stretches:
         run(q, k, v, out, lse, queries, scale, window, chunks)
     return out, lse
 

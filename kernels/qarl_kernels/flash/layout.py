@@ -9,6 +9,7 @@ see a key are one: from the key's own row to the end of the group (prompt) or of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -51,6 +52,17 @@ class PackedLayout:
     items: Tensor
     partials: int
     cuts: Tensor
+
+    @cached_property
+    def stretches(self) -> list[tuple[Tensor, bool]]:
+        """See `stretches_of`."""
+        return stretches_of(self.queries, self.long_tiles)
+
+
+def stretches_of(queries: Tensor, long_tiles: int) -> list[tuple[Tensor, bool]]:
+    """The tiles of queries that one launch takes, and whether any of them sees more than one CHUNK; none is empty."""
+    parts = (queries[:long_tiles], True), (queries[long_tiles:], False)
+    return [part for part in parts if part[0].shape[0]]
 
 
 def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedLayout:

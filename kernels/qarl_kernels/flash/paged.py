@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.decode import decode
 from qarl_kernels.flash.forward import check, run
-from qarl_kernels.flash.layout import upload
+from qarl_kernels.flash.layout import stretches_of, upload
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class PagedLayout:
     long_tiles: int
     decodes: Tensor
     longest: int
+
+    @cached_property
+    def stretches(self) -> list[tuple[Tensor, bool]]:
+        """See `stretches_of`."""
+        return stretches_of(self.queries, self.long_tiles)
 
 
 def paged_layout(
@@ -112,8 +118,7 @@ def paged_attention(
     if q.shape[0] != layout.tokens:
         raise ValueError(f"q has {q.shape[0]} rows and the layout {layout.tokens}; they must agree")
     out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-    long = layout.long_tiles
-    for queries, chunks in ((layout.queries[:long], True), (layout.queries[long:], False)):
+    for queries, chunks in layout.stretches:
         run(q, k_cache, v_cache, out, None, queries, scale, window, chunks, layout.pages, token_axis)
     row, sequence, lengths = layout.decodes.unbind(1)
     spans = (layout.pages, row, sequence, lengths)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot_of_rows, gathered, no_sum, of_rows, operand
 from qarl_kernels.casts import narrow
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.gemm import POINTERS, check_e4m3, scaled
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import capability_of, descriptor, launch, supports_tma
+from qarl_kernels.launch import capability_of, launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
 from qarl_kernels.moe.tuning import tile_for
@@ -123,8 +124,8 @@ def run(
         (own["tiles"] * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(qx, (tile.block_m, tile.block_k)) if tma_x else qx,
-        w=descriptor(codes, (tile.block_n, tile.block_k)) if tma_w else codes,
+        x=Descriptor(qx, (tile.block_m, tile.block_k)) if tma_x else qx,
+        w=Descriptor(codes, (tile.block_n, tile.block_k)) if tma_w else codes,
         out=out,
         s_x=s_x,
         s_w=s_w,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from qarl_kernels.blocks import dot, operand, tile_of
 from qarl_kernels.casts import narrow
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
 from qarl_kernels.moe.tuning import tile_for
@@ -158,8 +159,8 @@ def run(
         (tiles * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(x, (tile.block_m, tile.block_k)) if tma_x else x,
-        w=descriptor(weight, block_w) if tma_w else weight,
+        x=Descriptor(x, (tile.block_m, tile.block_k)) if tma_x else x,
+        w=Descriptor(weight, block_w) if tma_w else weight,
         out=out,
         order=groups.order,
         starts=groups.starts,

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from qarl_kernels.blocks import gathered, no_sum, of_rows, operand
 from qarl_kernels.casts import narrow, widen
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.fp8_block import scaled_block
 from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
 from qarl_kernels.moe.tuning import tile_for
@@ -122,8 +123,8 @@ def run(
         (own["tiles"] * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(qx, (tile.block_m, 128)) if tma_x else qx,
-        w=descriptor(codes, (tile.block_n, 128)) if tma_w else codes,
+        x=Descriptor(qx, (tile.block_m, 128)) if tma_x else qx,
+        w=Descriptor(codes, (tile.block_n, 128)) if tma_w else codes,
         s_x=s_x,
         s_w=s_w,
         out=out,

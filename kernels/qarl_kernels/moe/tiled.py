@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
-from qarl_kernels.launch import descriptor, launch, supports_tma
+from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.moe.dispatch import rows_in_order
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_programs
@@ -53,7 +54,7 @@ def run_tiled(
         (rows["tiles"] * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        x=descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
+        x=Descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
         tiled=tiled,
         out=out,
         N=n,
