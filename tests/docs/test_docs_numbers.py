@@ -8,6 +8,7 @@ import re
 
 import pytest
 from pages import ROOT
+from qarl_formats.registry import scheme_names
 
 README = (ROOT / "README.md").read_text()
 ROW = re.compile(r"^\| (\w+) \| (\w+)[^|]*\| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -42,9 +43,9 @@ def results(name: str) -> dict:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
-def table(after: str) -> list[list[str]]:
-    """Cells of the rows of the first table of docs/benchmarks.md behind a text, without its head."""
-    behind = (ROOT / "docs/benchmarks.md").read_text().partition(after)[2]
+def table(after: str, page: str = "benchmarks") -> list[list[str]]:
+    """Cells of the rows of the first table of a page behind a text, without its head."""
+    behind = (ROOT / f"docs/{page}.md").read_text().partition(after)[2]
     assert behind, after
     lines = [line for line in behind[behind.index("\n|") + 1 :].split("\n\n")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -173,7 +174,7 @@ def test_the_exact_tokens_of_larger_shapes_are_the_record() -> None:
     found = {(row["target"], row["scheme"]): row for row in results("exact_gpu")["found"]}
     behind = (ROOT / "docs/exact.md").read_text().partition("With Qwen3-1.7B's shapes and random weights")[2]
     named = re.findall(r"(\w+) ([\d,]*\d)", behind.partition("none off")[0])
-    assert len(named) == 3
+    assert len(named) == len(found.keys() & {("models/qwen3-1.7b", name) for name in scheme_names()}) == 7
     for scheme, tokens in named:
         own = found["models/qwen3-1.7b", scheme]
         assert (own["tokens"], own["differing"]) == (int(tokens.replace(",", "")), 0)
@@ -182,13 +183,28 @@ def test_the_exact_tokens_of_larger_shapes_are_the_record() -> None:
 def test_the_exports_of_mixtures_in_vllm_are_the_record() -> None:
     found = results("exports_mixtures_gpu")
     rows = table("with the kernels that it chooses itself for the experts")
-    read = 0
     for name, *cells in rows:
-        for family, (delta, likeliest) in (("mixtral", cells[:2]), ("qwen3_moe", cells[2:])):
-            own = found.get(f"{family}-{name.partition(',')[0]}", {})
-            assert bool(numbers(delta)) == ("tokens" in own), (family, name)
-            if "tokens" in own:
-                read += 1
-                assert numbers(delta) == [pytest.approx(own[f"delta_abs_{k}"], rel=0.04) for k in ("mean", "max")]
-                assert numbers(likeliest) == [own["likeliest"], own["tokens"]]
-    assert read == sum("tokens" in row for row in found.values() if isinstance(row, dict))
+        for family, cell in zip(("mixtral", "qwen3_moe", "qwen2_moe", "olmoe"), cells, strict=True):
+            own = found[f"{family}-{name.partition(',')[0]}"]
+            deltas = [pytest.approx(own[f"delta_abs_{kind}"], rel=0.04) for kind in ("mean", "max")]
+            assert numbers(cell) == [*deltas, own["likeliest"], own["tokens"]], (family, name)
+    assert 4 * len(rows) == sum("tokens" in row for row in found.values() if isinstance(row, dict))
+
+
+def test_the_study_of_exactness_with_vllm_is_the_record() -> None:
+    found = results("reproduction_exactness_gpu")
+    rows = table("On an H200 with vLLM in bf16", "reproductions")
+    for (_, delta, k3, chi2, norm, reward, answered, step), own in zip(rows, found["groups"], strict=True):
+        of = {name: own[f"column:{name}"]["mean"] for name in ("mean |delta|", "KL (k3)", "chi2 of responses")}
+        assert [*numbers(delta), *numbers(k3), *numbers(chi2)] == pytest.approx(list(of.values()), abs=6e-4)
+        norms, answers = own["column:gradient norm"], own["column:answered"]
+        assert numbers(norm) == pytest.approx([norms[kind] for kind in ("mean", "low", "high")], abs=0.51)
+        rewards = [
+            own["reward_first_quarter"]["mean"],
+            *(own["reward_last_quarter"][k] for k in ("mean", "low", "high")),
+        ]
+        assert numbers(reward) == pytest.approx([abs(value) for value in rewards], abs=6e-4)
+        assert numbers(answered) == pytest.approx([abs(100 * answers[k]) for k in ("mean", "low", "high")], abs=0.06)
+        assert numbers(step) == [pytest.approx(own["step_s"]["mean"], abs=0.006)]
+    exact = [member for member in found["members"] if member["name"].startswith(("reinforce-exact", "grpo-exact"))]
+    assert len(exact) == 6 and all(member["column:exact"] == 0 for member in exact)
