@@ -7,16 +7,13 @@ effect.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from qarl.config.base import Field
 from qarl.objectives.band import Band
 from qarl.objectives.surrogate import Surrogate
 from qarl.objectives.token_clip import TokenClip
 from qarl.objectives.tokens import SurrogateInputs
-
-if TYPE_CHECKING:
-    pass
 
 
 class PositiveOnly(TokenClip):

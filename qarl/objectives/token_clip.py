@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from qarl.config.base import Fault, Field
 from qarl.config.limits import FACTOR
@@ -17,9 +17,6 @@ from qarl.objectives.base import RatioObjective
 from qarl.objectives.ratios import clamped_exp
 from qarl.objectives.surrogate import Surrogate, ratio_stats, stat
 from qarl.objectives.tokens import SurrogateInputs
-
-if TYPE_CHECKING:
-    pass
 
 NO_CLIP_EPS = 10.0
 """loss no_clip (TRL precision study, section 10.1): both bounds at this, the lower one below 0, so at 0."""

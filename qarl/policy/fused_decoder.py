@@ -34,9 +34,8 @@ def fused_states(
     x, layers = _embedded(decoder, ids, attention)
     residual = None
     for layer in layers:
-        x, residual = layer.forward(x, residual, attention, routes)[
-            :2
-        ]  # nobody holds the rest while the next layer runs
+        # Nobody holds the rest while the next layer runs.
+        x, residual = layer.forward(x, residual, attention, routes)[:2]
     if rows is not None:
         x, residual = x[rows], None if residual is None else residual[rows]
     return _last_norm(decoder, x, residual, rows)[0]
