@@ -252,7 +252,9 @@ class Policy:
         assert routes.replay is None or len(routes.replay) == count, f"{count} rows and a replay of other ones"
         fused = self.role.view.fused
         if fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
-            groups.append((missing, [0]))  # a sequence of its own that nobody reads: no other row's bits change
+            # Sequences of their own that nobody reads: no other row's bits change. A longer one would have positions of
+            # which there is no cosine, and a NaN there would be in the sums over all rows.
+            groups += [(min(missing - row, self.max_length), [0]) for row in range(0, missing, self.max_length)]
             ids += [0] * missing
         attention = packed(groups, self.device, fused)
         rows = upload(torch.tensor(batch.rows), self.device)

@@ -305,3 +305,18 @@ def test_rows_that_fill_a_batch_up_change_nothing(make, kept_gradients, monkeypa
     filled, found = gradients(policy)
     assert torch.equal(filled, logp)
     assert_gradients_close(found, expected, 1e-6)  # float32 sums over more rows, of zeros, in another order
+
+
+def test_rows_that_fill_a_batch_up_have_positions_that_there_are(make, kept_gradients, monkeypatch) -> None:
+    policy = make(True)
+    logp, expected = kept_gradients(policy)
+    longest = max(len(prompt + response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True))
+    tables = policy.decoder.rotary.tables
+    held = [torch.cat((table[:longest], torch.full_like(table, torch.nan))) for table in tables[torch.bfloat16]]
+    monkeypatch.setitem(tables, torch.bfloat16, tuple(table[:longest] for table in held))  # behind them is NaN
+    monkeypatch.setattr(policy, "max_length", longest)
+    monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
+    monkeypatch.setattr("qarl.policy.policy.ROWS", 48)
+    filled, found = gradients(policy)
+    assert torch.equal(filled, logp)
+    assert_gradients_close(found, expected, 1e-6)
