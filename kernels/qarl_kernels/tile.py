@@ -41,9 +41,10 @@ def tile_kernel(
     RAGGED: tl.constexpr,  # columns is not a multiple of 8: the last word of a row is not full
     TILES: tl.constexpr,
 ):
-    a = tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(column_tiles, TILES)  # programs along a row; one axis of programs, because the second holds 65,535
+    a = (tl.program_id(0) // across).to(tl.int64)
     line = tl.arange(0, TILES * 16)[:, None]  # (tile, row of the tile)
-    b = tl.program_id(0) * TILES + line // 16
+    b = tl.program_id(0) % across * TILES + line // 16
     row = a * 16 + line % 16
     half = tl.arange(0, 2)[None, :]
     eight = tl.arange(0, 8)[None, None, :]
@@ -70,9 +71,10 @@ def untile_kernel(
     RAGGED: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    a = tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(column_tiles, TILES)  # as above
+    a = (tl.program_id(0) // across).to(tl.int64)
     line = tl.arange(0, TILES * 16)[:, None]
-    b = tl.program_id(0) * TILES + line // 16
+    b = tl.program_id(0) % across * TILES + line // 16
     row = a * 16 + line % 16
     half = tl.arange(0, 2)[None, :]
     eight = tl.arange(0, 8)[None, :, None]
@@ -142,7 +144,7 @@ def tile_int4(packed: Tensor, in_features: int) -> Tensor:
     tiled = torch.empty(shape, dtype=torch.int32, device=packed.device)
     launch(
         tile_kernel,
-        (cdiv(shape[1], TILES), shape[0]),
+        (cdiv(shape[1], TILES) * shape[0],),
         num_warps=8,
         packed=packed,
         tiled=tiled,
@@ -169,7 +171,7 @@ def untile_int4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
     packed = torch.empty(out_features, words, dtype=torch.int32, device=tiled.device)
     launch(
         untile_kernel,
-        (cdiv(shape[1], TILES), shape[0]),
+        (cdiv(shape[1], TILES) * shape[0],),
         num_warps=8,
         tiled=tiled,
         packed=packed,

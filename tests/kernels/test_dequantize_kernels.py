@@ -117,8 +117,8 @@ def test_tensors_that_do_not_fit_are_errors_that_name_them(device):
 
 
 def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
-    """65,535 along the second axis, where weights of 128 experts have more rows."""
-    n, k = 128 * 3072, 4096
+    """65,535 along the second axis, where weights of 512 experts have as many tiles of 16 rows."""
+    n, k = 512 * 2048, 4096
     packed, codes = torch.empty(n, k // 8, dtype=torch.int32, device="meta"), torch.empty(n, k, device="meta")
     scale = torch.empty(n, 32, device="meta")
     with recording() as launches:
