@@ -69,13 +69,13 @@ def _paged_kernel(
         else:
             turned_heads(
                 source + heads * (2 * HALF), k_cache + page * stride_k_page + offset * stride_k, stride_k_head, k_norm,
-                (block - blocks) * HEADS, kv_heads, column, keep, stored, cosines, sines, eps,
+                ((block - blocks) * HEADS).to(tl.int64), kv_heads, column, keep, stored, cosines, sines, eps,
                 HALF, HEADS, TOKENS, VECTORS, FP8,
             )  # fmt: skip
     else:
         copied_heads(
             source + (heads + kv_heads) * (2 * HALF), v_cache + page * stride_v_page + offset * stride_v, stride_v_head,
-            (block - blocks - kv_blocks) * HEADS, kv_heads, column, stored, HALF, HEADS, FP8,
+            ((block - blocks - kv_blocks) * HEADS).to(tl.int64), kv_heads, column, stored, HALF, HEADS, FP8,
         )  # fmt: skip
 
 

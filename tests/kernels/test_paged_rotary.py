@@ -111,6 +111,21 @@ def test_a_tokens_bits_are_its_own(device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
 
 
+def test_heads_of_a_cache_may_be_far_apart(device) -> None:
+    """The third is 2^31 values behind the first: in 32 bits that is as many before it, where memory is here too."""
+    qkv, rotation = _case((3, 3, 3, 96), device, False)
+    rounding, slots = replace(rotation, kv_fp8=True), torch.arange(3, device=device)
+    memory = torch.empty_strided((2**32 + 2 * 16 * 96,), (1,), dtype=torch.uint8, device=device)  # most is not touched
+    whole = memory.view(torch.float8_e4m3fn)
+    far = [whole.as_strided((1, 3, 16, 96), (1, 2**30, 96, 1), 2**31 + at * 16 * 96) for at in range(2)]
+    near = [_cache(1, 3, 16, 96, device, False, torch.float8_e4m3fn) for _ in "kv"]
+    for cache in far:
+        cache.copy_(near[0])
+    assert torch.equal(rotary_into_pages(qkv, rounding, *far, slots), rotary_into_pages(qkv, rounding, *near, slots))
+    for wide, close in zip(far, near, strict=True):
+        assert torch.equal(wide.contiguous().view(torch.uint8), close.view(torch.uint8))
+
+
 def test_no_rows_write_nothing(device) -> None:
     qkv, rotation = _case((0, 3, 1, 64), device, True)
     caches = [_cache(2, 1, 16, 64, device, False, qkv.dtype) for _ in "kv"]
