@@ -52,6 +52,11 @@ def fault_of(rank: int, error: BaseException) -> Fault:
     return Fault(rank, host(), exit_code(error), described(error))
 
 
+def fault_behind(rank: int, error: BaseException) -> Fault:
+    """What `error` came of: another rank's fault, or `fault_of` this process."""
+    return error.fault if isinstance(error, OtherRankFailed) else fault_of(rank, error)
+
+
 def described(error: BaseException) -> str:
     """What `error` says; a fault of the program's own with its type."""
     text = str(error).strip()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from qarl.distributed.fault import (
     INTERRUPTED,
     Fault,
     OtherRankFailed,
+    fault_behind,
     fault_of,
     forget_fault,
     write_fault,
@@ -27,7 +29,7 @@ from qarl.distributed.fault import (
 from qarl.distributed.meeting import Meeting
 from qarl.distributed.place import place
 from qarl.distributed.ranks import Alone, Ranks
-from qarl.distributed.watch import Watch
+from qarl.distributed.watch import TICK_S, Watch
 from qarl.errors import UserError
 from qarl.policy.device import pick_device
 
@@ -88,6 +90,7 @@ class Group(Ranks):
         try:
             store = meeting.store(timedelta(seconds=start_s))
             self._notes, self._met, self._timeout_s = meeting.board(timeout), 0, timeout_s
+            self._looked = -TICK_S
             self._watch = Watch(meeting.board(timeout), self.rank, self.count, timeout_s, self._last)
             self._watch.start()
             self._await_all(store, start_s)
@@ -137,6 +140,20 @@ class Group(Ranks):
                 if time.monotonic() > end:
                     raise OtherRankFailed(self._watch.claim(self._watch.absent(rank, longer_s)))
                 time.sleep(0.01)
+
+    def tell(self, fault: BaseException) -> None:
+        with suppress(OSError, RuntimeError):  # who watches will see that this is gone
+            self._notes.claim(f"broken-{self._calls}", fault_behind(self.rank, fault).text())
+
+    def look(self) -> None:
+        if self._watch.fault is not None:
+            raise OtherRankFailed(self._watch.fault)
+        if time.monotonic() < self._looked + TICK_S:
+            return
+        self._looked = time.monotonic()
+        with suppress(OSError, RuntimeError):
+            if (text := self._notes.read(f"broken-{self._calls}")) is not None:
+                raise OtherRankFailed(Fault.of(text))
 
     def log_in(self, directory: Path) -> None:
         self._meeting.log_in(directory)

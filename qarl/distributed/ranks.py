@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.distributed.fault import Fault, OtherRankFailed, fault_of
+from qarl.distributed.fault import Fault, OtherRankFailed, fault_behind
 
 __all__ = ["Alone", "OtherRankFailed", "Ranks", "total"]
 
 
 class Ranks(ABC):
-    """The processes of one run. Every method but `log_in` is a collective: all ranks call it, in the same order.
+    """The processes of one run. Every method but `tell`, `look` and `log_in` is a collective: all ranks call it, in the
+    same order.
 
     rank: of this process, from 0. count: of all. agreed: what `agree` raised last on this rank; where that is the fault
     at hand, every rank has raised one at the same place, and collectives may go on. One thread at a time may call. A
@@ -51,7 +52,7 @@ class Ranks(ABC):
         The rank with a fault raises its own. The others raise `OtherRankFailed`, which names the first rank that has
         one and its line.
         """
-        own = None if fault is None else fault_of(self.rank, fault).text()
+        own = None if fault is None else fault_behind(self.rank, fault).text()
         try:
             texts = self.gather(own)
         except OtherRankFailed:
@@ -65,6 +66,17 @@ class Ranks(ABC):
             if text is not None:
                 self.agreed = OtherRankFailed(Fault.of(text))
                 raise self.agreed
+
+    def tell(self, fault: BaseException) -> None:
+        """Let those that `look` know of a fault, before `agree` raises it everywhere. No collective."""
+        return
+
+    def look(self) -> None:
+        """Raise `OtherRankFailed` where another rank has told of a fault since the last collective, or is gone.
+
+        For work that takes long, after which all ranks agree. It costs nothing. No collective.
+        """
+        return
 
     def signal(self, signum: int | None) -> int | None:
         """The signal that any rank has received, the lowest rank's where there are several; None where none has."""

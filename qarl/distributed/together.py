@@ -13,6 +13,8 @@ T = TypeVar("T")
 def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
     """What `work` gives; a collective. Where it raises on any rank, every rank raises as `Ranks.agree` says.
 
+    Work that takes long may `Ranks.look`, and ends then as soon as it failed on another rank.
+
     longer_s: how much more than `distributed.timeout_s` one rank may need for it than another.
     """
     fault: Exception | None = None
@@ -21,6 +23,7 @@ def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
         result = work()
     except Exception as error:
         fault = error
+        ranks.tell(fault)
     if longer_s:
         ranks.meet(longer_s)
     ranks.agree(fault)

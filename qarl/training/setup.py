@@ -113,7 +113,7 @@ def build_run(
         engine = together(
             ranks,
             lambda: (
-                build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early)
+                build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early, ranks)
                 if _draws(config, ranks)
                 else NoSampler()
             ),
@@ -274,9 +274,10 @@ def build_engine(
     run_dir: Path,
     say: Callable[[str], None],
     early: BegunSampler | None = None,
+    ranks: Ranks = ALONE,
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names, before its first publish. say: gets what the user should know. early: is
-    the engine's from now on.
+    the engine's from now on. ranks: which publish at the same time.
 
     Raises UserError where vLLM does not start.
     """
@@ -289,7 +290,7 @@ def build_engine(
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     layout = policy.sampler.layout
     weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=config.rollout.numerics == "exact")
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

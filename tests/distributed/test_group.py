@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -94,3 +95,30 @@ def meets_in_vain(group):
 def test_ranks_do_not_wait_for_ever() -> None:
     with pytest.raises(AssertionError, match=r"others waited for 2 s \(distributed.timeout_s\) and 1 more"):
         run_ranks(2, f"{HERE}:meets_in_vain", timeout_s=2)
+
+
+def looks(group, work_s):
+    def work(turn):
+        if group.rank == 1:
+            raise ValueError(f"in turn {turn}")
+        end = time.monotonic() + work_s
+        while time.monotonic() < end:
+            group.look()
+            time.sleep(0.01)
+
+    told = []
+    for turn in range(2):
+        try:
+            together(group, partial(work, turn))
+        except Exception as error:
+            assert group.agreed is error
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_work_that_failed_on_one_rank_ends_where_others_look() -> None:
+    began = time.monotonic()
+    own = [f"ValueError: in turn {turn}" for turn in range(2)]
+    other = [f"OtherRankFailed: rank 1 on {socket.gethostname()}: {line}" for line in own]
+    assert run_ranks(3, f"{HERE}:looks", {"work_s": 100}) == [other, own, other]
+    assert time.monotonic() - began < 60

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,18 @@ def test_a_sampler_that_stays_dead_ends_the_run_on_all_ranks_with_a_checkpoint(f
     assert [record["step"] for record in done.metrics] == [1]
     assert (done.run / "checkpoints" / "latest").resolve().name == "000001"
     assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
+
+
+@pytest.mark.slow
+def test_a_sampler_that_does_not_start_is_told_before_those_of_other_ranks_have(fake) -> None:
+    began = time.monotonic()
+    done = fake(["start hang"], ["start fail"], vllm={"timeout_s": 150})
+    assert done.code == 2, done.err
+    assert len(done.errors) == 1, done.err
+    assert done.errors[0].startswith("error: rank 1: rollout.vllm: vLLM did not start: RuntimeError: out of blocks")
+    assert time.monotonic() - began < 120
+    assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
+    assert sorted(path.name for path in done.run.iterdir()) == ["rank-001", "sampler.log"]
 
 
 def test_a_samplers_environment_has_nothing_of_ranks() -> None:

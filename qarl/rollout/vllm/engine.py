@@ -47,6 +47,10 @@ from qarl.weight_sync.transport import make_team
 MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
 
 
+def _see_nothing() -> None:
+    """For an engine that is not one of several."""
+
+
 class SamplerError(UserError):
     """vLLM cannot go on, however often it is started."""
 
@@ -56,8 +60,9 @@ class VLLMEngine:
 
     weights: brings the policy's versions to vLLM and proves them. place: directory for the log (`sampler.log`) and,
     while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
-    far. phases: seconds of the parts of vLLM's last start, by name. early: what the first start takes over. tracer: is
-    told what the forwards of `generate` compute, where vLLM is in this process with exact numerics.
+    far. phases: seconds of the parts of vLLM's last start, by name. early: what the first start takes over. look: is
+    called while vLLM starts, and ends the start by what it raises. tracer: is told what the forwards of `generate`
+    compute, where vLLM is in this process with exact numerics.
     """
 
     tracer: Tracer | None = None
@@ -71,11 +76,12 @@ class VLLMEngine:
         place: Path,
         say: Callable[[str], None],
         early: BegunSampler | None = None,
+        look: Callable[[], None] = _see_nothing,
     ) -> None:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
         self.log = place / LOG
-        self._early = early
+        self._early, self._look = early, look
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}
@@ -222,7 +228,7 @@ class VLLMEngine:
             self.weights.prepare(folder, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
             self._measured["time/sampler_prepare_s"] = time.perf_counter() - begin
-            self._sampler.start(ignore_progress)
+            self._sampler.start(lambda responses, tokens: self._look())
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self.weights.accept(self._sampler, snapshot, vllm.publish)
