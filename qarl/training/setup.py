@@ -103,10 +103,12 @@ def build_run(
     place, early = rewards_log.parent, None
     try:
         early = _early_sampler(config, device, place, ranks)
+        look = partial(together, ranks, lambda: None if early is None else early.look())
         if ranks.count == 1:
-            policy, updates, inputs = _of_one_process(config, device, console, asked)
+            policy, updates, inputs = _of_one_process(config, device, console, asked, look)
         else:
-            policy, updates, inputs = _of_ranks(config, device, console, asked, ranks)
+            policy, updates, inputs = _of_ranks(config, device, console, asked, ranks, look)
+        look()
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
         say = console.warn if ranks.first else partial(_say, ranks.rank)
@@ -183,22 +185,24 @@ def _asked_and_scored(
 
 
 def _of_one_process(
-    config: Config, device: torch.device, console: RunConsole, asked: _Asked
+    config: Config, device: torch.device, console: RunConsole, asked: _Asked, look: Callable[[], None]
 ) -> tuple[Policy, Updates, Digests]:
-    """The policy, what changes it, and digests of what the run is made from."""
+    """The policy, what changes it, and digests of what the run is made from. look: called in between."""
     with console.phase("model"):
         model = load_model(config.model)
+    look()
     with console.phase("digests of model and rewards"):
         inputs = input_digests(
             config, model.generation_config, asked.tokenizer, tensors_digest(model.named_parameters())
         )
+    look()
     with console.phase("quantize"):
         policy = build_policy(config, model, device, asked.context)
     return policy, LocalUpdates(policy, config), inputs
 
 
 def _of_ranks(
-    config: Config, device: torch.device, console: RunConsole, asked: _Asked, ranks: Ranks
+    config: Config, device: torch.device, console: RunConsole, asked: _Asked, ranks: Ranks, look: Callable[[], None]
 ) -> tuple[Policy, Updates, Digests]:
     """`_of_one_process`, where each rank reads and keeps its rows of the masters alone, or what DeepSpeed gives it."""
     from qarl.distributed.exchange import GroupExchange
@@ -216,6 +220,7 @@ def _of_ranks(
         else:
             exchange = GroupExchange(ranks.tensors, ranks.rank, ranks.count, device)
             policy, updates = build_rows(config, device, asked.context, exchange, ranks)
+    look()
     with console.phase("digests of model and rewards"):
         shapes = {name: tuple(master.shape) for name, master in policy.named_parameters()}
         weights = shared_tensors_digest(config.model, shapes, ranks)

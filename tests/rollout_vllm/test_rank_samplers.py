@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import fake_sampler
@@ -159,6 +160,32 @@ def test_a_sampler_that_does_not_start_is_told_before_those_of_other_ranks_have(
     assert time.monotonic() - began < 120
     assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
     assert sorted(path.name for path in done.run.iterdir()) == ["rank-001", "sampler.log"]
+
+
+@pytest.mark.slow
+def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_made_of_them(
+    even_model, tmp_path
+) -> None:
+    gone = """
+        if rank == "1":
+            from qarl.rollout.vllm.process import BegunProcess
+            from qarl.training import row_setup, setup
+            begun, begin, load = [], BegunProcess.__init__, row_setup.load_rows
+            def note(self, *given):
+                begin(self, *given)
+                begun.append(self.process)
+            def wait(*given):
+                begun[0].wait()
+                return load(*given)
+            fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
+            BegunProcess.__init__, row_setup.load_rows, setup.input_digests = note, wait, None
+    """
+    data = settings(even_model, rollout={"engine": "vllm"})
+    data["model"]["device"] = "cpu"
+    done = train(tmp_path, write_config(tmp_path / "c.yaml", data), 2, FAKE + dedent(gone))
+    assert done.code == 2, done.err
+    said = "error: rank 1: rollout.vllm: vLLM did not start: its process ended with exit code 3"
+    assert done.errors == [said], done.err
 
 
 def test_a_samplers_environment_has_nothing_of_ranks() -> None:

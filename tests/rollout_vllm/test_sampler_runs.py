@@ -131,3 +131,31 @@ def test_what_is_left_after_all_that_is_what_an_undisturbed_run_leaves(course, u
     assert "(step 1)" in stage.out  # resumed from there
     assert stage.steps == undisturbed.steps and len(stage.steps) == 2
     assert stage.files == undisturbed.files
+
+
+GONE = f"""
+{INSTALL}
+import os
+from qarl.rollout.vllm.process import BegunProcess
+from qarl.training import setup
+begun, begin, load = [], BegunProcess.__init__, setup.load_model
+def note(self, *given):
+    begin(self, *given)
+    begun.append(self.process)
+def wait(config):
+    begun[0].wait()
+    return load(config)
+fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
+BegunProcess.__init__, setup.load_model, setup.input_digests = note, wait, None
+"""
+
+
+def test_a_sampler_that_ends_while_the_model_is_loaded_is_told_before_anything_is_made_of_it(
+    qarl, even_model, tmp_path
+) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(even_model, rollout={"engine": "vllm"}))
+    done = qarl.run("train", config, f"train.run_dir={tmp_path / 'run'}", before=GONE)
+    assert (done.code, done.err) == (
+        2,
+        "error: rollout.vllm: vLLM did not start: its process ended with exit code 3\n",
+    )

@@ -10,20 +10,43 @@ import torch
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.rollout.vllm.launch import sampler_gpu, sampler_threads
-from qarl.rollout.vllm.process import BegunProcess
+from qarl.rollout.vllm.process import BegunProcess, ended_with
 from qarl.weight_sync.carriers import Carrier
+from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import ReceiverPlan, make_carrier
 
 LOG = "sampler.log"  # in the directory of a run, or of a rank's
+MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
+
+
+class SamplerError(UserError):
+    """vLLM cannot go on, however often it is started."""
+
+
+def not_started(fault: SamplerFault, log: Path) -> SamplerError:
+    """That of a first start."""
+    hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
+    return SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{see(log)}")
+
+
+def see(log: Path) -> str:
+    """Where to read on: the log, if anything was printed; one that is empty may go with a start that is refused."""
+    return f"; see {log}" if log.exists() and log.stat().st_size else ""
 
 
 @dataclass(frozen=True)
 class BegunSampler:
-    """A process of a run's vLLM. carrier, plan: the way of later publications to it."""
+    """A process of a run's vLLM. carrier, plan: the way of later publications to it. log: what it prints."""
 
     begun: BegunProcess
     carrier: Carrier
     plan: ReceiverPlan
+    log: Path
+
+    def look(self) -> None:
+        """Raise SamplerError where it has ended, which before its start is by itself."""
+        if (code := self.begun.process.poll()) is not None:
+            raise not_started(ended_with(code), self.log)
 
     def close(self) -> None:
         """End it, if it was not taken over."""
@@ -55,4 +78,4 @@ def begin_sampler(config: Config, device: torch.device, place: Path) -> BegunSam
     except BaseException:
         carrier.close()
         raise
-    return BegunSampler(begun, carrier, plan)
+    return BegunSampler(begun, carrier, plan, place / LOG)

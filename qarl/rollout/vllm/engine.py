@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config
-from qarl.errors import UserError
 from qarl.policy.trace import Tracer
 from qarl.rollout.engine import (
     Progress,
@@ -31,7 +30,7 @@ from qarl.rollout.engine import (
     require_version,
 )
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.early import LOG, BegunSampler, begin_sampler
+from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampler, not_started, see
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
@@ -44,15 +43,9 @@ from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.transport import make_team
 
-MEMORY_HINT = " (rollout.vllm.memory_frac, rollout.kv_cache_tokens and model.max_length decide what it takes)"
-
 
 def _see_nothing() -> None:
     """For an engine that is not one of several."""
-
-
-class SamplerError(UserError):
-    """vLLM cannot go on, however often it is started."""
 
 
 class VLLMEngine:
@@ -253,20 +246,14 @@ class VLLMEngine:
         self._stop()
         limit = self.config.rollout.vllm.max_restarts
         if not started:
-            hint = MEMORY_HINT if "memory" in str(fault).lower() or "KV cache" in str(fault) else ""
-            raise SamplerError(f"rollout.vllm: vLLM did not start: {fault}{hint}{self._see()}") from fault
+            raise not_started(fault, self.log) from fault
         if self.restarts == limit:
             raise SamplerError(
                 f"rollout.vllm: vLLM failed: {fault}; restarted {limit} times already "
-                f"(rollout.vllm.max_restarts){self._see()}"
+                f"(rollout.vllm.max_restarts){see(self.log)}"
             ) from fault
         self.restarts += 1
-        self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{self._see()}")
-
-    def _see(self) -> str:
-        """Where to read on: the log, if anything was printed; one that is empty may go with a start that is refused."""
-        printed = self.log.exists() and self.log.stat().st_size
-        return f"; see {self.log}" if printed else ""
+        self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{see(self.log)}")
 
     def _stop(self) -> None:
         if self._sampler is not None:

@@ -230,10 +230,15 @@ class SamplerProcess:
             code = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             return self._ended("it closed its connection")
-        if code >= 0:
-            return SamplerFault(f"its process ended with exit code {code}")
-        hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
-        return SamplerFault(f"its process was ended by {signal.Signals(-code).name}{hint}")
+        return ended_with(code)
+
+
+def ended_with(code: int) -> SamplerFault:
+    """The fault of a sampler's process that ended by itself. code: `Popen.returncode`."""
+    if code >= 0:
+        return SamplerFault(f"its process ended with exit code {code}")
+    hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+    return SamplerFault(f"its process was ended by {signal.Signals(-code).name}{hint}")
 
 
 def sampler_environment(environment: Mapping[str, str], plan: ReceiverPlan) -> dict[str, str]:
