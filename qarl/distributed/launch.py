@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from qarl.config.check import check_ranks
 from qarl.config.weights import check_weights
 from qarl.distributed.board import Folder
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, host, write_fault
+from qarl.distributed.folder import meeting_folder
 from qarl.distributed.notes import read_note
 from qarl.distributed.place import MEETING, log_name
 from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
@@ -70,8 +70,8 @@ def launch(argv: list[str], count: int, run_dir: Path) -> int:
     It is the first rank's to fail that is not 75 (another rank failed), or 0. One message on stderr says which rank
     failed; what it printed last stands above it. run_dir: of the run.
     """
-    with tempfile.TemporaryDirectory(prefix="qarl-ranks-", ignore_cleanup_errors=True) as meeting, Signals() as signals:
-        launched = Launched(argv, count, Path(meeting), run_dir)
+    with meeting_folder() as (meeting, inherited), Signals() as signals:
+        launched = Launched(argv, count, meeting, run_dir, inherited)
         try:
             launched.wait(signals)
         finally:
@@ -83,11 +83,14 @@ class Launched:
     """The ranks' processes.
 
     codes: exit codes as a shell has them, by rank, in the order in which the ranks ended. Of those that `kill` ended
-    there are none.
+    there are none. inherited: descriptors that the ranks keep open.
     """
 
-    def __init__(self, argv: list[str], count: int, meeting: Path, run_dir: Path) -> None:
+    def __init__(
+        self, argv: list[str], count: int, meeting: Path, run_dir: Path, inherited: tuple[int, ...] = ()
+    ) -> None:
         self.codes: dict[int, int] = {}
+        self._inherited = inherited
         self._meeting, self._run_dir, self._stopped = meeting, run_dir, False
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         cores = len(os.sched_getaffinity(0))
@@ -104,6 +107,7 @@ class Launched:
     def _start(self, rank: int, argv: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid()), *argv]
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": environment}
+        how["pass_fds"] = self._inherited
         if rank == 0:
             return subprocess.Popen(command, **how)
         with (self._meeting / log_name(rank)).open("wb") as log:

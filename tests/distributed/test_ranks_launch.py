@@ -168,14 +168,24 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     assert (code, errors(said)) == (130, [])
 
 
-def test_ranks_stop_when_their_launcher_is_gone(tmp_path: Path) -> None:
-    run = nproc(tmp_path, "")
+def test_ranks_stop_when_their_launcher_is_gone_and_the_next_one_removes_what_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    for name in ("killed", "next"):
+        (tmp_path / name).mkdir()
+    run = nproc(tmp_path / "killed", "")
     pids = run.begun()
+    (left,) = temporary.glob("qarl-ranks-*")
+    assert left.is_dir()
     run.process.kill()
     end = time.monotonic() + 90
     while any(alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert run.end()[0] == -signal.SIGKILL
+    assert nproc(tmp_path / "next", "end").end() == (0, "")
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["kill 1", "user 1"])

@@ -1,0 +1,62 @@
+"""The private directory that the ranks of `qarl train --nproc` meet in. Imports no torch.
+
+A launcher removes its own at its end, and those of launchers that were killed: the lock in such a directory is held by
+nobody, since the launcher and its ranks, who inherit it, are gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX = "qarl-ranks-"
+LOCK = "lock"
+
+
+@contextmanager
+def meeting_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """(a new directory, what the ranks are to inherit: the descriptor of its lock, where there can be one)."""
+    with suppress(OSError):
+        _remove_abandoned(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        lock = _locked(Path(name))
+        try:
+            yield Path(name), () if lock is None else (lock,)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """The lock, which has its name only once it is held; None where the disk knows no locks."""
+    fd = None
+    try:
+        fd = os.open(folder / f".{LOCK}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / f".{LOCK}").rename(folder / LOCK)
+    except OSError:
+        if fd is not None:
+            os.close(fd)
+        return None
+    return fd
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove this user's directories there whose lock nobody holds; one without a lock is left alone."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            fd = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(fd)

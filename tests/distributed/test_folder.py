@@ -1,0 +1,60 @@
+"""The directory that ranks meet in: whose is removed, and when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from qarl.distributed.folder import LOCK, meeting_folder
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_there_for_its_time_and_another_launcher_leaves_it_alone(temporary: Path) -> None:
+    with meeting_folder() as (folder, _), meeting_folder() as (other, _):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert sorted(temporary.iterdir()) == sorted([folder, other])
+    assert list(temporary.iterdir()) == []
+
+
+def test_it_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Path) -> None:
+    script = (
+        "import os, subprocess, sys, tempfile; from qarl.distributed.folder import meeting_folder;"
+        f"tempfile.tempdir = {str(temporary)!r}; held = meeting_folder(); folder, inherited = held.__enter__();"
+        "rank = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, pass_fds=inherited);"
+        "print(folder, rank.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    said = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True).stdout
+    folder, rank = said.split()
+    with meeting_folder():
+        assert Path(folder).is_dir()
+    os.kill(int(rank), 9)
+    end = time.monotonic() + 60
+    while Path(folder).exists() and time.monotonic() < end:  # until the rank has let go of what it held
+        with meeting_folder():
+            time.sleep(0.01)
+    assert not Path(folder).exists()
+
+
+def test_what_has_no_lock_of_a_launchers_stays(temporary: Path) -> None:
+    made = [temporary / f"qarl-ranks-{name}" for name in ("begins", "file", "link", "linked")]
+    made[0].mkdir()
+    made[1].touch()
+    (temporary / "elsewhere").mkdir()
+    (temporary / "elsewhere" / LOCK).touch()
+    made[2].symlink_to(temporary / "elsewhere")
+    made[3].mkdir()
+    (made[3] / LOCK).symlink_to(temporary / "elsewhere" / LOCK)
+    with meeting_folder():
+        assert all(path.exists() for path in made)
+    assert (temporary / "elsewhere" / LOCK).exists()
