@@ -29,12 +29,14 @@ from qarl.training.observer import Observer
 
 @dataclass
 class _Seen:
-    """The training forwards of one optimizer step. log_ratio: what the objective clips. shadow: log-probs."""
+    """The training forwards of one optimizer step. log_ratio: what the objective clips. shadow: log-probs. weights: of
+    the correction, where there is one."""
 
     minibatch: Part
     logp: Column
     log_ratio: Column
     shadow: Column
+    weights: Column
 
 
 class Probe(Observer):
@@ -64,7 +66,7 @@ class Probe(Observer):
         self.metrics: dict[str, float] = {}
         self.backward: Modules | None = None
         self._seen: list[_Seen] = []  # of each optimizer step
-        self._weights: Column | None = None  # of the last forward over each response
+        self._weighted = False
         self._before: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
@@ -73,7 +75,7 @@ class Probe(Observer):
 
     def minibatch(self, minibatch: Part) -> None:
         count = len(minibatch.batch)
-        self._seen.append(_Seen(minibatch, *(Column.empty(count) for _ in range(3))))
+        self._seen.append(_Seen(minibatch, *(Column.empty(count) for _ in range(4))))
         if len(self._seen) == 1 and not {"gradients", "backward"}.isdisjoint(self.due):
             self._gradients(minibatch)
 
@@ -88,25 +90,22 @@ class Probe(Observer):
         if shadow:
             seen.shadow.fill(part, self._shadow_at(part, logps))
         if self.record and (weights := self.objective.weights(logps, part.segments)) is not None:
-            if self._weights is None:
-                self._weights = Column.empty(len(part.batch))
-            self._weights.fill(part, weights)
+            self._weighted = True
+            seen.weights.fill(part, weights)
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
         if self.ranks.count > 1:
-            self._share(batch)
+            self._share()
         if "shadow" in self.due:
             self.metrics |= self._precision(batch)
         if "deployed" in self.due:
             self.metrics |= self._deployed(batch)
 
-    def _share(self, batch: Batch) -> None:
-        columns = [column for seen in self._seen for column in (seen.logp, seen.log_ratio, seen.shadow)]
-        if any(self.ranks.gather(self._weights is not None)):  # a rank without responses has none
-            self._weights = self._weights or Column.empty(len(batch))
-            columns.append(self._weights)
-        for column in columns:
-            column.share(self.ranks)
+    def _share(self) -> None:
+        self._weighted = any(self.ranks.gather(self._weighted))  # a rank without responses has none
+        for seen in self._seen:
+            for column in (seen.logp, seen.log_ratio, seen.shadow, *([seen.weights] if self._weighted else [])):
+                column.share(self.ranks)
 
     def _gradients(self, minibatch: Part) -> None:
         """What backwards of its own say, at the weights of the step's first minibatch."""
@@ -140,7 +139,7 @@ class Probe(Observer):
             if "shadow" in self.due
             else None,
             log_ratio=torch.cat([seen.log_ratio[i] for i, seen in enumerate(by_response)]),
-            weights=None if self._weights is None else self._weights.read(whole),
+            weights=torch.cat([seen.weights[i] for i, seen in enumerate(by_response)]) if self._weighted else None,
             advantages=batch.advantages,
             segments=whole.segments,
             band=self.objective.band,

@@ -33,6 +33,7 @@ class Column:
 
     def __init__(self, values: Sequence[Tensor | None]) -> None:
         self._values = list(values)
+        self._new: set[int] = set()  # filled in here since all ranks had the same
 
     @classmethod
     def empty(cls, responses: int) -> Column:
@@ -43,17 +44,19 @@ class Column:
         lengths = [len(response) for response in part.responses]
         for index, values in zip(part.indices, packed.detach().split(lengths), strict=True):
             self._values[index] = values
+        self._new.update(part.indices)
 
     def known(self, part: Part) -> bool:
         """Whether all of the part's responses are filled in."""
         return all(self._values[index] is not None for index in part.indices)
 
     def share(self, ranks: Ranks) -> None:
-        """Every rank has what any of them has filled in. Where several have, it is the same."""
+        """Every rank has what any of them has filled in since the last time. Where several have, it is the same."""
         if ranks.count == 1:
             return
         self._fetch()
-        own = [(index, values) for index, values in enumerate(self._values) if values is not None]
+        own = [(index, self._filled(index)) for index in sorted(self._new)]
+        self._new.clear()
         places = torch.tensor([(index, len(values)) for index, values in own], dtype=torch.int64).reshape(-1, 2)
         packed = torch.cat([values for _, values in own]) if own else torch.empty(0)
         every = zip(ranks.gather_tensors(places), ranks.gather_tensors(packed), strict=True)

@@ -13,15 +13,17 @@ from tiny_runs import settings
 
 from qarl.config import Config
 from qarl.config.reward import RewardConfig
+from qarl.diagnostics.probe import Probe
 from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
 from qarl.errors import UserError
+from qarl.objectives import TokenLogProbs
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
 from qarl.sizes import decide_sizes
 from qarl.training import step
-from qarl.training.batch import Batch
+from qarl.training.batch import Batch, Part
 from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
 from qarl.training.learner import Learner
 from qarl.training.local_updates import LocalUpdates
@@ -153,6 +155,46 @@ def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens):
         assert all(run.updates.parts > 0 for run, _ in found)
     rounds = {run.updates.rounds for run, _ in found}
     assert len(rounds) == 1
+
+
+def test_a_later_epochs_forward_is_kept_whichever_rank_had_the_response_before(llama):
+    sections = {
+        "train": {"micro_batch_tokens": 24, "epochs": 3},
+        "model": {"dtype": "float32"},
+        "optim": {"lr": 2e-2},
+        "quant": {"learner": "full_precision"},
+        "objective": {"name": "reinforce"},
+        "correction": {"level": "token", "signal": "rollout", "mode": "raw", "upper": None},
+    }
+
+    def last(ranks: Ranks) -> None:
+        run, seen = make(llama, ranks, **sections), {}
+
+        class Forwards(Watching):
+            """seen: (minibatch, log-probs, weights) of each response's last forward on this rank."""
+
+            minibatches = 0
+
+            def minibatch(self, minibatch: Part) -> None:
+                self.minibatches += 1
+
+            def forward(self, part: Part, logps: TokenLogProbs) -> None:
+                found = logps.logp.detach(), run.learner.objective.weights(logps, part.segments)
+                columns = (packed.split([len(response) for response in part.responses]) for packed in found)
+                for index, *own in zip(part.indices, *columns, strict=True):
+                    seen[index] = [self.minibatches, *(values.tolist() for values in own)]
+
+        watching = Forwards()
+        probe = Probe(run.policy, run.learner.objective, run.config, run.sampling.truncation, (), True, ranks=ranks)
+        step.rl_step(run.config, run, 0, Observers([watching, probe]))
+        batch, newest = watching.batch, dict[int, list[Any]]()
+        for index, own in (pair for rank in ranks.gather(list(seen.items())) for pair in rank):
+            newest[index] = max(newest.get(index, [0]), own)
+        expected = [newest[index] for index in range(len(batch))]
+        assert batch.logp.read(batch.whole()).tolist() == [x for _, logp, _ in expected for x in logp]
+        assert probe.tokens(batch).weights.tolist() == [x for _, _, weights in expected for x in weights]
+
+    run_threads(2, last)
 
 
 def test_a_rank_without_prompts_and_without_parts_goes_along(llama):
