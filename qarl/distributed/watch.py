@@ -6,6 +6,7 @@ posts a sign of life about once a second, and reads those of the others and the 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -94,7 +95,11 @@ class Watch(threading.Thread):
 
     def _look(self, beat: int) -> None:
         """Post a sign of life, and read the others' and the fault."""
-        self._board.post(f"sign-{self._rank}", f"{beat} {self.begun()}")
+        try:
+            self._board.post(f"sign-{self._rank}", f"{beat} {self.begun()}")
+        except OSError as error:  # a full disk may have room again before the others miss the sign
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         if self.fault is None and (note := self._board.read(NOTE)) is not None:
             self.fault = Fault.of(note)
         now = time.monotonic()

@@ -1,0 +1,60 @@
+"""A rank's watching thread, by itself."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qarl.distributed.board import Folder
+from qarl.distributed.watch import Watch
+
+
+class Disk(Folder):
+    """full: how many more posts it refuses."""
+
+    full = 0
+
+    def post(self, name: str, text: str) -> None:
+        if self.full > 0:
+            self.full -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().post(name, text)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[tuple[Disk, Watch]]:
+    board = Disk(tmp_path / "meeting")
+    (tmp_path / "meeting").mkdir()
+    watch = Watch(board, 0, 2, 20, lambda fault: None)
+    watch.start()
+    yield board, watch
+    watch.stop()
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 15
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_disk_that_is_full_for_a_moment_ends_no_run(watched, tmp_path: Path) -> None:
+    board, watch = watched
+    sign = lambda: (tmp_path / "meeting" / "sign-0").read_text()  # noqa: E731
+    board.full = 2
+    until(lambda: board.full == 0)
+    before = sign()
+    until(lambda: sign() != before)
+    assert watch.fault is None
+
+
+def test_a_directory_that_is_gone_ends_the_run(watched, tmp_path: Path) -> None:
+    _, watch = watched
+    shutil.rmtree(tmp_path / "meeting")
+    until(lambda: watch.fault is not None)
+    assert watch.fault.line == "what the ranks meet in is gone (FileNotFoundError)"
