@@ -160,7 +160,10 @@ class Group(Ranks):
 
     def close(self) -> None:
         if self._open:
-            self.barrier()
+            try:
+                self.barrier()
+            except BaseException as error:
+                raise self.fail(error) from None
             self._open = False
             self._watch.stop()
             self._let_go()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
 import socket
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import output, run_ranks, start_ranks, wait_ranks
 
 from qarl.distributed.ranks import Alone, total
 from qarl.distributed.together import together
@@ -122,3 +126,19 @@ def test_work_that_failed_on_one_rank_ends_where_others_look() -> None:
     other = [f"OtherRankFailed: rank 1 on {socket.gethostname()}: {line}" for line in own]
     assert run_ranks(3, f"{HERE}:looks", {"work_s": 100}) == [other, own, other]
     assert time.monotonic() - began < 60
+
+
+def is_left(group, run_dir):
+    group._run_dir = Path(run_dir)
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_goes_before_all_have_left_is_in_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (folder := tmp_path / "ranks").mkdir()
+    codes = wait_ranks(start_ranks(2, f"{HERE}:is_left", {"run_dir": str(tmp_path / "run")}, folder))
+    assert codes == [1, -signal.SIGKILL] and "OtherRankFailed: rank 1 on" in output(folder, 0)
+    assert json.loads((tmp_path / "run" / "fault.json").read_text())["rank"] == 1
