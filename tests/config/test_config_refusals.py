@@ -304,6 +304,8 @@ REFUSALS = [
         'model.dtype = "float32"',
         "no float32 fp8 on a GPU",
     ),
+    ([*VLLM, "rollout.temperature=0.005"], "rollout.temperature = 0.005", "vLLM draws at 0.01 or more"),
+    ([*VLLM, "evaluation.temperature=0.005"], "evaluation.temperature = 0.005", "or use rollout.numerics: exact"),
     ([*EXACT, "rollout.linear_kernels=vllm"], 'rollout.linear_kernels = "vllm"', "qarl's kernels; leave null"),
     ([*EXACT, "rollout.vllm.args.block_size=32"], "args.block_size = 32", "or use numerics fast"),
     ([*VLLM, "rollout.vllm.args.kv_cache_dtype=fp8"], 'args.kv_cache_dtype = "fp8"', "quant.kv_cache_dtype"),
@@ -369,6 +371,8 @@ ACCEPTED = [
     [*EXACT, "rollout.linear_kernels=qarl", "rollout.vllm.args={async_scheduling: false}"],
     [*EXACT, "model.dtype=float32", "quant.scale_dtype=float32"],
     ["rollout.numerics=exact"],
+    [*VLLM, "rollout.temperature=0.01"],
+    [*EXACT, "rollout.temperature=0.005"],
 ]
 
 
