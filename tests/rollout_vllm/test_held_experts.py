@@ -1,0 +1,101 @@
+"""Experts that vLLM's own kernels hold as they are published: found, written as two stacks, and proved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qarl.rollout.vllm.held import HeldModel
+from qarl.rollout.vllm.loading import Loader
+from qarl.weight_sync.expert_tensors import join_experts
+from qarl.weight_sync.fingerprints import fingerprints
+from qarl.weight_sync.verify import PublishError
+
+EXPERTS, COUNT, INNER, HIDDEN = "layers.0.mlp.experts", 5, 4, 6
+LAYER = f"{EXPERTS}.routed_experts"
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules that know qarl's kernels in vLLM import vLLM, which these layers do without."""
+    for name, function in (("linear_kernels", "kernel_of"), ("expert_kernels", "experts_method")):
+        stand_in = SimpleNamespace(**{function: lambda module: None})
+        monkeypatch.setitem(sys.modules, f"qarl.rollout.vllm.{name}", stand_in)
+
+
+def snapshot(seed: int) -> dict[str, Tensor]:
+    """Codes of a byte and 16-bit scales of each expert, as they travel."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for expert in range(COUNT):
+        for leaf, (rows, columns) in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+            name = f"{EXPERTS}.{expert}.{leaf}_proj"
+            codes = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
+            tensors[f"{name}.weight"] = codes
+            tensors[f"{name}.weight_scale"] = torch.rand(rows, 1, generator=generator).bfloat16()
+    return join_experts(tensors)
+
+
+def as_vllm(tensors: dict[str, Tensor]) -> nn.Module:
+    """A model whose layer has, as vLLM's grouped kernels for CUDA, a parameter of all experts for each suffix."""
+    layer = nn.Module()
+    layer.moe_config = SimpleNamespace(num_experts=COUNT)
+    for name, tensor in tensors.items():
+        stem, suffix = name.removeprefix(f"{EXPERTS}.").split(".")
+        held = tensor.float() if suffix == "weight_scale" else tensor.clone()  # vLLM widens scales
+        parameter = nn.Parameter(held.view(COUNT, -1, held.shape[1]), requires_grad=False)
+        layer.register_parameter(f"{stem}_{suffix}", parameter)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].mlp = nn.Module()
+    model.layers[0].mlp.experts = nn.Module()
+    model.layers[0].mlp.experts.routed_experts = layer
+    return model
+
+
+def loaded(model: nn.Module, version: dict[str, Tensor]) -> tuple[HeldModel, Loader]:
+    """What loads into it, as on a GPU. The model has no loaders of its own."""
+    expected = fingerprints(version.items())
+    held = HeldModel(model, expected)
+    worker = SimpleNamespace(device=torch.device("cuda"), model_runner=SimpleNamespace(get_model=lambda: model))
+    return held, Loader(worker, held, expected, Path("no checkpoint"), staging=False)
+
+
+def test_stacks_are_written_whole_where_vllm_holds_them_and_proved() -> None:
+    first, second = snapshot(0), snapshot(1)
+    assert len(first) == 4  # codes and scales of two stacks, however many experts
+    model = as_vllm(first)
+    layer = model.get_submodule(LAYER)
+    addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    held, loader = loaded(model, first)
+    assert held.plain == {LAYER} and held.proved_frac == 1.0
+    expected = fingerprints(second.items())
+    loader.load(second, expected)
+    held.check(1, expected)
+    for name, wanted in as_vllm(second).get_submodule(LAYER).named_parameters():
+        assert torch.equal(layer.get_parameter(name), wanted), name
+    assert addresses == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+
+
+def test_one_value_of_one_expert_that_is_not_what_was_sent_is_refused() -> None:
+    first, second = snapshot(0), snapshot(1)
+    model = as_vllm(first)
+    held, loader = loaded(model, first)
+    expected = fingerprints(second.items())
+    loader.load(second, expected)
+    model.get_submodule(LAYER).w2_weight.data[3, 1, 2] ^= 1
+    with pytest.raises(PublishError, match=rf"'{EXPERTS}\.w2\.weight' differs in vLLM"):
+        held.check(1, expected)
+
+
+def test_experts_in_an_order_of_the_kernels_own_are_not_written_in_place() -> None:
+    first = snapshot(0)
+    model = as_vllm(first)
+    layer = model.get_submodule(LAYER)
+    layer.w13_weight.data = layer.w13_weight.data.view(COUNT, 2, INNER, HIDDEN).flip(1).flatten(1, 2)  # up, then gate
+    assert HeldModel(model, fingerprints(first.items())).plain == frozenset()
