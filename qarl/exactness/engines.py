@@ -74,13 +74,14 @@ class VLLM:
     ) -> None:
         from qarl.rollout.vllm.engine import VLLMEngine  # what it imports is there with vLLM
         from qarl.rollout.vllm.launch import require_vllm
+        from qarl.weight_sync.canary import canary_of
         from qarl.weight_sync.sender import WeightSender
 
         policy, tokenizer = opened.policy, opened.tokenizer
         layout, self._version = policy.sampler.layout, policy.version
         config = _config(opened, sizes, rollout)
         require_vllm(config, policy.device, layout.max_length)
-        canary = [[1, 2, 3, 4][: layout.max_length - 1]]
+        canary = canary_of([[1, 2, 3, 4]], layout.max_length)
         weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=True)
         self._engine = VLLMEngine(config, layout, tokenizer, weights, place, say)
         self._engine.publish(policy.current)

@@ -172,6 +172,8 @@ class Sampler:
 
         sequences: token ids, two or more each. Returns (T,) float32, in nats, sequence after sequence.
         """
+        if not sequences:
+            return torch.empty(0, device=self.layout.device)
         targets = torch.tensor([t for tokens in sequences for t in tokens[1:]], device=self.layout.device)
         return self.logprobs(self.states([tokens[:-1] for tokens in sequences]), targets, Truncation())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle, islice
 
 from qarl.weight_sync.verify import PublishError
 
@@ -32,10 +33,12 @@ class Difference:
 
 
 def difference(sampler: Sequence[float], policy: Sequence[float]) -> Difference:
-    """Of the log-probs of the same tokens. A value that is not finite makes both numbers infinite."""
+    """Of the log-probs of the same tokens. A value that is not finite makes both numbers infinite; none make them 0."""
     apart = [abs(a - b) for a, b in zip(sampler, policy, strict=True)]
     if not all(map(math.isfinite, apart)):
         return Difference(math.inf, math.inf)
+    if not apart:
+        return Difference(0.0, 0.0)
     return Difference(sum(apart) / len(apart), max(apart))
 
 
@@ -73,12 +76,18 @@ class Bound:
 
 
 def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
-    """The first `SEQUENCES` distinct prompts of at least two tokens, cut to `TOKENS`. limit: the context in tokens."""
+    """The first `SEQUENCES` distinct prompts of at least two tokens, cut to `TOKENS`. limit: the context in tokens.
+
+    Where all prompts have one token, these behind one another; in a context of two tokens there is nothing to score.
+    """
     chosen: list[list[int]] = []
+    longest = min(TOKENS, limit - 1)
     for prompt in prompts:
-        tokens = list(prompt[: min(TOKENS, limit - 1)])
+        tokens = list(prompt[:longest])
         if len(tokens) > 1 and tokens not in chosen:
             chosen.append(tokens)
         if len(chosen) == SEQUENCES:
             break
+    if not chosen and longest > 1:
+        chosen = [list(islice(cycle(chain.from_iterable(prompts)), longest))]
     return chosen

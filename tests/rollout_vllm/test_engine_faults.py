@@ -40,6 +40,8 @@ class Case:
         self.troubles = folder / "troubles"
         self.engine: VLLMEngine | None = None
 
+    canary = ([5, 70, 90], [6, 71])
+
     def make(self, *troubles: str, exact: bool = False, early: bool = False, **vllm) -> VLLMEngine:
         self.troubles.write_text("\n".join(troubles))
         section = {"engine": "vllm", "vllm": {"args": {"troubles": str(self.troubles)}, **vllm}}
@@ -48,7 +50,7 @@ class Case:
             load_model(config.model), scheme_of(config.quant), config.quant, torch.bfloat16, torch.device("cpu")
         )
         sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
-        weights = WeightSender(sampler.layout, tokenizer, sampler, [[5, 70, 90], [6, 71]], say, exact)
+        weights = WeightSender(sampler.layout, tokenizer, sampler, list(self.canary), say, exact)
         begun = early_sampler(config, sampler.layout.device, self.folder) if early else None
         self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say, begun)
         return self.engine
@@ -145,6 +147,15 @@ def test_the_canary_is_scored_once_for_a_start(case, monkeypatch) -> None:
     case.publish()
     assert scored == [False]  # before the sampler has started
     assert 0 < engine.metrics["time/sampler_prepare_s"] < engine.metrics["time/sampler_start_s"]
+
+
+def test_without_a_token_to_score_publishes_rest_on_their_fingerprints(case) -> None:
+    case.canary = ()
+    case.make()
+    case.publish()
+    case.learn(1)
+    case.publish()
+    assert case.draw() and case.engine.metrics["publish/canary_abs_mean"] == 0.0
 
 
 def test_a_sampler_that_promises_the_policys_bits_and_has_others_is_told_of_once(case) -> None:

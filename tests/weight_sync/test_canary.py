@@ -79,3 +79,13 @@ def test_canary_is_cut_to_what_is_scored_and_to_the_context() -> None:
     prompt = list(range(3, 203))
     assert canary_of([prompt], 512) == [prompt[:TOKENS]]
     assert canary_of([prompt], 16) == [prompt[:15]]  # one token is generated
+
+
+def test_where_all_prompts_have_one_token_the_canary_is_these_behind_one_another() -> None:
+    assert canary_of([[5], [], [6]], 8) == [[5, 6, 5, 6, 5, 6, 5]]
+    assert canary_of([[5]], 512) == [[5] * TOKENS]
+
+
+def test_a_context_of_two_tokens_leaves_nothing_to_score_and_nothing_differs() -> None:
+    assert canary_of([[5, 6, 7]], 2) == []
+    assert difference([], []) == Difference(0.0, 0.0)
