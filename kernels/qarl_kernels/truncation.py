@@ -15,7 +15,7 @@ CUT_LOGIT_GAP = 50.0
 
 @dataclass(frozen=True)
 class Truncation:
-    """How the sampler shapes the distribution before drawing: temperature, then top-k, top-p, min-p.
+    """How the sampler shapes the distribution before drawing: temperature, top-k and min-p, top-p of what these leave.
 
     Temperature 0 is greedy: the likeliest token is drawn, and log-probs are those of the distribution as the model
     gave it (temperature 1, nothing cut).
