@@ -15,6 +15,7 @@ from qarl.rollout.vllm import process
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Drawing, Request, Response
 from qarl.rollout.vllm.wire import Channel
+from qarl.rollout.vllm.worker import explain
 from qarl.weight_sync.link import SamplerFault
 from qarl.weight_sync.transport import make_carrier
 from qarl.weight_sync.verify import PublishError
@@ -113,6 +114,31 @@ def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) 
     assert sampler.call("generate", ORDER, ignore) == answer
     log = (tmp_path / "sampler.log").read_text()
     assert "Traceback" in log and "and a second line" in log
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "context", "says"),
+    [
+        (PublishError("publish: vLLM's layer 'a': no"), ValueError("no"), None, "publish: vLLM's layer 'a': no"),
+        (RuntimeError("failed"), PublishError("publish: no"), None, "publish: no"),
+        (RuntimeError("failed"), None, ValueError("too\nlong"), "ValueError: too"),
+        (RuntimeError(), ValueError("why"), KeyError("x"), "ValueError: why"),
+        (RuntimeError(), None, None, "RuntimeError"),
+    ],
+)
+def test_of_a_chain_of_errors_the_line_meant_for_the_user_is_told_else_the_first_cause(
+    error, cause, context, says
+) -> None:
+    error.__context__ = context
+    if cause is not None:
+        error.__cause__ = cause
+    assert explain(error) == says
+
+
+def test_what_an_error_replaced_is_not_its_cause() -> None:
+    error = ValueError("no such dtype")
+    error.__context__, error.__suppress_context__ = KeyError("float7"), True  # from None
+    assert explain(error) == "ValueError: no such dtype"
 
 
 def test_a_log_on_a_full_disk_hides_no_failure(start, answer, tmp_path) -> None:

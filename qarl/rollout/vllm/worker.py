@@ -63,13 +63,14 @@ def perform(host: Host, operation: str, payload: Any, unpack: Unpack, progress: 
 
 
 def explain(error: BaseException) -> str:
-    """The first line of the error at the bottom of a chain, which says most."""
-    while (cause := error.__cause__ or error.__context__) is not None:
+    """What a UserError in a chain of errors says, else the first line of the one at the bottom, which says most."""
+    while not isinstance(error, UserError):
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause is None:
+            lines = str(error).strip().splitlines()
+            return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         error = cause
-    lines = str(error).strip().splitlines()
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return str(error)
 
 
 def failure(error: Exception) -> Failure:
