@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
+import fake_sampler
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.policy.routing import numbers_of
+from qarl.rollout.vllm import host
 from qarl.rollout.vllm.messages import data_limit, done, order, read_done, read_order
 from qarl.rollout.vllm.recording import Recording, Tap, Taps, recorded
 from qarl.rollout.vllm.settings import Drawing, Request, Response
@@ -93,25 +97,42 @@ def test_a_step_that_runs_nothing_is_not_noted_and_the_runner_is_as_before() -> 
     assert rows.tolist() == [[[1, 2]] * LAYERS]
 
 
-def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
-    def model(monolithic: bool, tap) -> torch.nn.Module:
-        layers = torch.nn.ModuleList()
-        for at in range(2):
-            runner = torch.nn.Module()
-            runner.routed_experts = torch.nn.Module()
-            runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=monolithic)
-            runner.router = SimpleNamespace(capture_fn=tap)
-            if tap is not None:
-                runner.router.capture_fn = Tap(4, 2)
-                runner.router.capture_fn(torch.tensor([[3 + at, 1], [0, 2 + at]]))
-            layers.append(runner)
-        return layers
+def routed(monolithic: bool, tap: type[Tap] | None) -> torch.nn.Module:
+    """A model of two layers as vLLM has them, whose routers have chosen."""
+    layers = torch.nn.ModuleList()
+    for at in range(2):
+        runner = torch.nn.Module()
+        runner.routed_experts = torch.nn.Module()
+        runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=monolithic)
+        runner.routed_experts.moe_config = SimpleNamespace(num_experts=4)
+        runner.router = SimpleNamespace(capture_fn=tap)
+        if tap is not None:
+            runner.router.capture_fn = Tap(4, 2)
+            runner.router.capture_fn(torch.tensor([[3 + at, 1], [0, 2 + at]]))
+        layers.append(runner)
+    return layers
 
-    assert Taps(model(False, Tap)).rows(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
+
+def test_taps_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
+    assert Taps(routed(False, Tap)).rows(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
     with pytest.raises(UserError, match=r"rollout\.linear_kernels=qarl"):
-        Taps(model(True, Tap))
+        Taps(routed(True, Tap))
     with pytest.raises(ValueError, match="without qarl's taps"):
-        Taps(model(False, None))
+        Taps(routed(False, None))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_kernels_that_route_inside_are_refused_by_the_start_of_a_sampler_that_will_be_asked(
+    tmp_path, monkeypatch, asked
+) -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: routed(True, Tap)))
+    monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [worker]))
+    monkeypatch.setattr(host, "vllm_environment", lambda *_: {})
+    for part in ("keep_compiled_code_private", "HeldModel", "Loader"):
+        monkeypatch.setattr(host, part, lambda *_: None)
+    settings = replace(fake_sampler.settings(tmp_path), cuda=0, routing=asked)
+    with pytest.raises(UserError, match=r"model\.routing: vLLM's kernel") if asked else nullcontext():
+        host.Host(settings, {})
 
 
 def test_experts_travel_beside_tokens_and_of_another_length_they_are_refused() -> None:

@@ -77,6 +77,8 @@ class Host:
         self._parts = self._parts_in_checkpoint()
         self.held = HeldModel(self._model, self._parts)
         self._loader = Loader(self._worker, self.held, expected, settings.checkpoint, settings.staging, self._shard)
+        if settings.routing:
+            _ = self._experts  # kernels that cannot tell them are refused now, and not by the first call that asks
         self._phases.end("ready")
         logger.info(self._phases.line())
 
