@@ -16,7 +16,7 @@ from qarl.config.data import DataConfig
 from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.distributed import DistributedConfig
 from qarl.config.evaluation import EvaluationConfig
-from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS, VLLM_TEMPERATURE
+from qarl.config.limits import KV_PAGE, POOL_TOKENS, RESPONSES, STEP_TOKENS, VLLM_TEMPERATURES
 from qarl.config.logging import LoggingConfig
 from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, AnyObjective, objective_faults, resolved_objective
@@ -243,10 +243,12 @@ class Config(Section):
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)
         if self.rollout.numerics == "exact" and model.device == "cuda" and (reason := self.inexact_on_gpu):
             yield Fault(("rollout", "numerics"), "exact", reason)
+        coldest, hottest = VLLM_TEMPERATURES
         for section in ("rollout", "evaluation"):
-            if self.rollout.numerics == "fast" and 0 < getattr(self, section).temperature < VLLM_TEMPERATURE:
-                text = f"vLLM draws at {VLLM_TEMPERATURE:g} or more; must be so, or use rollout.numerics: exact"
-                yield Fault((section, "temperature"), getattr(self, section).temperature, text)
+            temperature = getattr(self, section).temperature
+            if self.rollout.numerics == "fast" and temperature != 0 and not coldest <= temperature <= hottest:
+                text = f"vLLM draws at {coldest:g} to {hottest:g}; must be so, or use rollout.numerics: exact"
+                yield Fault((section, "temperature"), temperature, text)
         # Seen on a CPU: float32 runs unquantized, w8a8 and fp8. Its int4 product, and every product of a GPU, is for 16
         # bits.
         if model.dtype == "float32" and quant.scheme != "bf16":

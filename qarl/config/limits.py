@@ -31,7 +31,7 @@ LOSS_SCALE = 1e30  # float32 ends at 3.4e38
 SMALLEST = 1e-30  # of what is divided by; float32 holds no less than 1e-38
 TEMPERATURE = 1e4
 SMALLEST_TEMPERATURE = 1e-4  # a smaller one makes infinities of logits
-VLLM_TEMPERATURE = 1e-2  # what vLLM (0.24 to 0.32) makes of any smaller one but 0, with a warning in its log
+VLLM_TEMPERATURES = (1e-2, 2.0)  # vLLM (0.24 to 0.32) raises lower ones to the first, but 0, and refuses higher ones
 
 ITEMS = 1000  # of a list or mapping
 IDS = 10_000  # of a list of token ids

@@ -304,7 +304,8 @@ REFUSALS = [
         'model.dtype = "float32"',
         "no float32 fp8 on a GPU",
     ),
-    ([*VLLM, "rollout.temperature=0.005"], "rollout.temperature = 0.005", "vLLM draws at 0.01 or more"),
+    ([*VLLM, "rollout.temperature=0.005"], "rollout.temperature = 0.005", "vLLM draws at 0.01 to 2"),
+    ([*VLLM, "rollout.temperature=2.5"], "rollout.temperature = 2.5", "vLLM draws at 0.01 to 2"),
     ([*VLLM, "evaluation.temperature=0.005"], "evaluation.temperature = 0.005", "or use rollout.numerics: exact"),
     ([*EXACT, "rollout.linear_kernels=vllm"], 'rollout.linear_kernels = "vllm"', "qarl's kernels; leave null"),
     ([*EXACT, "rollout.vllm.args.block_size=32"], "args.block_size = 32", "or use numerics fast"),
@@ -372,7 +373,9 @@ ACCEPTED = [
     [*EXACT, "model.dtype=float32", "quant.scale_dtype=float32"],
     ["rollout.numerics=exact"],
     [*VLLM, "rollout.temperature=0.01"],
+    [*VLLM, "rollout.temperature=2", "evaluation={temperature: 0, samples: 1}"],
     [*EXACT, "rollout.temperature=0.005"],
+    [*EXACT, "rollout.temperature=2.5"],
 ]
 
 

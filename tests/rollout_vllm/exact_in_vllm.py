@@ -43,6 +43,8 @@ TRUNCATIONS = {
     "top_p": Truncation(top_p=0.8),
     "all": Truncation(0.8, top_k=20, top_p=0.9, min_p=0.05),
     "greedy": Truncation(0.0),
+    "hot": Truncation(5.0, min_p=0.7),
+    "cold": Truncation(0.001, top_p=0.9),
 }
 EVENTS: Counter[str] = Counter()
 

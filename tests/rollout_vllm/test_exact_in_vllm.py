@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SHAPED = ["none", "min_p", "top_p", "greedy", "all"]
+SHAPED = ["none", "min_p", "top_p", "greedy", "hot", "cold", "all"]
 
 
 @pytest.fixture(scope="module")

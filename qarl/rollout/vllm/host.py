@@ -188,9 +188,11 @@ class Host:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # Where the policy shapes distributions vLLM need only know whether it draws: it takes 0.01 to 2 alone.
+        temperature = drawing.temperature if self._policy is None else float(drawing.temperature > 0)
         common = {
             "max_tokens": drawing.max_tokens,
-            "temperature": drawing.temperature,
+            "temperature": temperature,
             "top_p": drawing.top_p,
             "top_k": drawing.top_k,
             "min_p": drawing.min_p,
