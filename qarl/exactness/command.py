@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +58,7 @@ def check_exactness(
         if engine == "native":
             drawer = Native(opened)
         else:
-            place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="qarl-verify-exact-")))
+            place = held.enter_context(_place_of_log())
             say("starting vLLM")
             drawer = VLLM(opened, sizes, rollout, place, say)
         held.callback(drawer.close)
@@ -72,6 +73,22 @@ def check_exactness(
             say("tracing the first difference")
             check.trace()
         return check.found
+
+
+@contextmanager
+def _place_of_log() -> Iterator[Path]:
+    """A new directory for what vLLM says, which stays where the user is told to look into it."""
+    from qarl.rollout.vllm.engine import SamplerError
+
+    place = Path(tempfile.mkdtemp(prefix="qarl-verify-exact-"))
+    try:
+        yield place
+    except SamplerError:
+        raise
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import qarl
 from qarl import cli
 from qarl.cli.verify_exact import lines
 from qarl.errors import UserError
+from qarl.exactness import command
 from qarl.exactness.engines import Native, tight
 from qarl.exactness.request import Request, Sizes, rounds, sizes_of
 from qarl.exactness.verify import Check
@@ -23,6 +25,7 @@ from qarl.inference.target import resolve_target
 from qarl.policy.policy import Policy
 from qarl.policy.sampler import Sampler
 from qarl.results import Difference
+from qarl.rollout.vllm.engine import SamplerError
 
 SIZES = Sizes(tokens=40, prompt=60, response=12, sequences=6)
 
@@ -342,6 +345,20 @@ def test_too_many_sequences_for_the_machine_are_a_line_with_what_to_lower(tiny_m
         "error: out of memory (CUDA out of memory. Tried to allocate 43.40 GiB.); "
         "lower --sequences or --longest, or take a larger machine"
     )
+
+
+@pytest.mark.parametrize("fault", [SamplerError, UserError])
+def test_what_vllm_said_of_a_fault_that_names_it_stays(tiny_model, monkeypatch, tmp_path, fault):
+    def fail(opened: Opened, sizes: Sizes, rollout: object, place: Path, say: object) -> None:
+        (place / "sampler.log").write_text("why")
+        raise fault(f"see {place / 'sampler.log'}")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "VLLM", fail)
+    with pytest.raises(fault) as raised:
+        qarl.verify_exact(tiny_model(), engine="vllm", tokens=4, longest=8, device="cpu")
+    named = Path(str(raised.value).removeprefix("see "))
+    assert named.exists() == (fault is SamplerError) and len(list(tmp_path.iterdir())) == named.exists()
 
 
 def test_from_python(tiny_model: Callable[..., Path]):
