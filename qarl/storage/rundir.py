@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -299,16 +299,20 @@ def _with_defaults(stored: Any) -> Any:
 def config_difference(theirs: Any, ours: Any) -> list[str]:
     """`key is X there, Y here` for each dotted key that differs and must not.
 
-    `RESUMABLE_KEYS` may; and a size that is left to the device here is the one there.
+    `RESUMABLE_KEYS` may; and a size that is left to the device here is the one there. Lists are compared by element.
     """
-    there, here = flatten(theirs), flatten(ours)
-    return [
-        f"{key} is {_short(there, key)} there, {_short(here, key)} here"
-        for key in [*here, *(key for key in there if key not in here)]
-        if (key in there, there.get(key)) != (key in here, here.get(key))
-        and not _may_differ(key)
-        and not (key in ON_CPU and here.get(key) is None)
-    ]
+    return list(_differences(flatten(theirs), flatten(ours)))
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    for key in [*here, *(key for key in there if key not in here)]:
+        theirs, ours = there.get(key), here.get(key)
+        if (key in there, theirs) == (key in here, ours) or _may_differ(key) or (key in ON_CPU and ours is None):
+            continue
+        if theirs and ours and isinstance(theirs, list) and isinstance(ours, list):
+            yield from _differences(flatten(dict(enumerate(theirs)), key), flatten(dict(enumerate(ours)), key))
+        else:
+            yield f"{key} is {_short(there, key)} there, {_short(here, key)} here"
 
 
 def _may_differ(key: str) -> bool:

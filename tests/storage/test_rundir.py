@@ -201,6 +201,18 @@ def test_keys_on_one_side_only_and_empty_tables_are_differences():
     ]
 
 
+def test_a_difference_inside_a_list_is_named_by_its_index():
+    math, brevity = {"name": "math", "weight": 1.0}, {"name": "brevity", "weight": 1.0}
+    theirs = {"reward": {"functions": [math, brevity]}, "rollout": {"stop": []}}
+    ours = {"reward": {"functions": [math, brevity | {"weight": 0.5}, math]}, "rollout": {"stop": ["x"]}}
+    assert config_difference(theirs, ours) == [
+        "reward.functions.1.weight is 1.0 there, 0.5 here",
+        'reward.functions.2.name is not set there, "math" here',
+        "reward.functions.2.weight is not set there, 1.0 here",
+        'rollout.stop is [] there, ["x"] here',
+    ]
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/000010/manifest.json"])
 def test_never_refuses_a_directory_with_results(make, name):
     config = make()
