@@ -70,6 +70,11 @@ def resolve_target(
         raise UserError(f"--step: {name} is no run, and has no steps; leave it out")
     if model is not None:
         raise UserError(f"--model: {name} is no run, and carries its own configuration; leave it out")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{name}: holds neither a run's config.yaml nor a model's config.json; give a run directory, one of its "
+            "checkpoints, or a model"
+        )
     base = _model({"path": str(path) if path.is_dir() else name})
     check_model(base)
     stored = quantization_of(path)

@@ -54,6 +54,11 @@ def test_greedy_is_the_likeliest_token_of_a_whole_forward_at_every_step(tiny_mod
         ids.append(token)
 
 
+def test_a_directory_that_is_no_run_and_no_model_is_refused_as_what_was_given(tmp_path):
+    with pytest.raises(UserError, match=r"holds neither a run's config\.yaml nor a model's config\.json; give a run"):
+        resolve_target(str(tmp_path))
+
+
 def test_samples_at_a_temperature_differ_and_come_by_prompt(tiny_model):
     found = completions(tiny_model(), ["one", "two"], n=3, temperature=1.0)
     assert [(c.given, c.rollout.sample) for c in found] == [(t, i) for t in ("one", "two") for i in range(3)]
