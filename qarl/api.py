@@ -202,7 +202,7 @@ def _write(
 
 def evaluate(
     target: AnyPath,
-    data: Sequence[str] = (),
+    data: str | Sequence[str] = (),
     *,
     scheme: str | None = None,
     group_size: int | None = None,
@@ -221,10 +221,11 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % intervals. An interrupted evaluation goes on.
 
-    target: a run, one of its checkpoints, an exported checkpoint, or a model. data: sets as NAME, or NAME=PATH for a
-    local file with that set's columns; without it a run's evaluation.tasks, or else its training data. samples:
-    responses a prompt, default 4, greedy 1. pass_at: every k, default 1 and samples. temperature: 0 is greedy, default
-    1. max_response_length: tokens. max_prompts: the first ones of each set. out: default RUN/eval/... or eval/...
+    target: a run, one of its checkpoints, an exported checkpoint, or a model. data: a set, or several, as NAME, or
+    NAME=PATH for a local file with that set's columns; without it a run's evaluation.tasks, or else its training data.
+    samples: responses a prompt, default 4, greedy 1. pass_at: every k, default 1 and samples. temperature: 0 is greedy,
+    default 1. max_response_length: tokens. max_prompts: the first ones of each set. out: default RUN/eval/... or
+    eval/...
     """
     from qarl.evaluation.request import Request, evaluation_section
     from qarl.inference.target import given, resolve_target
@@ -232,7 +233,8 @@ def evaluate(
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
     ks = None if pass_at is None else tuple(pass_at)
-    request = Request(tuple(data), samples, ks, temperature, max_response_length, max_prompts, seed)
+    sets = (data,) if isinstance(data, str) else tuple(data)
+    request = Request(sets, samples, ks, temperature, max_response_length, max_prompts, seed)
     section, notes = evaluation_section(found, request)
     wait_politely()
     from qarl.evaluation.command import evaluate_target  # torch: only once the request is known to be good
@@ -244,7 +246,7 @@ def evaluate(
 
 def generate(
     target: AnyPath,
-    prompts: Sequence[str],
+    prompts: str | Sequence[str],
     *,
     chat: bool | None = None,
     system: str | None = None,
@@ -262,9 +264,9 @@ def generate(
 ) -> list[Completion]:
     """Complete prompts with a policy, on the quantized tensors that it is served with; in the order (prompt, sample).
 
-    target: a run, one of its checkpoints, an exported checkpoint, or a model. chat: wrap prompts in the chat template;
-    None does what the run did, and for a model uses the template that its tokenizer has. system: the system message.
-    n: samples a prompt. temperature: 0 takes the likeliest token every time.
+    target: a run, one of its checkpoints, an exported checkpoint, or a model. prompts: one, or several. chat: wrap them
+    in the chat template; None does what the run did, and for a model uses the template that its tokenizer has. system:
+    the system message. n: samples a prompt. temperature: 0 takes the likeliest token every time.
     """
     from qarl.inference.target import given, resolve_target
 
@@ -273,7 +275,7 @@ def generate(
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
 
-    texts = gather_texts(list(prompts), None)
+    texts = gather_texts([prompts] if isinstance(prompts, str) else list(prompts), None)
     look = Look(chat, system, n, temperature, top_p, max_new_tokens, seed)
     completed = complete(found, texts, look, device, lambda line: None)
     return [

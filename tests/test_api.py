@@ -118,6 +118,12 @@ def test_quantize_writes_a_model_that_generate_reads(tiny_model, tmp_path):
     assert first == qarl.generate(tiny_model(), ["one", "two"], max_new_tokens=4, scheme="w8a8")
     assert [each.prompt for each in first] == ["one", "two"]
     assert all(len(each.token_ids) == len(each.logprobs) <= 4 for each in first)
+    assert qarl.generate(tmp_path / "q", "one", max_new_tokens=4) == first[:1]
+
+
+def test_a_set_by_itself_is_one_set(tiny_model):
+    with pytest.raises(qarl.UserError, match=r"^--data gsm-8k: no such evaluation set; did you mean gsm8k\?"):
+        qarl.evaluate(tiny_model(), "gsm-8k")
 
 
 def test_evaluate_returns_the_results_and_their_directory(trained, folder):
