@@ -126,7 +126,8 @@ def _no_such(name: Any) -> str:
 
 def _of_others(key: str, name: str) -> str:
     """Of a key that `name` does not read: who does."""
-    readers = listed([other for other, objective in BY_NAME.items() if key in objective.model_fields])
+    readers = [other for other, objective in BY_NAME.items() if key in objective.model_fields]
     own = [own for own in BY_NAME[name].model_fields if own not in _SHARED]
     reads = f" ({name} reads {', '.join(own)})" if own else ""
-    return f"is read by {readers}, not by {name}; leave null{reads}"
+    fix = f"leave null, or set objective.name: {readers[0]}" if len(readers) == 1 else "leave null"
+    return f"is read by {listed(readers)}, not by {name}; {fix}{reads}"

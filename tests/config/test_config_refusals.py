@@ -120,6 +120,7 @@ REFUSALS = [
         "objective.clip_ratio_low = 0.2",
         "is not read with loss no_clip",
     ),
+    (["objective.path=mine.py:f"], 'objective.path = "mine.py:f"', "leave null, or set objective.name: custom"),
     (["objective.ratio=rollout"], 'objective.ratio = "rollout"', "not by tbpo; leave null"),
     (["objective={name: rloo, ratio: one}"], 'objective.ratio = "one"', "not by rloo; leave null"),
     (["objective={name: rloo, advantage: grpo}"], 'objective.advantage = "grpo"', "leave null, or use reinforce"),
