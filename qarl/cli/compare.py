@@ -124,6 +124,8 @@ def compare(
     only_study = {"--profile": profile, "--only": only}
     if offline is not None:
         refuse(only_config | only_study, "needs training runs; leave it out with --offline")
+        if offline.startswith("-"):
+            raise UserError(f"--offline: '{offline}' is no model; give a run, a directory, a hub name, or package:NAME")
         if targets:
             raise UserError(f"compare: '{targets[0]}': --offline takes one model and nothing else; leave it out")
         if schemes is None:

@@ -19,6 +19,7 @@ from qarl import cli
         (["run", "run2", "--seeds", "0,1"], "--seeds: is for a CONFIG"),
         (["--offline", "model", "--schemes", "fp8", "--seeds", "0"], "--seeds: needs training runs"),
         (["--offline", "model", "c.yaml", "--schemes", "fp8"], "'c.yaml': --offline takes one model"),
+        (["model", "--offline", "--schemes", "fp8"], "--offline: '--schemes' is no model; give"),
         (["--offline", "model"], "--schemes: needed with --offline"),
         (["--offline", "model", "--schemes", "int3"], "--schemes: 'int3' is unknown"),
     ],
