@@ -83,4 +83,6 @@ def main(model: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: toy_scheme.py MODEL DIR")
     main(sys.argv[1], Path(sys.argv[2]))
