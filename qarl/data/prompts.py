@@ -154,6 +154,8 @@ def _render(row: Row, index: int, config: DataConfig, tokenizer: PreTrainedToken
         if not config.chat_template:
             raise UserError(f"{place}: `prompt` is a list of messages, which needs data.chat_template: true")
         messages = plain_messages(prompt, place)
+    elif prompt is None:
+        raise UserError(f"{place}: `prompt` is null, expected text or a list of messages; drop the row")
     else:
         raise UserError(
             f"{place}: `prompt` is {type(prompt).__name__} ({visible(f'{prompt!r:.60}')}), expected text or a list "

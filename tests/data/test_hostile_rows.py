@@ -48,7 +48,7 @@ REFUSED_CONVERSATIONS = {
     "an object": ([{"role": "user", "content": {"a": 1}}], "its content is dict"),
     "a list of lists": ([[1], [2]], "`prompt` is list"),
     "an empty list": ([], "`prompt` is list"),
-    "null": (None, "`prompt` is NoneType"),
+    "null": (None, "`prompt` is null, expected text or a list of messages; drop the row"),
     "an object alone": ({"role": "user", "content": "a"}, "`prompt` is dict"),
 }
 
