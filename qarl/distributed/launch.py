@@ -20,7 +20,7 @@ from qarl.config import Config, check_inputs, load_config
 from qarl.config.check import check_ranks
 from qarl.config.weights import check_weights
 from qarl.distributed.board import Folder
-from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, host, write_fault
+from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, forget_fault, host, write_fault
 from qarl.distributed.folder import meeting_folder
 from qarl.distributed.notes import read_note
 from qarl.distributed.place import MEETING, log_name
@@ -83,13 +83,15 @@ class Launched:
     """The ranks' processes.
 
     codes: exit codes as a shell has them, by rank, in the order in which the ranks ended. Of those that `kill` ended
-    there are none. inherited: descriptors that the ranks keep open.
+    there are none. faults: of those that ended with a fault of their own. inherited: descriptors that the ranks keep
+    open.
     """
 
     def __init__(
         self, argv: list[str], count: int, meeting: Path, run_dir: Path, inherited: tuple[int, ...] = ()
     ) -> None:
         self.codes: dict[int, int] = {}
+        self.faults: dict[int, Fault] = {}
         self._inherited = inherited
         self._meeting, self._run_dir, self._stopped = meeting, run_dir, False
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -160,7 +162,7 @@ class Launched:
         """Note an exit code, and tell the ranks that are left of one that could not tell them itself."""
         self.codes[rank] = code if code >= 0 else 128 - code
         if code < 0 or code not in (0, OTHER_RANK, *INTERRUPTED):
-            fault = self._fault(rank, code)
+            fault = self.faults[rank] = self._fault(rank, code)
             with suppress(OSError):
                 Folder(self._meeting).claim(NOTE, fault.text())
 
@@ -186,6 +188,8 @@ class Launched:
         code = next(iter(failed.values()), fault.code or OTHER_RANK)
         if code in INTERRUPTED:
             return code
+        if fault is self.faults.get(fault.rank):
+            forget_fault(self._run_dir)  # another rank may have written that it missed this one
         write_fault(self._run_dir, fault)
         if fault.rank > 0 and fault.code != 2:
             self._show_tail(fault.rank)
@@ -202,6 +206,8 @@ class Launched:
         told = None if text is None else Fault.of(text)
         if rank is None or (told is not None and told.rank != rank):
             return told or Fault(0, host(), OTHER_RANK, "ended, and no rank says why")
+        if rank in self.faults and (told is None or told.code is None):  # they missed it before its end was seen here
+            return self.faults[rank]
         return self._fault(rank, self.codes[rank]) if told is None else self._in_full(told)
 
     def _in_full(self, told: Fault) -> Fault:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 ROUNDS = 1000
@@ -29,7 +30,8 @@ def train(config) -> int:
     from qarl.distributed.group import connect, rank_device
     from qarl.training.interrupt import Interrupted, InterruptGuard
 
-    with InterruptGuard(print) as guard, connect(config, rank_device(config.model.device)) as ranks:
+    say = partial(print, flush=True)
+    with InterruptGuard(say) as guard, connect(config, rank_device(config.model.device)) as ranks:
         guard.defer()
         if ranks.first:
             config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -69,6 +71,7 @@ def _errors() -> dict:
 
     return {
         "kill": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
+        "unseen": lambda ranks: _die_unseen(),
         "stop": lambda ranks: os.kill(os.getpid(), signal.SIGSTOP),
         "hang": lambda ranks: time.sleep(1000),
         "user": lambda ranks: _raise(UserError("reward.functions: `x.py:f`: is broken\ndata.source: too")),
@@ -77,6 +80,12 @@ def _errors() -> dict:
         "late": lambda ranks: time.sleep(1000),
         "deaf": lambda ranks: _deaf(),
     }
+
+
+def _die_unseen() -> None:
+    """The launcher does not look for a while."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _deaf() -> None:

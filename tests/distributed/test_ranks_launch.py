@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from process_tree import runs
 from ranks import PATHS, ROOT
 
 CONFIG = """\
@@ -21,7 +23,7 @@ data: {source: "task:arithmetic", max_prompt_length: 64}
 rollout: {max_response_length: 64}
 reward: {functions: [{name: exact}]}
 train: {steps: 3}
-distributed: {timeout_s: 4}
+distributed: {timeout_s: 60}
 """
 MODEL = {
     "model_type": "llama",
@@ -35,6 +37,7 @@ MODEL = {
 QARL = [sys.executable, str(Path(__file__).parent / "fake_loop.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
 LIMIT_S = 180
+HANGS = ("stop", "late", "hang")
 
 
 class Run:
@@ -44,7 +47,10 @@ class Run:
         self.folder, self.out, self._pids = folder, folder / "run", []
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
-        (folder / "tiny.yaml").write_text(CONFIG.replace("MODEL", "model").replace("device: cpu", f"device: {device}"))
+        config = CONFIG.replace("MODEL", "model").replace("device: cpu", f"device: {device}")
+        if fault.startswith(HANGS):  # the others are not waited for
+            config = config.replace("timeout_s: 60", "timeout_s: 4")
+        (folder / "tiny.yaml").write_text(config)
         self._count = count
         paths = [*(str(ROOT / part) for part in PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "FAULT": fault}
@@ -61,8 +67,9 @@ class Run:
 
     def begun(self) -> list[int]:
         """The ranks' pids, once all are there."""
-        end = time.monotonic() + LIMIT_S
-        while time.monotonic() < end and self.process.poll() is None:
+        end, ended = time.monotonic() + LIMIT_S, False
+        while time.monotonic() < end and not ended:
+            ended = self.process.poll() is not None  # before looking: a run may be over when it is first looked at
             pids = [int(text) for path in sorted(self.out.glob("pid-*")) if (text := path.read_text())]
             if len(pids) == self._count:
                 self._pids = pids
@@ -77,7 +84,7 @@ class Run:
             _, said = self.process.communicate(timeout=LIMIT_S)
         finally:
             self.process.kill()
-            left = [pid for pid in pids if alive(pid)]
+            left = [pid for pid in pids if runs(pid)]
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         assert left == [], said
@@ -86,14 +93,7 @@ class Run:
     @property
     def fault(self) -> dict | None:
         path = self.out / "fault.json"
-        return json.loads(path.read_text()) if path.exists() else None
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return json.loads(path.read_text()) if path.exists() and path.stat().st_size else None
 
 
 def nproc(folder: Path, fault: str, count: int = 2) -> Run:
@@ -149,6 +149,20 @@ def test_one_rank_ends_all_of_them_and_is_named(tmp_path: Path, fault: str) -> N
     assert took < 90
 
 
+def test_how_a_rank_ended_is_told_though_the_others_missed_it_first(tmp_path: Path) -> None:
+    run = nproc(tmp_path, "unseen 1")
+    run.begun()
+    end = time.monotonic() + LIMIT_S
+    while run.fault is None:
+        assert time.monotonic() < end, "the other rank waits"
+        time.sleep(0.02)
+    assert "gave no sign of life" in run.fault["line"]
+    run.process.send_signal(signal.SIGCONT)
+    code, said = run.end()
+    assert (code, run.fault["rank"], run.fault["code"]) == (137, 1, 137)
+    assert "was ended by SIGKILL" in run.fault["line"] and "was ended by SIGKILL" in errors(said)[0]
+
+
 def test_ctrl_c_is_a_safe_stop_of_all_ranks(tmp_path: Path) -> None:
     run = nproc(tmp_path, "")
     run.begun()
@@ -159,13 +173,21 @@ def test_ctrl_c_is_a_safe_stop_of_all_ranks(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     run = nproc(tmp_path, "deaf 1")
-    run.begun()
-    time.sleep(0.5)
-    for _ in range(2):
-        run.process.send_signal(signal.SIGINT)
-        time.sleep(1)  # two signals that wait at the same time are one
+    await_blocked(run.begun()[1], signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)
+    while not run.process.stdout.readline().startswith("SIGINT: stopping"):  # two that wait at the same time are one
+        assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
     code, said = run.end()
     assert (code, errors(said)) == (130, [])
+
+
+def await_blocked(pid: int, signum: int) -> None:
+    """Wait until the main thread of a process takes the signal no more."""
+    end = time.monotonic() + 60
+    while not int(re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16) >> signum - 1 & 1:
+        assert time.monotonic() < end, f"{signum} is not blocked"
+        time.sleep(0.02)
 
 
 def test_ranks_stop_when_their_launcher_is_gone_and_the_next_one_removes_what_it_left(
@@ -181,7 +203,7 @@ def test_ranks_stop_when_their_launcher_is_gone_and_the_next_one_removes_what_it
     assert left.is_dir()
     run.process.kill()
     end = time.monotonic() + 90
-    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+    while any(runs(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert run.end()[0] == -signal.SIGKILL
     assert nproc(tmp_path / "next", "end").end() == (0, "")
