@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import psutil
-
 from qarl.rewards import RewardPool
 
 # Each completion is an order: what the function does with it.
@@ -69,10 +67,6 @@ def prompts(completions: list[str]) -> list[str]:
 
 def score(rewards: RewardPool, *completions: str):
     return rewards.score(list(completions), prompts(completions), {})
-
-
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def wait_until(condition, limit_s: float = 60.0) -> bool:

@@ -11,7 +11,8 @@ import textwrap
 import time
 
 import pytest
-from ordered import running, score, wait_until
+from ordered import score, wait_until
+from process_tree import runs
 
 from qarl.config.reward import RewardConfig
 from qarl.errors import UserError
@@ -33,14 +34,14 @@ def test_hanging_function_is_killed_and_replaced(pool, order):
 def test_hanging_function_takes_its_children_with_it(pool, tmp_path):
     score(pool(timeout_s=1.0, max_failed_frac=1.0), f"child {tmp_path / 'pid'}")
     child = int((tmp_path / "pid").read_text())
-    assert wait_until(lambda: not running(child))
+    assert wait_until(lambda: not runs(child))
 
 
 def test_worker_that_died_between_batches_blames_no_completion(pool):
     rewards = pool("pids")
     (pid,) = score(rewards, "1").total
     os.kill(int(pid), signal.SIGKILL)
-    assert wait_until(lambda: not running(int(pid)))
+    assert wait_until(lambda: not runs(int(pid)))
     result = score(rewards, "1")
     assert (result.failed, result.messages) == ({"pids": 0}, [])
 
@@ -117,7 +118,7 @@ def test_close_ends_the_workers_and_is_idempotent(pool):
     pids = {int(pid) for pid in score(rewards, "1", "2").total}
     rewards.close()
     rewards.close()
-    assert not any(running(pid) for pid in pids)
+    assert not any(runs(pid) for pid in pids)
 
 
 PARENT = """
@@ -155,16 +156,16 @@ def parent(file, tmp_path):
     yield process, worker
     process.kill()
     process.communicate()
-    if running(worker):
+    if runs(worker):
         os.kill(worker, signal.SIGKILL)
 
 
 def test_workers_die_with_a_parent_that_is_killed(parent):
     process, worker = parent
     time.sleep(0.5)  # into the call that holds the GIL
-    assert running(worker)
+    assert runs(worker)
     process.kill()
-    assert wait_until(lambda: not running(worker))
+    assert wait_until(lambda: not runs(worker))
 
 
 def test_ctrl_c_during_a_call_ends_the_parent_and_its_worker(parent):
@@ -172,7 +173,7 @@ def test_ctrl_c_during_a_call_ends_the_parent_and_its_worker(parent):
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does: the whole foreground group
     _, err = process.communicate(timeout=60)
     assert err.strip().endswith("KeyboardInterrupt")
-    assert wait_until(lambda: not running(worker))
+    assert wait_until(lambda: not runs(worker))
 
 
 def test_worker_imports_neither_torch_nor_other_heavy_packages():

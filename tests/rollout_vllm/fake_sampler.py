@@ -209,7 +209,7 @@ def alive(pid: int) -> bool:
     """Whether a process runs; one that ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it went between the opening and the reading
         return False
 
 
