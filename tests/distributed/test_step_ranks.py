@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from replicated import ReplicatedUpdates, run_threads
+from reward_limits import limit_only
 from tiny_runs import settings
 
 from qarl.config import Config
@@ -315,7 +316,8 @@ def judge(completions, prompts, **columns):
 
 
 @pytest.mark.parametrize("texts, works", [(["a", "bb", "hang", "d"], True), (["a", "hang", "hang", "d"], False)])
-def test_a_reward_that_hangs_on_one_rank_is_judged_over_all(tmp_path, texts, works):
+def test_a_reward_that_hangs_on_one_rank_is_judged_over_all(tmp_path, monkeypatch, texts, works):
+    limit_only(monkeypatch, ["hang"])
     (tmp_path / "judges.py").write_text(HANGS)
     config = RewardConfig.model_validate(
         {"functions": [{"name": f"{tmp_path}/judges.py:judge"}], "timeout_s": 1, "workers": 1, "max_failed_frac": 0.3}

@@ -27,8 +27,10 @@ def orders(completions, prompts, **columns):
             re.match(r"(a+)+$", "a" * 60 + "b")
         elif order.startswith("child "):
             child = subprocess.Popen(["sleep", "3600"])
-            with open(order.removeprefix("child "), "w") as file:
+            path = order.removeprefix("child ")
+            with open(path + ".part", "w") as file:
                 file.write(str(child.pid))
+            os.rename(path + ".part", path)
             child.wait()
         elif order.startswith("wait for "):
             while not os.path.exists(order.removeprefix("wait for ")):

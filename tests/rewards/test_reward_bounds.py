@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from qarl.config.reward import RewardConfig
 from qarl.errors import UserError
 from qarl.rewards import RewardPool
 from qarl.rewards.log import CALL_BYTES, FILE_BYTES, RewardLog
+from qarl.rewards.process import Worker
 
 MODULE = """
 import os, sys
@@ -48,7 +50,7 @@ LOADING = {
     "never": ("print('waiting for the judge')\nwhile True: pass", "no answer within 1.5 s.*: waiting for the judge"),
     "rubbish": ("[os.write(fd, b'x' * 99) for fd in range(3, 256) if socket(fd)]", "announced a reply of"),
     "child goes on": ("ctypes.CDLL(None).fork() or sys.exit()\nraise ValueError('the parent')", "the parent"),
-    "takes memory": ("x = bytearray(2**30)\nx[::4096] = b'1' * 2**18\ntime.sleep(9)", "reward.memory_gib = 0.5"),
+    "takes memory": ("x = bytearray(2**30)\nx[::4096] = b'1' * 2**18\ntime.sleep(999)", "reward.memory_gib = 0.5"),
 }
 LOADER = """
 import ctypes, os, stat, sys, time
@@ -58,10 +60,18 @@ def socket(fd):
 """
 
 
+def limited_once_it_printed(worker: Worker, attend):
+    """A look at a worker whose time begins to count when it has printed something, however long it took to start."""
+    worker.deadline = worker.started + 1.5 if worker._output.last_line else math.inf
+    return attend(worker)
+
+
 @pytest.mark.parametrize("name", LOADING)
 def test_a_module_that_does_not_load_says_why(tmp_path, monkeypatch, name):
+    attend = Worker.attend
     if name == "never":
         monkeypatch.setattr("qarl.rewards.process.START_LIMIT_S", 1.5)
+        monkeypatch.setattr(Worker, "attend", lambda worker: limited_once_it_printed(worker, attend))
     code, said = LOADING[name]
     (tmp_path / "mine.py").write_text(LOADER + code + "\ndef judge(completions, prompts, **columns): return []\n")
     with pytest.raises(UserError, match=said) as caught:
@@ -74,16 +84,16 @@ def test_a_module_that_does_not_load_says_why(tmp_path, monkeypatch, name):
 
 def test_a_function_that_takes_too_much_memory_is_killed(tmp_path):
     code = "x = [bytearray(os.urandom(2**20)) for _ in range(2**14)]"
-    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=30.0) as rewards:
+    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=200.0) as rewards:
         result = rewards.score(["1", "bad"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([1.0, 0.0], {"judge": 1})
     assert "took more than reward.memory_gib = 0.25, and was killed" in result.messages[-1]
 
 
 def test_memory_of_what_a_function_starts_counts(tmp_path):
-    program = "x = [bytearray(b'1' * 2**20) for _ in range(1000)]; import time; time.sleep(60)"
+    program = "x = [bytearray(b'1' * 2**20) for _ in range(1000)]; import time; time.sleep(999)"
     code = f"import subprocess; subprocess.run([sys.executable, '-c', {program!r}])"
-    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=20.0) as rewards:
+    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=200.0) as rewards:
         result = rewards.score(["1", "bad"], ["p"] * 2, {})
     assert result.total == [1.0, 0.0] and "reward.memory_gib" in result.messages[-1]
 

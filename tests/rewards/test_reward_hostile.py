@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from reward_limits import limit_only
 
 from qarl.config.reward import RewardConfig
 from qarl.rewards import RewardPool
@@ -145,8 +146,8 @@ def groups(names: list[str], size: int) -> list[list[str]]:
 # What hangs has a group of its own, where little time is lost with it.
 @pytest.mark.parametrize("names", groups([n for n in HOSTILE if n not in SILENT], 12) + groups(SILENT, 4))
 def test_what_a_function_does_costs_its_own_completion_only(tmp_path, monkeypatch, names):
-    for name, value in (("IMPATIENT", 1.0), ("RETRY_LOADS", 100)):  # this machine may be slower than what hangs
-        monkeypatch.setattr(f"qarl.rewards.batch.{name}", value)
+    limit_only(monkeypatch, names)
+    monkeypatch.setattr("qarl.rewards.batch.IMPATIENT", 1.0)
     rng = random.Random(names[0])
     completions = rng.sample([*names, *map(str, range(-3, 5))], len(names) + 8)
     limits = {"timeout_s": 0.5 if names[0] in SILENT else 5.0, "max_failed_frac": 1.0}
@@ -166,9 +167,10 @@ def test_a_batch_of_nothing_else_ends_in_bounded_time(tmp_path, name):
     name = module(tmp_path, {"bad": HOSTILE[name]})
     with pool(name, tmp_path / "log", timeout_s=0.2, max_failed_frac=1.0) as rewards:
         started = time.monotonic()
-        result = rewards.score(["bad"] * 200, ["p"] * 200, {})
-        assert time.monotonic() - started < 30.0  # one by one they would take 40 s, and loading
-    assert (result.total, result.failed) == ([0.0] * 200, {"judge": 200})
+        result = rewards.score(["bad"] * 2000, ["p"] * 2000, {})
+        took = time.monotonic() - started
+        assert took < 30.0 + 6 * rewards._load_s  # one by one they would take 400 s, and 2000 loadings
+    assert (result.total, result.failed) == ([0.0] * 2000, {"judge": 2000})
     assert "completions of failed calls score 0: " in result.messages[-1]
 
 

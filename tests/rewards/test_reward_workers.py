@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 import pytest
 from ordered import score, wait_until
 from process_tree import runs
+from reward_limits import limit_only
 
 from qarl.config.reward import RewardConfig
 from qarl.errors import UserError
@@ -21,7 +23,8 @@ from qarl.rewards.process import Worker
 
 
 @pytest.mark.parametrize("order", ["sleep", "hold the GIL"])
-def test_hanging_function_is_killed_and_replaced(pool, order):
+def test_hanging_function_is_killed_and_replaced(pool, monkeypatch, order):
+    limit_only(monkeypatch, [order])
     rewards = pool(timeout_s=1.0)
     started = time.monotonic()
     result = score(rewards, "1", order, "3")
@@ -31,9 +34,17 @@ def test_hanging_function_is_killed_and_replaced(pool, order):
     assert score(rewards, "7").total == [7.0]
 
 
-def test_hanging_function_takes_its_children_with_it(pool, tmp_path):
-    score(pool(timeout_s=1.0, max_failed_frac=1.0), f"child {tmp_path / 'pid'}")
-    child = int((tmp_path / "pid").read_text())
+def test_hanging_function_takes_its_children_with_it(pool, monkeypatch, tmp_path):
+    attend, begun = Worker.attend, tmp_path / "pid"
+
+    def look(worker: Worker):
+        worker.deadline = 0.0 if begun.exists() else math.inf  # it has its time once there is a child
+        return attend(worker)
+
+    rewards = pool(max_failed_frac=1.0)
+    monkeypatch.setattr(Worker, "attend", look)
+    assert "no answer within" in score(rewards, f"child {begun}").messages[0]
+    child = int(begun.read_text())
     assert wait_until(lambda: not runs(child))
 
 
