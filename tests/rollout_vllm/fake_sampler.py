@@ -65,6 +65,7 @@ class FakeHost:
         with self._troubles.with_suffix(".pids").open("a") as pids:
             pids.write(f"{os.getpid()}\n")
         self._offset = self._pace = 0.0
+        self._endless = False
         self.tensors: dict[str, Tensor] = {}
         self._trouble("start")
         for path in settings.checkpoint.glob("*.safetensors"):
@@ -106,6 +107,9 @@ class FakeHost:
             progress(len(responses), tokens)
             if len(responses) == 1:
                 self._trouble("generate")
+            while self._endless:
+                time.sleep(0.02)
+                progress(len(responses), tokens)
         return responses
 
     def sleep(self, level: int) -> None:
@@ -140,9 +144,12 @@ class FakeHost:
             case "exit":
                 os._exit(3)
             case "hang":
+                self._troubles.with_suffix(f".{os.getpid()}.hangs").touch()
                 time.sleep(600)
             case "slow":
                 self._pace = 0.1
+            case "endless":  # it draws until it is interrupted
+                self._endless = True
             case "fail":
                 raise RuntimeError("out of blocks\nand a second line")
             case "refuse":
@@ -197,6 +204,23 @@ def _draw(request: Request, drawing: Drawing) -> Response:
 def install(replace=setattr) -> None:
     """Let `SamplerProcess` start forks with a `FakeHost`. replace: `monkeypatch.setattr` in a test."""
     forked_worker.install(FakeHost, replace)
+
+
+def limit_only_hangs(folder: Path, replace=setattr) -> None:
+    """Let `timeout_s` count from the trouble `hang` on, and for nothing else, however slow this machine is.
+
+    folder: of the troubles. replace: as in `install`.
+    """
+    hear = process.SamplerProcess.hear
+
+    def patient(sampler: process.SamplerProcess, seconds: float) -> bool:
+        if not list(folder.glob(f"*.{sampler.pid}.hangs")):
+            sampler._deadline = math.inf
+        elif sampler._deadline == math.inf:
+            sampler._deadline = time.monotonic() + sampler.timeout_s
+        return hear(sampler, seconds)
+
+    replace(process.SamplerProcess, "hear", patient)
 
 
 def pids(troubles: Path) -> list[int]:

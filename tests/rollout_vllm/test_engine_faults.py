@@ -185,8 +185,11 @@ def test_a_prompt_that_occurs_again_continues_its_samples(case) -> None:
         ("rubbish pickle", "it sent what is no answer: bytes that are no message"),
     ],
 )
-def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(undisturbed, case, trouble, said) -> None:
-    case.make(f"generate {trouble}", timeout_s=3 if trouble == "hang" else 30)
+def test_a_sampler_that_fails_while_it_draws_is_replaced_and_draws_the_same(
+    undisturbed, case, monkeypatch, trouble, said
+) -> None:
+    fake_sampler.limit_only_hangs(case.folder, monkeypatch.setattr)
+    case.make(f"generate {trouble}", timeout_s=3)
     case.publish()
     assert case.draw() == undisturbed
     see = f"; see {case.folder / 'sampler.log'}" if trouble == "fail" else ""  # the others print nothing

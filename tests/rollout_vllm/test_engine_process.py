@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_sampler
 import pytest
@@ -100,10 +101,17 @@ def test_a_hang_is_ended_after_the_configured_time(start) -> None:
     assert not fake_sampler.alive(sampler.pid)
 
 
-def test_slow_but_alive_is_no_hang(start) -> None:
-    requests, drawing = ORDER
-    sampler = start("generate slow", timeout_s=1.5)  # a response every 0.1 s
-    assert len(sampler.call("generate", (requests + requests, drawing), ignore)) == 16
+def test_slow_but_alive_is_no_hang(start, monkeypatch) -> None:
+    sampler, clock, seen = start("generate slow", timeout_s=1.5), [0.0], []
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def most_of_its_time_goes_by(responses: int, tokens: int) -> None:
+        if responses not in seen:
+            clock[0] = sampler._deadline - 0.1
+            seen.append(responses)
+
+    assert len(sampler.call("generate", ORDER, most_of_its_time_goes_by)) == 8
+    assert clock[0] > 1.0
 
 
 def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) -> None:

@@ -34,7 +34,7 @@ LIMIT_S = 560
 MARK = "OF_RANKS"
 # Each rank has its own file of troubles, and its sampler says which variables of a launcher reached it.
 FAKE = f"""
-import dataclasses, os, sys
+import dataclasses, os, pathlib, sys
 sys.path.append({str(Path(fake_sampler.__file__).parent)!r})
 import fake_sampler
 rank, real = os.environ["RANK"], fake_sampler.FakeHost.__init__
@@ -45,6 +45,7 @@ def init(self, settings, expected, phases):
     real(self, dataclasses.replace(settings, args=own), expected)
 fake_sampler.FakeHost.__init__ = init
 fake_sampler.install()
+fake_sampler.limit_only_hangs(pathlib.Path(FOLDER))
 """
 
 
@@ -100,9 +101,10 @@ def fake(even_model: Path, tmp_path: Path):
         data["model"]["device"] = "cpu"
         data["distributed"] = {"timeout_s": timeout_s}
         config, run = write_config(tmp_path / "c.yaml", data), tmp_path / "run"
+        before = FAKE.replace("FOLDER", repr(str(tmp_path)))
         if not forked:
-            return train(tmp_path, config, 2, FAKE)
-        codes, printed = on_two(config, run, before=FAKE)
+            return train(tmp_path, config, 2, before)
+        codes, printed = on_two(config, run, before=before)
         return Done(max(codes), printed[0], "", run)
 
     return start
@@ -118,14 +120,14 @@ def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, 
     done = fake(
         ["generate none", "generate kill"],
         ["generate hang"],
-        timeout_s=6,
-        vllm={"timeout_s": 8},
+        timeout_s=10,
+        vllm={"timeout_s": 12},
     )
     assert done.code == 0, done.err
     assert len(pids(done, 0)) == len(pids(done, 1)) == 2  # each was started twice
     assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
     assert "restart 1 of 2" in done.out
-    assert "rank 1: vLLM failed: it gave no sign of life for 8 s" in (done.run / "rank-001.log").read_text()
+    assert "rank 1: vLLM failed: it gave no sign of life for 12 s" in (done.run / "rank-001.log").read_text()
     logs = [done.run / "sampler.log", done.run / "rank-001" / "sampler.log"]
     assert [line for log in logs for line in log.read_text().splitlines() if MARK in line] == [f"{MARK} []"] * 4
     # One sampler of two ranks draws the same.
