@@ -63,6 +63,19 @@ def judge(completions, prompts, **columns):
     return [float(len(c)) for c in completions]
 """
 
+# In the third step it waits, once, until the run has been told to stop.
+HOLDING = """
+import os, time
+calls = []
+def judge(completions, prompts, **columns):
+    calls.append(1)
+    if len(calls) == 3 and not os.path.exists("third"):
+        open("third", "w").close()
+        while "SIGINT: stopping" not in open("out/logs/w4a16-aligned-seed0.log").read():
+            time.sleep(0.02)
+    return [float(len(c)) for c in completions]
+"""
+
 
 def compare(qarl, folder: Path, *argv: object):
     return qarl.run("compare", *argv, before=FORKED, cwd=folder)
@@ -204,20 +217,24 @@ def test_a_study_trains_its_variants_side_by_side_and_shows_its_columns(qarl, ti
 
 
 def test_an_interrupted_comparison_goes_on(qarl, tiny_model, tmp_path):
-    config = configured(tmp_path, tiny_model("llama"), train={"steps": 12}, checkpoint={"every": 12})
+    (tmp_path / "judge.py").write_text(HOLDING)
+    reward = {"functions": [{"name": "judge.py:judge"}], "workers": 1, "timeout_s": 300}
+    sections = {"train": {"steps": 4}, "checkpoint": {"every": 12}, "reward": reward}
+    config = configured(tmp_path, tiny_model("llama"), **sections)
     argv = ("compare", config, "--seeds", "0,1", "--out", "out")
     started = qarl.start(*argv, before=FORKED, cwd=tmp_path)
     first = tmp_path / "out/runs/w4a16-aligned-seed0/metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not first.exists() or first.read_bytes().count(b"\n") < 2:
-        assert time.monotonic() < deadline, "no second step"
-        time.sleep(0.005)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "third").exists():
+        assert time.monotonic() < deadline, "no third step"
+        time.sleep(0.02)
     os.kill(started.pid, signal.SIGINT)
     stopped = started.wait()
     assert stopped.code == 130, stopped.err
     assert [member["state"] for member in members(tmp_path / "out").values()] == ["stopped", "waiting"]
     kept = first.read_bytes()
-    done = qarl.run(*argv, "train.steps=13", before=FORKED, cwd=tmp_path)  # steps may grow: what was trained counts
+    assert kept.count(b"\n") == 2
+    done = qarl.run(*argv, "train.steps=5", before=FORKED, cwd=tmp_path)  # steps may grow: what was trained counts
     assert done.code == 0, done.err
     assert first.read_bytes().startswith(kept)
     assert "resumed from" in (tmp_path / "out/logs/w4a16-aligned-seed0.log").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import time
+import threading
 
 import pytest
 from rich.console import Console
@@ -65,14 +65,29 @@ def test_the_rich_table_shows_the_metrics(monkeypatch):
 
 def test_slow_phases_alone_are_displayed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("qarl.training.console.SLOW_SECONDS", 0.3)
     console, stream = shown("rich")
+    clock, looked = [0.0], threading.Event()
+    monkeypatch.setattr(console._progress, "get_time", lambda: clock[0])
+    render = console._render
+
+    def look():
+        found = render()
+        looked.set()
+        return found
+
+    def is_shown_after(seconds: float) -> None:
+        clock[0] += seconds
+        for _ in range(2):  # the first look may have begun before
+            looked.clear()
+            assert looked.wait(60)
+
+    monkeypatch.setattr(console, "_render", look)
     with console:
         with console.phase("quick"):
-            pass
+            is_shown_after(0.9)
         with console.phase("slow one", total=4) as advance:
             advance(3)
-            time.sleep(0.8)
+            is_shown_after(1.1)
     assert "slow one" in stream.getvalue() and "3/4" in stream.getvalue() and "quick" not in stream.getvalue()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,18 @@ def fsync(fd):
 os.fsync = fsync
 """
 
+# Dies of SIGKILL DELAY seconds after STEP steps are recorded, likewise by a thread of its own.
+DIE_AFTER_STEP = """
+import os, pathlib, signal, threading, time
+def die():
+    metrics = pathlib.Path(METRICS)
+    while (metrics.read_bytes().count(b"\\n") if metrics.exists() else 0) < STEP:
+        time.sleep(0.005)
+    time.sleep(DELAY)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=die, daemon=True).start()
+"""
+
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"optim": {"warmup_steps": 4, "schedule": "cosine"}, "data": {"task": {"size": 9}}},
     "tbpo": {
@@ -70,13 +81,6 @@ def steps_recorded(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while steps_recorded(run) < step:
-        assert time.monotonic() < deadline, f"no step {step}"
-        time.sleep(0.005)
-
-
 class Resumed:
     """One configuration, run undisturbed in `reference`, and again in `run` with interruptions."""
 
@@ -90,21 +94,18 @@ class Resumed:
         assert done.code == 0, done.err
         return done
 
-    def interrupted(self, signum: int, step: int, delay: float, before: str = "") -> Finished:
-        """Started, and sent the signal `delay` seconds after `step` steps are recorded."""
-        started = self.qarl.start("train", self.config, f"train.run_dir={self.run}", before=before)
-        if signum:
-            wait_for_step(self.run, step)
-            time.sleep(delay)
-            import os
-
-            os.kill(started.pid, signum)
-        return started.wait()
+    def interrupted(self, before: str) -> Finished:
+        """Run to its end, which `before` brings about."""
+        return self.qarl.run("train", self.config, f"train.run_dir={self.run}", before=before)
 
     def signalled(self, signum: int, write: int, delay: float) -> Finished:
         """Sent the signal `delay` seconds after so many writes."""
-        numbers = f"N, DELAY, SIGNUM = {write}, {delay}, {int(signum)}"
-        return self.interrupted(0, 0, 0.0, numbers + SIGNAL_AFTER_WRITE)
+        return self.interrupted(f"N, DELAY, SIGNUM = {write}, {delay}, {int(signum)}" + SIGNAL_AFTER_WRITE)
+
+    def killed(self, step: int, delay: float) -> Finished:
+        """Killed `delay` seconds after so many steps are recorded."""
+        numbers = f"METRICS, STEP, DELAY = {str(self.run / 'metrics.jsonl')!r}, {step}, {delay}"
+        return self.interrupted(numbers + DIE_AFTER_STEP)
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -123,9 +124,9 @@ def fresh(request):
 
 def test_killed_at_random_times(resumed):
     rng = random.Random(1)
-    for step in (0, 1, 3, 4):
-        resumed.interrupted(signal.SIGKILL, step, rng.uniform(0.0, 0.3))
+    codes = [resumed.killed(step, rng.uniform(0.0, 0.3)).code for step in (0, 1, 3, 4)]
     resumed.again()
+    assert -signal.SIGKILL in codes
     assert_same_run(resumed.run, resumed.reference)
 
 
@@ -134,7 +135,7 @@ def test_killed_in_the_middle_of_random_writes(resumed):
     codes = []
     for _ in range(4):
         before = DIE_AT_WRITE.replace("N:", f"{rng.randint(5, 22)}:")
-        codes.append(resumed.interrupted(0, 0, 0.0, before).code)
+        codes.append(resumed.interrupted(before).code)
     resumed.again()
     assert -signal.SIGKILL in codes
     assert_same_run(resumed.run, resumed.reference)
