@@ -9,10 +9,12 @@ import gc
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Never
 
@@ -91,22 +93,35 @@ class ForkServer:
             text=True,
             env={**environment, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         )
+        self._under_way: int | None = None
 
     def start(self, out: Path | str, err: Path | str, **order: Any) -> int:
         """Give an order; returns the pid of its fork."""
+        self._end_what_was_left()
         self._process.stdin.write(json.dumps({"out": str(out), "err": str(err), **order}) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._under_way = int(self._process.stdout.readline())
+        return self._under_way
 
     def wait(self) -> int:
         """The exit code of what was started; negative: the signal that ended it."""
-        return int(self._process.stdout.readline())
+        code = int(self._process.stdout.readline())
+        self._under_way = None
+        return code
 
     def run(self, out: Path | str, err: Path | str, **order: Any) -> int:
         self.start(out, err, **order)
         return self.wait()
 
+    def _end_what_was_left(self) -> None:
+        """A test that failed did not wait for its fork, whose exit code the next one would be given."""
+        if self._under_way is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._under_way, signal.SIGKILL)
+            self.wait()
+
     def close(self) -> None:
+        self._end_what_was_left()
         self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import process_tree
 import pytest
 from process_tree import descendants, run_traced, runs, tails
 
@@ -14,10 +16,12 @@ from process_tree import descendants, run_traced, runs, tails
 CHILD = """
 import ctypes, os, signal, sys, time
 def waits_for_ever():
+    path = sys.argv[1] + "/" + sys.argv[2]
+    open(path + ".part", "w").write(str(os.getpid()))
+    os.rename(path + ".part", path)
     time.sleep(1000)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-open(sys.argv[1] + "/" + sys.argv[2], "w").write(str(os.getpid()))
 if sys.argv[2] == "child":
     import subprocess
     log = open(sys.argv[1] + "/grandchild.log", "w")
@@ -32,13 +36,28 @@ time.sleep(float("{}"))
 """
 
 
-def test_what_takes_too_long_prints_its_stacks_and_leaves_nothing(tmp_path: Path) -> None:
+def all_wait(folder: Path) -> None:
+    """Until child and grandchild have begun to."""
+    end = time.monotonic() + 120
+    while not ((folder / "child").exists() and (folder / "grandchild").exists()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_what_takes_too_long_prints_its_stacks_and_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    class Watched(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 0.5:  # which begins once there is something to be ended
+                all_wait(tmp_path)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(process_tree.subprocess, "Popen", Watched)
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, "-c", PARENT.format(1000), str(tmp_path / "child.py"), str(tmp_path), "child"]
     with pytest.raises(TimeoutError) as raised:
-        run_traced(command, os.environ, 3)
+        run_traced(command, os.environ, 0.5)
     said, pids = str(raised.value), [int((tmp_path / name).read_text()) for name in ("child", "grandchild")]
-    assert "took more than 3 s" in said and "begun" in said and not any(map(runs, pids))
+    assert "took more than 0.5 s" in said and "begun" in said and not any(map(runs, pids))
     assert "in waits_for_ever" in said and "in waits_for_ever" in tails(tmp_path)
 
 
@@ -52,11 +71,8 @@ def test_descendants_are_in_the_order_of_their_start(tmp_path: Path) -> None:
     pid = os.posix_spawn(
         sys.executable, [sys.executable, str(tmp_path / "child.py"), str(tmp_path), "child"], dict(os.environ)
     )
-    end = time.monotonic() + 30
-    while not ((tmp_path / "grandchild").exists() and (tmp_path / "grandchild").read_text()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
     try:
+        all_wait(tmp_path)
         below = int((tmp_path / "grandchild").read_text())
         assert descendants(pid) == [below]
         assert descendants(os.getpid()).index(pid) < descendants(os.getpid()).index(below)

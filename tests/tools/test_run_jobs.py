@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,8 @@ def jobs(tmp_path: Path, *entries: dict[str, Any]) -> Path:
 
 
 def test_jobs_have_gpus_of_their_own_and_their_order(tmp_path: Path) -> None:
-    now = "date +%s%N > $OUT/{0}"
-    say = f'echo "$CUDA_VISIBLE_DEVICES" > $OUT/{{0}}.gpus; {now}.began; sleep 0.5; {now}.ended'
-    names = ("one", "other", "both", "after")
+    say = 'echo "$CUDA_VISIBLE_DEVICES" > $OUT/{0}.gpus; echo {0} begins >> $OUT/order; sleep 0.5'
+    say += "; echo {0} ends >> $OUT/order"
     file = jobs(
         tmp_path,
         *({"name": name, "command": say.format(name)} for name in ("one", "other")),
@@ -47,8 +47,9 @@ def test_jobs_have_gpus_of_their_own_and_their_order(tmp_path: Path) -> None:
         return (tmp_path / "out" / name).read_text().strip()
 
     assert {read("one.gpus"), read("other.gpus")} == {"3", "5"} and read("both.gpus") == "3,5"
-    times = {name: (int(read(f"{name}.began")), int(read(f"{name}.ended"))) for name in names}
-    assert times["both"][0] > max(times["one"][1], times["other"][1]) and times["after"][0] > times["both"][1]
+    order = read("order").splitlines()
+    assert set(order[:4]) == {f"{name} {what}" for name in ("one", "other") for what in ("begins", "ends")}
+    assert order[4:] == ["both begins", "both ends", "after begins", "after ends"]
     assert "both: started on GPU 3,5" in said and said == (tmp_path / "out/status.txt").read_text()
 
 
@@ -67,17 +68,24 @@ def test_a_failure_and_a_limit_are_told_and_the_rest_runs(tmp_path: Path) -> Non
     assert (tmp_path / "out/works.log").read_text() == "fine\n"
 
 
-def test_nothing_of_a_job_is_left_whatever_session_it_leads(tmp_path: Path) -> None:
+def test_nothing_of_a_job_is_left_whatever_session_it_leads(tmp_path: Path, monkeypatch) -> None:
     started = "setsid sleep 1000 & echo $! > $OUT/{0}.pid"
+    hangs = started.format("hangs") + "; trap '' TERM; touch $OUT/deaf; sleep 1000"
     file = jobs(
         tmp_path,
         {"name": "ends", "command": started.format("ends")},
-        {"name": "hangs", "command": started.format("hangs") + "; trap '' TERM; sleep 1000", "seconds": 0.5},
+        {"name": "hangs", "command": hangs},
     )
-    process = start(file, tmp_path / "out", "--gpus", "0")
-    said, _ = process.communicate(timeout=60)
-    assert "ends: exit code 0" in said and "hangs: ran out of its 0.5 s" in said
-    assert not any(runs(int((tmp_path / f"out/{name}.pid").read_text())) for name in ("ends", "hangs"))
+
+    def now() -> float:
+        """The limit is over once there is something to be left."""
+        return time.monotonic() + 60 * (tmp_path / "deaf").exists()
+
+    monkeypatch.setattr(run_jobs, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    run_jobs.Queue(run_jobs.read_jobs(file), ["0"], tmp_path).run()
+    said = (tmp_path / "status.txt").read_text()
+    assert "ends: exit code 0" in said and "hangs: ran out of its 60 s" in said
+    assert not any(runs(int((tmp_path / f"{name}.pid").read_text())) for name in ("ends", "hangs"))
 
 
 def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:
