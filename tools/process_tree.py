@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DUMP_S = 3.0  # for a process to print its stacks
+EXEC_S = 0.2  # for a process to have its environment again, which has none while it executes another program
 TAIL = 6000  # characters of an output that a failure shows
 
 
@@ -45,12 +46,22 @@ def descendants(pid: int) -> list[int]:
 def marked(name: str, value: str) -> list[int]:
     """Processes in whose environment a variable was set at their start, whoever their parents are now; as a rule
     parents before their children."""
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if f"{name}={value}".encode() in environ.read_bytes().split(b"\0"):
-                found.append(int(environ.parent.name))
-    return sorted(set(found) - {os.getpid()})
+    unsure, found, wanted = [int(path.name) for path in Path("/proc").glob("[0-9]*")], set(), f"{name}={value}".encode()
+    end = time.monotonic() + EXEC_S
+    while unsure:
+        empty = []
+        for pid in unsure:
+            with suppress(OSError):
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if wanted in environment.split(b"\0"):
+                    found.add(pid)
+                elif not environment and os.readlink(f"/proc/{pid}/exe"):  # which threads of the kernel have not
+                    empty.append(pid)  # as a rule in the middle of an exec
+        if not empty or time.monotonic() > end:
+            break
+        time.sleep(0.002)
+        unsure = empty
+    return sorted(found - {os.getpid()})
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

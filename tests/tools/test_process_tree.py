@@ -10,7 +10,7 @@ from pathlib import Path
 
 import process_tree
 import pytest
-from process_tree import descendants, run_traced, runs, tails
+from process_tree import descendants, marked, run_traced, runs, tails
 
 # A parent, a child that leads a session of its own and takes no SIGTERM, and what that one runs, which ends with it.
 CHILD = """
@@ -79,3 +79,14 @@ def test_descendants_are_in_the_order_of_their_start(tmp_path: Path) -> None:
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+def test_a_process_in_the_middle_of_an_exec_is_found(tmp_path: Path) -> None:
+    (program := tmp_path / "again").write_text('#!/bin/sh\nexec "$0"\n')
+    program.chmod(0o700)
+    process = subprocess.Popen([program], env={**os.environ, "MARKED": str(tmp_path)})
+    try:
+        assert all(marked("MARKED", str(tmp_path)) == [process.pid] for _ in range(300))
+    finally:
+        process.kill()
+        process.wait()
