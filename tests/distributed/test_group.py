@@ -81,24 +81,20 @@ def test_alone_every_collective_is_over_at_once() -> None:
         raise OSError("x")
 
 
-def meets(group, longer_s):
+def meets(group, sleeps_s, longer_s):
     started = time.monotonic()
     group.barrier()  # no rank sleeps before every clock runs
-    together(group, lambda: time.sleep(longer_s * group.rank), longer_s)
+    together(group, lambda: time.sleep(sleeps_s * group.rank), longer_s)
     return time.monotonic() - started
 
 
 def test_ranks_wait_longer_where_one_may_need_more_time() -> None:
-    assert min(run_ranks(2, f"{HERE}:meets", {"longer_s": 5}, timeout_s=3)) >= 5
-
-
-def meets_in_vain(group):
-    together(group, lambda: time.sleep(8 * group.rank), 1)
+    assert min(run_ranks(2, f"{HERE}:meets", {"sleeps_s": 7, "longer_s": 60}, timeout_s=6)) >= 7
 
 
 def test_ranks_do_not_wait_for_ever() -> None:
-    with pytest.raises(AssertionError, match=r"others waited for 2 s \(distributed.timeout_s\) and 1 more"):
-        run_ranks(2, f"{HERE}:meets_in_vain", timeout_s=2)
+    with pytest.raises(AssertionError, match=r"others waited for 5 s \(distributed.timeout_s\) and 1 more"):
+        run_ranks(2, f"{HERE}:meets", {"sleeps_s": 1000, "longer_s": 1}, timeout_s=5)
 
 
 def looks(group, work_s):
@@ -124,8 +120,8 @@ def test_work_that_failed_on_one_rank_ends_where_others_look() -> None:
     began = time.monotonic()
     own = [f"ValueError: in turn {turn}" for turn in range(2)]
     other = [f"OtherRankFailed: rank 1 on {socket.gethostname()}: {line}" for line in own]
-    assert run_ranks(3, f"{HERE}:looks", {"work_s": 100}) == [other, own, other]
-    assert time.monotonic() - began < 60
+    assert run_ranks(3, f"{HERE}:looks", {"work_s": 200}) == [other, own, other]
+    assert time.monotonic() - began < 200  # of two times 200
 
 
 def is_left(group, run_dir):
