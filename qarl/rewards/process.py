@@ -19,11 +19,12 @@ from typing import Any
 from qarl.errors import UserError
 from qarl.rewards.frames import REPLY_BYTES, BadFrame, Frames, frame, parse_reply
 from qarl.rewards.log import Output, RewardLog
-from qarl.rewards.resident import resident_bytes
+from qarl.rewards.resident import ends, resident_bytes
 from qarl.rewards.worker import SCORE_LIMIT
 from qarl.text import visible
 
 START_LIMIT_S = 120.0  # interpreter, and whatever the user's modules import
+END_LIMIT_S = 30.0  # for one that runs nothing any more to be gone
 LOOK_S = 0.1  # between two looks at a worker's memory, and at whether it lives
 
 _READ_BYTES = 2**16
@@ -255,7 +256,7 @@ class Worker:
 
     def _death(self) -> str:
         try:
-            code = self._process.wait(timeout=0.5)
+            code = self._process.wait(timeout=END_LIMIT_S if ends(self._process.pid) else 0.5)
         except subprocess.TimeoutExpired:
             how = "closed its connection"
         else:

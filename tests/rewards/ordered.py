@@ -8,7 +8,7 @@ from qarl.rewards import RewardPool
 
 # Each completion is an order: what the function does with it.
 FUNCTIONS = r"""
-import ctypes, math, os, re, signal, subprocess, sys, time
+import ctypes, math, os, re, signal, subprocess, sys, threading, time
 
 def orders(completions, prompts, **columns):
     scores = []
@@ -19,6 +19,9 @@ def orders(completions, prompts, **columns):
             sys.exit("bye")
         elif order == "die":
             os._exit(3)
+        elif order == "die slowly":
+            threading.Thread(target=die_slowly).start()
+            ctypes.CDLL(None).pthread_exit(None)
         elif order == "segfault":
             ctypes.string_at(0)
         elif order == "sleep":
@@ -48,6 +51,14 @@ def orders(completions, prompts, **columns):
         else:
             scores.append(float(order))
     return scores
+
+def die_slowly():
+    "Its main thread has ended, then its connection goes, and only then can it be waited for."
+    while " Z " not in open(f"/proc/{os.getpid()}/stat").read():
+        time.sleep(0.01)
+    os.closerange(3, 256)
+    time.sleep(1)
+    os._exit(3)
 
 def whole_batches_only(completions, prompts, **columns):
     if len(completions) > 1:

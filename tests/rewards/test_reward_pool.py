@@ -54,6 +54,7 @@ def test_lists_of_unequal_length_are_refused(pool):
         ("raise", r"ValueError: I was told to \(functions.py:8\)"),
         ("exit", r"SystemExit: bye"),
         ("die", r"its worker process exited with code 3"),
+        ("die slowly", r"its worker process exited with code 3"),
         ("segfault", r"its worker process died of SIGSEGV"),
         ("return [1.0] * (len(c) + 1)", r"returned 2 scores for 1 completions"),
         ("return []", r"returned 0 scores for 1 completions"),
