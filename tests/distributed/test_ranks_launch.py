@@ -35,7 +35,8 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 QARL = [sys.executable, str(Path(__file__).parent / "fake_loop.py")]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # on a port that is free
 LIMIT_S = 180
 HANGS = ("stop", "late", "hang")
 
@@ -212,7 +213,7 @@ def test_ranks_stop_when_their_launcher_is_gone_and_the_next_one_removes_what_it
 
 @pytest.mark.parametrize("fault", ["kill 1", "user 1"])
 def test_under_torchrun(tmp_path: Path, fault: str) -> None:
-    run = Run(tmp_path, fault, *TORCHRUN, f"--master-port={_port()}", QARL[1], "train", count=2)
+    run = Run(tmp_path, fault, *TORCHRUN, QARL[1], "train", count=2)
     code, said = run.end()
     assert code == 1, said  # torchrun's own
     assert run.fault is not None, said
@@ -221,9 +222,3 @@ def test_under_torchrun(tmp_path: Path, fault: str) -> None:
     else:
         assert (run.fault["rank"], run.fault["code"]) == (1, 2)
         assert "error: reward.functions: `x.py:f`: is broken" in said
-
-
-def _port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -89,9 +89,9 @@ def raw() -> Iterator[tuple[Channel, socket.socket]]:
 
 def sent(pair: tuple[Channel, Channel], message: Message) -> Message:
     """What arrives of a message, which may be larger than what a socket holds."""
-    sender = threading.Thread(target=pair[0].send, args=(message, 10))
+    sender = threading.Thread(target=pair[0].send, args=(message, 100))
     sender.start()
-    arrived = pair[1].poll(10)
+    arrived = pair[1].poll(100)
     sender.join()
     assert arrived is not None
     return arrived

@@ -76,7 +76,7 @@ LOCKERS: list[Callable[[Path], object]] = [_lock, lock_evaluation, lambda folder
 def _no_waiting() -> Iterator[None]:
     """What waits for the other end of a FIFO is interrupted."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(10)
+    signal.alarm(100)
     yield
     signal.alarm(0)
 
