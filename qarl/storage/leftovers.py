@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+_TRIES = 100  # after which whoever else deletes it may go on alone
 _REST_SECONDS = 3600  # no live writer leaves its directory alone for so long
 
 
@@ -17,15 +18,21 @@ def mark() -> str:
 
 
 def delete(path: Path) -> None:
-    """A directory and all in it, or whatever else stands there; a link alone, not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    """A directory and all in it, or whatever else stands there; a link alone, not what it leads to. What another
+    process deletes meanwhile is no fault."""
+    for _ in range(_TRIES):
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            return
+        except FileNotFoundError:  # of something in it, which another process has deleted
+            continue
 
 
 def is_abandoned(path: Path, pid: int, host: str) -> bool:
-    """Whether the process `pid` of `host`, which made `path`, is gone."""
+    """Whether the process `pid` of `host`, which made `path`, is gone and has left it."""
     if host == socket.gethostname():
         if pid == os.getpid():  # containers hand out the same small pids: this is an earlier namesake's
             return True
@@ -36,5 +43,8 @@ def is_abandoned(path: Path, pid: int, host: str) -> bool:
         except PermissionError:
             pass
     # Another host's (a restarted container has a new name), or a pid in use again.
-    entries = (path, *path.iterdir()) if path.is_dir() else (path,)
-    return time.time() - max(entry.lstat().st_mtime for entry in entries) > _REST_SECONDS
+    try:
+        entries = (path, *path.iterdir()) if path.is_dir() else (path,)
+        return time.time() - max(entry.lstat().st_mtime for entry in entries) > _REST_SECONDS
+    except FileNotFoundError:  # its writer, which lives, has just given it its name or removed it
+        return False

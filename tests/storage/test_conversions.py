@@ -311,6 +311,26 @@ def test_what_a_killed_conversion_left_goes_with_the_next(kept):
     assert not left.exists() and live.exists()
 
 
+@pytest.mark.parametrize("writer", ["lives", "is dead"])
+def test_what_goes_while_it_is_looked_at_hinders_nothing(kept, monkeypatch, writer):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    pid = os.getppid() if writer == "lives" else dead.pid
+    left, is_dir = kept.root / f".tmp-{'0' * 64}-{pid}-{socket.gethostname()}", Path.is_dir
+    left.mkdir(parents=True)
+    kept.root.chmod(0o700)
+
+    def going(path: Path) -> bool:
+        found = is_dir(path)
+        if path == left and found:
+            left.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", going)
+    assert kept.convert() is not None
+    assert not left.exists()
+
+
 def test_a_digest_is_computed_again_for_a_file_that_changed(tmp_path):
     file = tmp_path / "f"
     file.write_text("a")
