@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import time
 from collections.abc import Collection
@@ -42,7 +41,6 @@ class RewardPool:
         self.labels = labels([function.name for function in config.functions])
         # A built-in's columns are known, and token ids are many; `length` reads them for its unit `tokens`.
         self._reads_tokens = [f.name not in BUILTINS or f.name == "length" for f in config.functions]
-        self._lifeline_read, self._lifeline_write = os.pipe()  # never written; see worker.die_with_parent
         self._closed = False
         self._load_s = 0.0
         self._workers: list[Worker] = []
@@ -117,8 +115,6 @@ class RewardPool:
         self._closed = True
         for worker in self._workers:
             worker.kill()
-        os.close(self._lifeline_read)
-        os.close(self._lifeline_write)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -132,7 +128,7 @@ class RewardPool:
         functions = [
             (label, f.name, dict(f.options)) for label, f in zip(self.labels, self._config.functions, strict=True)
         ]
-        return Worker(functions, self._columns, self._lifeline_read, self._log, self._config.memory_gib)
+        return Worker(functions, self._columns, self._log, self._config.memory_gib)
 
     def _replace_gone(self) -> None:
         for place, worker in enumerate(self._workers):

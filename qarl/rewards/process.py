@@ -69,30 +69,30 @@ class Worker:
         self,
         functions: list[tuple[str, str, dict[str, Any]]],
         columns: list[str] | None,
-        lifeline: int,
         log: RewardLog,
         memory_gib: float | None,
     ) -> None:
         self._socket, child = socket.socketpair()
         self._socket.setblocking(False)
         self._printed, prints = os.pipe()
+        life, self._lifeline = os.pipe()  # never written, and its own: a pipe has one process that is told of its end
         os.set_blocking(self._printed, False)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(child.fileno()), str(lifeline)],
+                [sys.executable, "-u", "-c", _BOOT, json.dumps(sys.path), str(child.fileno()), str(life)],
                 stdin=subprocess.DEVNULL,
                 stdout=prints,
                 stderr=prints,
-                pass_fds=[child.fileno(), lifeline],
+                pass_fds=[child.fileno(), life],
                 start_new_session=True,
             )
         except BaseException:
-            self._socket.close()
-            os.close(self._printed)
+            self._close()
             raise
         finally:
             child.close()
             os.close(prints)
+            os.close(life)
         self.task: Task | None = None
         self.starting = True
         self.started = time.monotonic()
@@ -174,8 +174,12 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._take_output()
+        self._close()
+
+    def _close(self) -> None:
         self._socket.close()
         os.close(self._printed)
+        os.close(self._lifeline)
 
     def _request(self, content: dict[str, Any]) -> None:
         self._number = next(_numbers)

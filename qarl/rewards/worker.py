@@ -163,6 +163,7 @@ def _shown(value: Any) -> str:
 def die_with_parent(lifeline_fd: int) -> None:
     """Have the kernel end this process (SIGIO's default action) when the parent, the only writer of the pipe, is gone.
 
+    No other process may ask for that of the same pipe, or that one alone is told.
     Unlike a watching thread this works while a function holds the GIL, and unlike PR_SET_PDEATHSIG it does not fire
     when the parent's thread that started us ends.
     """

@@ -140,16 +140,16 @@ from qarl.rewards import RewardPool
 # No `if __name__ == "__main__"`: a worker that imported this file would start workers of its own.
 functions = [Namespace(name=sys.argv[1] + ":pids", weight=1.0, options={}),
              Namespace(name=sys.argv[1] + ":orders", weight=1.0, options={})]
-pool = RewardPool(Namespace(functions=functions, workers=1, timeout_s=600.0, max_failed_frac=1.0,
+pool = RewardPool(Namespace(functions=functions, workers=2, timeout_s=600.0, max_failed_frac=1.0,
                             memory_gib=None))
-print(int(pool.score(["0"], ["p"], {}).by_function["pids"][0]), flush=True)
-pool.score(["hold the GIL"], ["p"], {})
+print(*map(int, pool.score(["0", "1"], ["p"] * 2, {}).by_function["pids"]), flush=True)
+pool.score(["hold the GIL"] * 2, ["p"] * 2, {})
 """
 
 
 @pytest.fixture
 def parent(file, tmp_path):
-    """A process with a pool of one worker, which is about to hang; and the worker's pid."""
+    """A process with a pool of two workers, both of which hold the GIL; and the workers' pids."""
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -163,28 +163,30 @@ def parent(file, tmp_path):
         # where the tests run in the background of a script, SIGINT is ignored, and children inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    worker = int(process.stdout.readline())
-    yield process, worker
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(set(workers)) == 2
+    for _ in workers:
+        assert process.stderr.readline() == "holding\n"
+    yield process, workers
     process.kill()
     process.communicate()
-    if runs(worker):
+    for worker in filter(runs, workers):
         os.kill(worker, signal.SIGKILL)
 
 
 def test_workers_die_with_a_parent_that_is_killed(parent):
-    process, worker = parent
-    time.sleep(0.5)  # into the call that holds the GIL
-    assert runs(worker)
+    process, workers = parent
+    assert all(map(runs, workers))
     process.kill()
-    assert wait_until(lambda: not runs(worker))
+    assert wait_until(lambda: not any(map(runs, workers)))
 
 
-def test_ctrl_c_during_a_call_ends_the_parent_and_its_worker(parent):
-    process, worker = parent
+def test_ctrl_c_during_a_call_ends_the_parent_and_its_workers(parent):
+    process, workers = parent
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does: the whole foreground group
     _, err = process.communicate(timeout=60)
     assert err.strip().endswith("KeyboardInterrupt")
-    assert wait_until(lambda: not runs(worker))
+    assert wait_until(lambda: not any(map(runs, workers)))
 
 
 def test_worker_imports_neither_torch_nor_other_heavy_packages():
