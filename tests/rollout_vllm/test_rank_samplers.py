@@ -155,11 +155,11 @@ def test_a_sampler_that_stays_dead_ends_the_run_on_all_ranks_with_a_checkpoint(f
 @pytest.mark.slow
 def test_a_sampler_that_does_not_start_is_told_before_those_of_other_ranks_have(fake) -> None:
     began = time.monotonic()
-    done = fake(["start hang"], ["start fail"], vllm={"timeout_s": 150})
+    done = fake(["start hang"], ["start fail"], vllm={"timeout_s": 400})
     assert done.code == 2, done.err
     assert len(done.errors) == 1, done.err
     assert done.errors[0].startswith("error: rank 1: rollout.vllm: vLLM did not start: RuntimeError: out of blocks")
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 300  # of the 400 that the other may take
     assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
     assert sorted(path.name for path in done.run.iterdir()) == ["rank-001", "sampler.log"]
 
