@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from qarl.rollout.vllm.loading import Loader
 from qarl.rollout.vllm.marlin import workspaces
 
 
@@ -40,3 +42,14 @@ def test_a_held_workspace_outlives_the_reload_that_replaces_it():
     del held
     gc.collect()
     assert old() is None
+
+
+def test_counters_are_0_after_a_sleep_that_kept_no_such_memory():
+    old = torch.zeros(4, dtype=torch.int32)
+    model = nn.ModuleList([layer(old, "scheme")])
+    worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=lambda: model))
+    loader = Loader(worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False)
+    model[0].scheme.kernel.workspace = torch.zeros(4, dtype=torch.int32)  # graphs go on with the old one
+    old.fill_(7)
+    loader.wake()
+    assert not old.any()

@@ -278,6 +278,7 @@ class Host:
     def wake(self) -> None:
         """Take the memory again. After a sleep of level 2 the weights hold nothing until the next, full publish."""
         self._llm.wake_up()
+        self._loader.wake()
 
     def close(self) -> None:
         """Let go of the engine and its memory."""

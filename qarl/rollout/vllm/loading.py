@@ -66,6 +66,11 @@ class Loader:
         """A published tensor as it was at the last publish. expected: fingerprints, for their dtypes."""
         return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
 
+    def wake(self) -> None:
+        """After a sleep: at level 2 vLLM keeps parameters and buffers alone, and the counters may hold anything."""
+        for workspace in self._workspaces:
+            workspace.zero_()
+
     def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
         """Put new tensors in checkpoint layout, by published name, into the model's layers."""
         plain = {name: tensor for name, tensor in tensors.items() if self._units[name] in self._plain}
