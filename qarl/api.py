@@ -252,7 +252,9 @@ def generate(
     system: str | None = None,
     n: int = 1,
     temperature: float = 0.0,
+    top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     max_new_tokens: int = 128,
     scheme: str | None = None,
     group_size: int | None = None,
@@ -266,7 +268,8 @@ def generate(
 
     target: a run, one of its checkpoints, an exported checkpoint, or a model. prompts: one, or several. chat: wrap them
     in the chat template; None does what the run did, and for a model uses the template that its tokenizer has. system:
-    the system message. n: samples a prompt. temperature: 0 takes the likeliest token every time.
+    the system message. n: samples a prompt. temperature: 0 takes the likeliest token every time. top_k, top_p, min_p:
+    what is drawn from, as `rollout` has them; 0, 1 and 0 are off.
     """
     from qarl.inference.target import given, resolve_target
 
@@ -276,7 +279,7 @@ def generate(
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
 
     texts = gather_texts([prompts] if isinstance(prompts, str) else list(prompts), None)
-    look = Look(chat, system, n, temperature, top_p, max_new_tokens, seed)
+    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed)
     completed = complete(found, texts, look, device, lambda line: None)
     return [
         Completion(

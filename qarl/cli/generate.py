@@ -10,7 +10,7 @@ import typer
 
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
-from qarl.config.limits import SAMPLES, TOKENS
+from qarl.config.limits import SAMPLES, TOKENS, VOCABULARY
 from qarl.inference.target import given, resolve_target
 from qarl.threads import wait_politely
 
@@ -53,7 +53,11 @@ def generate(
     ] = None,
     n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Samples per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, max=VOCABULARY, help="Only the k most probable tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Smallest set of tokens with this probability; 1 is off.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Only tokens of at least this share of the most probable one's probability; 0 is off.")
+    ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Longest completion.")] = 128,
     scheme: Scheme = None,
     group_size: GroupSize = None,
@@ -77,7 +81,7 @@ def generate(
     from qarl.training.console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)
-    look = Look(chat, system, n, temperature, top_p, max_new_tokens, seed)
+    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed)
     say = RunConsole("plain", stream=sys.stderr).message
     console = RunConsole("plain")
     for number, completed in enumerate(complete(found, texts, look, device, say)):

@@ -56,7 +56,8 @@ def evaluate_target(
             if task.dropped:
                 console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
         settings = Settings.of(section, length, stop, frozenset())
-        require_room(tasks, settings.max_response_length, context_of(target), "the context")
+        room, key = context_of(target), "--max-response-length"
+        require_room(tasks, settings.max_response_length, room, "the context", key)
         identity = _identity(target, tasks, settings)
         path = out or _default_directory(target, tasks, identity)
         limits = target.run.reward if target.run else RewardConfig(functions=tasks[0].functions)

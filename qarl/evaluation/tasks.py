@@ -74,13 +74,16 @@ def load_tasks(
     return loaded
 
 
-def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: int, what: str) -> None:
-    """Raise UserError for a task with a prompt that, with its response, exceeds `limit` tokens. what: has the limit."""
+def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: int, what: str, key: str) -> None:
+    """Raise UserError for a task with a prompt that, with its response, exceeds `limit` tokens.
+
+    what: has the limit. key: or option, which the user sets `max_response_length` with.
+    """
     for task in tasks:
         over = sum(len(prompt.token_ids) + max_response_length > limit for prompt in task.prompts)
         if over:
             room = limit - task.longest
-            fix = f"set max_response_length to {room} or less" if room > 0 else "use shorter prompts or another model"
+            fix = f"set {key} to {room} or less" if room > 0 else "use shorter prompts or another model"
             raise UserError(
                 f"evaluation task {task.name}: {over} of {len(task.prompts)} prompts (the longest has {task.longest} "
                 f"tokens) with responses of {max_response_length} exceed {what} of {limit} tokens; {fix}"

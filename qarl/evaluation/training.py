@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from qarl.training.console import RunConsole
 
 PLACE = "train.run_dir"
+KEY = "evaluation.max_response_length"
 
 
 def load_training_tasks(
@@ -46,10 +47,10 @@ def load_training_tasks(
     """The tasks of `config.evaluation`, all of whose prompts fit. Raises UserError. vocabulary: see `build_prompts`."""
     tasks = load_tasks(config.evaluation.tasks, tokenizer, vocabulary)
     length = config.eval_response_length
-    require_room(tasks, length, context, "the context")
+    require_room(tasks, length, context, "the context", KEY)
     if config.rollout.kv_cache_tokens is not None:
         room = config.rollout.kv_cache_tokens // PAGE * PAGE
-        require_room(tasks, length, room, "the whole pages of rollout.kv_cache_tokens,")
+        require_room(tasks, length, room, "the whole pages of rollout.kv_cache_tokens,", KEY)
     return tasks
 
 

@@ -10,8 +10,9 @@ from math import ceil
 from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 
-from qarl.config.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
+from qarl.config.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.errors import UserError
+from qarl.inference.truncation import check_truncation
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 
@@ -47,12 +48,7 @@ class Request:
         if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # nan is refused too
             valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
             raise UserError(f"--temperature: {self.temperature} is nothing to draw at; {valid}")
-        if not 0 <= self.top_k <= VOCABULARY:
-            raise UserError(f"--top-k: {self.top_k} is no number of tokens; give 0 (off) to {VOCABULARY:,}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p: {self.top_p} is no probability above 0; give up to 1 (off)")
-        if not 0 <= self.min_p < 1:
-            raise UserError(f"--min-p: {self.min_p} is no fraction below 1; give 0 (off) or more")
+        check_truncation(self.top_k, self.top_p, self.min_p)
         if not 0 <= self.seed < 2**31:
             raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
 

@@ -16,6 +16,7 @@ from qarl.errors import UserError
 from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
+from qarl.inference.truncation import check_truncation
 from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.paths import user_path
 from qarl.out_of_memory import memory_errors
@@ -33,13 +34,16 @@ class Look:
 
     chat: wrap prompts in the chat template; None does what the run did, and for a model uses the template that its
     tokenizer has. system: system message, None for the run's own. n: samples per prompt. temperature: 0 is greedy.
+    top_k, top_p, min_p: see `Truncation`; 0, 1 and 0 are off.
     """
 
     chat: bool | None = None
     system: str | None = None
     n: int = 1
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
 
@@ -54,12 +58,17 @@ class Look:
             raise UserError(f"--max-new-tokens: {self.max_new_tokens} is no length; give 1 to {TOKENS:,}")
         if not 0 <= self.seed < 2**31:
             raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p: {self.top_p} is no probability above 0; give up to 1 (off)")
+        check_truncation(self.top_k, self.top_p, self.min_p)
         if self.temperature == 0 and self.n > 1:
             raise UserError(f"--n: {self.n} samples at temperature 0 are all the same; set --temperature, such as 1")
-        if self.temperature == 0 and self.top_p < 1:
-            raise UserError(f"--top-p: {self.top_p} does nothing at temperature 0; set --temperature, or leave it out")
+        for name, value, off in (("top-k", self.top_k, 0), ("top-p", self.top_p, 1), ("min-p", self.min_p, 0)):
+            if self.temperature == 0 and value != off:
+                raise UserError(f"--{name}: {value} does nothing at temperature 0; set --temperature, or leave it out")
+
+    @property
+    def truncation(self) -> Truncation:
+        """What tokens are drawn from."""
+        return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Completed:
     rollout: Rollout
 
     def as_json(self) -> str:
-        """One line of ASCII. Log-probs are natural logs, after temperature and top-p (greedy: at temperature 1)."""
+        """One line of ASCII. Log-probs are natural logs, after temperature and what cuts (greedy: at temperature 1)."""
         rollout = self.rollout
         return json.dumps(
             {
@@ -138,7 +147,7 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
             )
     say(f"opening {target.label}")
     opened = open_policy(target, device=device, tokenizer=tokenizer)
-    sampling = opened.sampling(look.n, look.max_new_tokens, Truncation(look.temperature, top_p=look.top_p), look.seed)
+    sampling = opened.sampling(look.n, look.max_new_tokens, look.truncation, look.seed)
     rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
     opened.close()
     return [

@@ -121,6 +121,8 @@ def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tok
     tasks = load_tasks([EvalTask(preset="gsm8k", path=str(path))], tokenizer)
     assert len(tasks[0].prompts) == 2
     longest = tasks[0].longest
-    require_room(tasks, 10, longest + 10, "the context")
-    with pytest.raises(UserError, match=r"gsm8k: 1 of 2 prompts .* exceed the context of .* to 9 or less"):
-        require_room(tasks, 10, longest + 9, "the context")
+    require_room(tasks, 10, longest + 10, "the context", "--length")
+    with pytest.raises(
+        UserError, match=r"gsm8k: 1 of 2 prompts .* exceed the context of .*; set --length to 9 or less"
+    ):
+        require_room(tasks, 10, longest + 9, "the context", "--length")

@@ -65,6 +65,13 @@ def test_samples_at_a_temperature_differ_and_come_by_prompt(tiny_model):
     assert len({tuple(c.rollout.token_ids) for c in found}) == 6
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"min_p": 0.9999}, {"top_p": 1e-6}])
+def test_of_the_likeliest_token_alone_draws_are_greedy(tiny_model, cut):
+    greedy = completions(tiny_model(), ["one"])[0].rollout
+    drawn = completions(tiny_model(), ["one"], temperature=1.0, **cut)[0].rollout
+    assert drawn.token_ids == greedy.token_ids and set(drawn.logprobs) == {0.0}
+
+
 def test_the_seed_decides_what_is_drawn(tiny_model):
     drawn = [completions(tiny_model(), ["one"], temperature=1.0, seed=seed)[0].rollout.token_ids for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -118,7 +125,11 @@ def test_a_run_is_asked_as_it_was_trained(tiny_model, data, look, text):
     [
         ({"n": 2}, "--n: 2 samples at temperature 0 are all the same"),
         ({"top_p": 0.5}, "--top-p: 0.5 does nothing at temperature 0"),
+        ({"top_k": 5}, "--top-k: 5 does nothing at temperature 0"),
+        ({"min_p": 0.1}, "--min-p: 0.1 does nothing at temperature 0"),
         ({"top_p": 0.0, "temperature": 1.0}, "--top-p: 0.0 is no probability"),
+        ({"top_k": -1, "temperature": 1.0}, "--top-k: -1 is no number of tokens"),
+        ({"min_p": 1.0, "temperature": 1.0}, "--min-p: 1.0 is no fraction below 1"),
         ({"temperature": -1.0}, "--temperature: -1.0 is no temperature"),
         ({"temperature": float("nan")}, "--temperature: nan is no temperature"),
         ({"temperature": 1e300}, "--temperature: 1e\\+300 is no temperature"),
