@@ -19,6 +19,8 @@ from qarl.inputs.tensors import stored_tensors
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
 
+SHOWN = 5  # names of runs, in an error
+
 
 @dataclass(frozen=True)
 class Target:
@@ -64,6 +66,7 @@ def resolve_target(
         if path.is_file():
             raise UserError(f"{name}: is a file; give a run directory, a checkpoint directory, or a model")
         run_dir, checkpoint = _run_of(path)
+        _check_there(name, path)
     if run_dir is not None:
         return _run_target(name, run_dir, checkpoint, step, quant or {}, model)
     if step is not None:
@@ -118,6 +121,15 @@ def _scale_dtype(path: Path) -> str:
     if odd := [name for name, other in scales.items() if other.dtype != scale.dtype]:
         raise UserError(f"{scales[odd[0]].file}: {odd[0]} is of another type than {first}; export it again")
     return known[scale.dtype]
+
+
+def _check_there(name: str, path: Path) -> None:
+    """Raise UserError for a run that is not among the others of its directory. A hub takes half a minute to say so."""
+    if "/" not in name or path.exists():
+        return
+    if runs := sorted(other.parent.name for other in path.parent.glob("*/config.yaml")):
+        more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
+        raise UserError(f"{name}: no such run; {path.parent} holds {', '.join(runs[:SHOWN])}{more}")
 
 
 def _run_of(path: Path) -> tuple[Path | None, Path | None]:

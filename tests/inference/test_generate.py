@@ -59,6 +59,15 @@ def test_a_directory_that_is_no_run_and_no_model_is_refused_as_what_was_given(tm
         resolve_target(str(tmp_path))
 
 
+def test_a_run_that_is_not_there_is_looked_for_on_no_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "fedcba":
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    with pytest.raises(UserError, match=r"^runs/my: no such run; runs holds a, b, c, d, e and 1 more$"):
+        resolve_target("runs/my")
+
+
 def test_samples_at_a_temperature_differ_and_come_by_prompt(tiny_model):
     found = completions(tiny_model(), ["one", "two"], n=3, temperature=1.0)
     assert [(c.given, c.rollout.sample) for c in found] == [(t, i) for t in ("one", "two") for i in range(3)]
