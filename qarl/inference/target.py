@@ -73,7 +73,7 @@ def resolve_target(
         raise UserError(f"--step: {name} is no run, and has no steps; leave it out")
     if model is not None:
         raise UserError(f"--model: {name} is no run, and carries its own configuration; leave it out")
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
         raise UserError(
             f"{name}: holds neither a run's config.yaml nor a model's config.json; give a run directory, one of its "
             "checkpoints, or a model"

@@ -49,6 +49,10 @@ fake_sampler.limit_only_hangs(pathlib.Path(FOLDER))
 """
 
 
+def faked(folder: Path) -> str:
+    return FAKE.replace("FOLDER", repr(str(folder)))
+
+
 @dataclass
 class Done:
     """A run on ranks that ended. codes, errors: of the launcher. rollouts: [(prompt id, token ids)] of each step."""
@@ -101,7 +105,7 @@ def fake(even_model: Path, tmp_path: Path):
         data["model"]["device"] = "cpu"
         data["distributed"] = {"timeout_s": timeout_s}
         config, run = write_config(tmp_path / "c.yaml", data), tmp_path / "run"
-        before = FAKE.replace("FOLDER", repr(str(tmp_path)))
+        before = faked(tmp_path)
         if not forked:
             return train(tmp_path, config, 2, before)
         codes, printed = on_two(config, run, before=before)
@@ -184,7 +188,7 @@ def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_ma
     """
     data = settings(even_model, rollout={"engine": "vllm"})
     data["model"]["device"] = "cpu"
-    done = train(tmp_path, write_config(tmp_path / "c.yaml", data), 2, FAKE + dedent(gone))
+    done = train(tmp_path, write_config(tmp_path / "c.yaml", data), 2, faked(tmp_path) + dedent(gone))
     assert done.code == 2, done.err
     said = "error: rank 1: rollout.vllm: vLLM did not start: its process ended with exit code 3"
     assert done.errors == [said], done.err
