@@ -134,7 +134,6 @@ class Worker:
 
         Raises UserError if it cannot load the functions, or a function found a fault of the user's.
         """
-        loading = self.starting  # one that says it is ready and is dead by now has not loaded either
         try:
             self._write()
             alive = self._process.poll() is None  # before reading: what it said last is read in any case
@@ -146,22 +145,19 @@ class Worker:
                     return report
         except BadFrame as error:
             self.kill()
-            return self._gone(f"its worker process {error}, and was killed", loading)
+            return self._gone(f"its worker process {error}, and was killed")
         if end:
-            return self._gone(f"its worker process {self._death()}", loading)
+            return self._gone(f"its worker process {self._death()}")
         now = time.monotonic()
         if now >= self.deadline:
             self.kill()
-            return self._gone(
-                f"no answer within {self._limit_s:g} s, its worker process was killed", loading, hung=True
-            )
+            return self._gone(f"no answer within {self._limit_s:g} s, its worker process was killed", hung=True)
         if self._memory_gib is not None and now >= self._next_look:
             self._next_look = now + LOOK_S
             if resident_bytes(self._process.pid) > self._memory_gib * 2**30:
                 self.kill()
                 return self._gone(
-                    f"its worker process took more than reward.memory_gib = {self._memory_gib:g}, and was killed",
-                    loading,
+                    f"its worker process took more than reward.memory_gib = {self._memory_gib:g}, and was killed"
                 )
         return None
 
@@ -250,8 +246,8 @@ class Worker:
         self._number = 0  # of no request
         return Report(task, outcome, hung, self._stale)
 
-    def _gone(self, how: str, loading: bool, hung: bool = False) -> Report:
-        if not loading:
+    def _gone(self, how: str, hung: bool = False) -> Report:
+        if self.task is not None:  # without one, what says that it is ready and is dead by now has not loaded either
             return self._done(how, hung)
         said = f"; the last that it printed: {self._output.last_line}" if self._output.last_line else ""
         log = self._output.log.path
