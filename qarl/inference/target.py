@@ -15,11 +15,9 @@ from qarl.config.quant import OF_TRAINING
 from qarl.errors import UserError
 from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
-from qarl.inputs.tensors import stored_tensors
+from qarl.inputs.tensors import shown_names, stored_tensors
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
-
-SHOWN = 5  # names of runs, in an error
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,7 @@ def _check_there(name: str, path: Path) -> None:
     if "/" not in name or path.exists():
         return
     if runs := sorted(other.parent.name for other in path.parent.glob("*/config.yaml")):
-        more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
-        raise UserError(f"{name}: no such run; {path.parent} holds {', '.join(runs[:SHOWN])}{more}")
+        raise UserError(f"{name}: no such run; {path.parent} holds {shown_names(runs, 5)}")
 
 
 def _run_of(path: Path) -> tuple[Path | None, Path | None]:
