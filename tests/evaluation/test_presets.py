@@ -122,5 +122,6 @@ def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tok
     assert len(tasks[0].prompts) == 2
     longest = tasks[0].longest
     require_room(tasks, 10, longest + 10, "the context", "--length")
-    with pytest.raises(UserError, match=r"gsm8k: 1 of 2 prompts .* exceed the context .*; set --length to 9 or less"):
+    said = r"gsm8k: 1 of 2 prompts .* exceed the context of .*; set --length to 9 or less"
+    with pytest.raises(UserError, match=said):
         require_room(tasks, 10, longest + 9, "the context", "--length")
