@@ -14,6 +14,8 @@ from qarl_formats.quantize import QuantizedWeight, quantize_weight
 from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 
+from qarl import __version__
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 K = 192
 QKV = [96, 32, 32]  # q, k and v, fused by vLLM; each whole words of zero points
@@ -230,6 +232,7 @@ def test_int8_kernel_refuses_static_activation_scales() -> None:
 
 
 def test_plugin_is_inert_without_its_switch_and_idempotent_with_it(monkeypatch) -> None:
+    from vllm import envs
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers import quantization
     from vllm.platforms import PlatformEnum
@@ -242,9 +245,13 @@ def test_plugin_is_inert_without_its_switch_and_idempotent_with_it(monkeypatch) 
         monkeypatch.setattr(linear, table, {p: list(kernels) for p, kernels in getattr(linear, table).items()})
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", list(quantization.QUANTIZATION_METHODS))
+    monkeypatch.setattr(envs, "environment_variables", dict(envs.environment_variables))
+    envs.environment_variables.pop(plugin.SWITCH, None)  # of another test
+    compiled_for_vllm = envs.compile_factors()
     monkeypatch.delenv(plugin.SWITCH, raising=False)
     plugin.register()
     assert W4A16Kernel not in linear._POSSIBLE_KERNELS[PlatformEnum.CUDA]
+    assert envs.compile_factors() == compiled_for_vllm
     monkeypatch.setenv(plugin.SWITCH, "qarl")
     plugin.register()
     plugin.register()
@@ -254,3 +261,4 @@ def test_plugin_is_inert_without_its_switch_and_idempotent_with_it(monkeypatch) 
         assert linear._POSSIBLE_FP8_KERNELS[platform].count(FP8Kernel) == 1
         assert linear._POSSIBLE_FP8_BLOCK_KERNELS[platform][0] is FP8BlockKernel
         assert linear._POSSIBLE_FP8_BLOCK_KERNELS[platform].count(FP8BlockKernel) == 1
+    assert envs.compile_factors() == compiled_for_vllm | {plugin.SWITCH: f"qarl {__version__}"}

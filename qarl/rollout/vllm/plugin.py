@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from qarl import __version__
+
 SWITCH = "QARL_VLLM_KERNELS"
 
 
@@ -14,12 +16,16 @@ def register() -> None:
     """
     if os.environ.get(SWITCH) != "qarl":
         return
+    from vllm import envs
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.platforms import PlatformEnum
 
     from qarl.rollout.vllm import linear_kernels, linear_methods
 
+    # vLLM keeps what it compiled by its own settings and the model's path, and takes it back without a look at the
+    # layers: with kernels that it does not know of, it would run those of an earlier start.
+    envs.environment_variables[SWITCH] = lambda: f"qarl {__version__}"
     tables = {
         "mp": (linear._POSSIBLE_KERNELS, linear_kernels.W4A16Kernel),
         "int8": (linear._POSSIBLE_INT8_KERNELS, linear_kernels.W8A8Kernel),
