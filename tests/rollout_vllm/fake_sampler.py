@@ -152,6 +152,8 @@ class FakeHost:
                 self._endless = True
             case "fail":
                 raise RuntimeError("out of blocks\nand a second line")
+            case "measure":
+                raise AssertionError("Error in memory profiling. Initial free memory 1.0 GiB, current 2.0 GiB.")
             case "refuse":
                 raise PublishError("other bytes arrived")
             case "noise":

@@ -237,6 +237,22 @@ def test_a_first_start_that_fails_is_not_tried_again(case) -> None:
     assert len(case.pids) == 1
 
 
+def test_a_first_start_that_measured_what_others_gave_back_is_tried_again(case) -> None:
+    case.make("start measure", "start measure")
+    case.publish()
+    see = f"; see {case.folder / 'sampler.log'}"
+    said = "vLLM failed: AssertionError: Error in memory profiling. Initial free memory 1.0 GiB, current 2.0 GiB."
+    assert case.said == [f"{said}; restart {i} of 2{see}" for i in (1, 2)]
+    assert len(case.draw()) == 12 and len(case.pids) == 3
+
+
+def test_starts_that_measure_what_others_give_back_end_at_the_limit(case) -> None:
+    case.make("start measure", "start measure", max_restarts=1)
+    with pytest.raises(SamplerError, match=r"vLLM did not start: AssertionError: Error in memory profiling"):
+        case.publish()
+    assert len(case.pids) == 2
+
+
 def test_a_first_start_that_printed_nothing_names_no_log(case) -> None:
     case.make("start kill")
     with pytest.raises(SamplerError, match=r"ended by SIGKILL, perhaps for lack of memory \([^)]* what it takes\)$"):

@@ -43,6 +43,8 @@ from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.transport import make_team
 
+MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
+
 
 def _see_nothing() -> None:
     """For an engine that is not one of several."""
@@ -245,7 +247,7 @@ class VLLMEngine:
         started = self.weights.started
         self._stop()
         limit = self.config.rollout.vllm.max_restarts
-        if not started:
+        if not started and not (self._measured_others(fault) and self.restarts < limit):
             raise not_started(fault, self.log) from fault
         if self.restarts == limit:
             raise SamplerError(
@@ -254,6 +256,13 @@ class VLLMEngine:
             ) from fault
         self.restarts += 1
         self.say(f"vLLM failed: {fault}; restart {self.restarts} of {limit}{see(self.log)}")
+
+    def _measured_others(self, fault: SamplerFault) -> bool:
+        """Whether a start failed of another process that gave memory of the GPU back while vLLM measured its own.
+
+        Not in this process, where what vLLM has begun stays.
+        """
+        return MEASURED_OTHERS in str(fault) and self.config.rollout.vllm.process == "separate"
 
     def _stop(self) -> None:
         if self._sampler is not None:

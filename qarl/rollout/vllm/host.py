@@ -20,6 +20,7 @@ from torch import nn
 
 from qarl.policy.trace import Tracer
 from qarl.rollout.vllm.alone import keep_compiled_code_private
+from qarl.rollout.vllm.asleep import Freed, beside_others
 from qarl.rollout.vllm.held import HeldModel
 from qarl.rollout.vllm.limits import known_limits
 from qarl.rollout.vllm.loading import Loader, stored
@@ -271,9 +272,10 @@ class Host:
         """
         if not self.settings.sleep:
             return None
-        before = torch.cuda.mem_get_info()[0]
-        self._llm.sleep(level=level)
-        return torch.cuda.mem_get_info()[0] - before
+        freed = Freed()
+        with beside_others(self._worker):
+            self._llm.sleep(level=level)
+        return freed.nbytes()
 
     def wake(self) -> None:
         """Take the memory again. After a sleep of level 2 the weights hold nothing until the next, full publish."""

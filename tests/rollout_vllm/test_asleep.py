@@ -1,0 +1,64 @@
+"""vLLM's sleep beside other processes: the measure of the whole GPU fails nothing, and what is counted is one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from qarl.rollout.vllm.asleep import GREW, Freed, beside_others
+from qarl.rollout.vllm.engine import MEASURED_OTHERS
+
+
+class Worker:
+    """Sleeps, and says then what it is told to."""
+
+    def __init__(self, *ends: Exception | None) -> None:
+        self.ends, self.levels = list(ends), []
+
+    def sleep(self, level: int) -> None:
+        self.levels.append(level)
+        end = self.ends.pop(0)
+        if end is not None:
+            raise end
+
+
+def test_a_sleep_that_sees_what_others_took_is_one() -> None:
+    worker = Worker(AssertionError(f"{GREW}."), None)
+    with beside_others(worker):
+        worker.sleep(level=1)
+        worker.sleep(level=2)
+    assert worker.levels == [1, 2]
+
+
+@pytest.mark.parametrize("error", [AssertionError("the allocator is not there"), RuntimeError(GREW)])
+def test_a_sleep_that_fails_fails(error: Exception) -> None:
+    worker = Worker(error, AssertionError(GREW))
+    with pytest.raises(type(error)), beside_others(worker):
+        worker.sleep(level=1)
+    with pytest.raises(AssertionError, match=GREW):  # the worker is as it was
+        worker.sleep(level=1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_says_what_is_looked_for() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    worker = (Path(spec.origin).parent / "v1/worker/gpu_worker.py").read_text()
+    assert worker.count(GREW) == 1 and worker.count(MEASURED_OTHERS) == 1
+
+
+def test_what_a_sleep_freed_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("cumem")
+    module.__dict__["CuMemAllocator"] = SimpleNamespace(
+        get_instance=lambda: SimpleNamespace(get_current_usage=lambda: 700)
+    )
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
+    reserved = iter([1000, 950])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
+    freed = Freed()
+    assert freed.nbytes() == 750
