@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
-from qarl_formats.prepared import PreparedWeight, same_bits
+from qarl_formats.bits import Proof, same_bits
+from qarl_formats.prepared import PreparedWeight
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.stacked import tensors_of
 from qarl_kernels.distribution import Distribution, distribution
@@ -85,14 +86,12 @@ class Sampler:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Every published tensor that the forward multiplies with, by name, read back from the form that it reads.
 
-        Raises PublishError where that form is not, bit for bit, what the tensor is prepared to.
+        Raises PublishError, at the end, where that form is not, bit for bit, what the tensor is prepared to.
         """
+        proof = Proof()
         for names, widths, weight in self.view.multiplied():
             assert isinstance(weight, PreparedWeight), f"{names[0]}: the sampler multiplies what is published"
-            try:
-                tensors = weight.held()
-            except ValueError as error:
-                raise self._refusal(f"{', '.join(names)}: {error}") from error
+            tensors = weight.held(proof.of(f"{', '.join(names)}: "))
             if (published := self._published(names, tensors)) is not None:
                 yield from published
                 continue
@@ -103,6 +102,10 @@ class Sampler:
             if name == self._head and not self._multiplies(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
             yield name, value
+        try:
+            proof.settle()
+        except ValueError as error:
+            raise self._refusal(str(error)) from error
 
     def _published(self, names: tuple[str, ...], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]] | None:
         """The snapshot's own tensors of a stack, where they are, bit for bit, what is held of it. held: by suffix."""

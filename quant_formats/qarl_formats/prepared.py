@@ -8,11 +8,11 @@ import torch
 from qarl_kernels.moe.groups import Groups
 from torch import Tensor
 
+from qarl_formats.bits import Proof
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
 
-WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 UNQUANTIZED = make_scheme("bf16")
 
 
@@ -87,12 +87,13 @@ class PreparedWeight:
         """x after the scheme's activation quantization and back, in x's dtype."""
         return self.scheme.rounded_input(x)
 
-    def held(self) -> dict[str, Tensor]:
+    def held(self, proof: Proof | None = None) -> dict[str, Tensor]:
         """The published tensors by suffix, read back from what the product reads.
 
-        Each operand is then what these tensors make, to the bit. Raises ValueError that names one that is not.
+        Each operand is then what these tensors make, to the bit. Raises ValueError that names one that is not; where
+        there is a proof, its `settle` does.
         """
-        return held(self.scheme, self.operands, self.shape, self.dtype, self.kernels)
+        return held(self.scheme, self.operands, self.shape, self.dtype, self.kernels, proof)
 
 
 def prepare(weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bool = False) -> PreparedWeight:
@@ -106,28 +107,20 @@ def prepare(weight: QuantizedWeight | Tensor, dtype: torch.dtype, kernels: bool 
 
 
 def held(
-    scheme: Scheme, operands: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
+    scheme: Scheme,
+    operands: dict[str, Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    kernels: bool,
+    proof: Proof | None = None,
 ) -> dict[str, Tensor]:
     """See `PreparedWeight.held`."""
     tensors = scheme.stored(operands, shape, dtype, kernels)
     weight = QuantizedWeight(scheme, tensors, shape) if scheme.quantized else tensors["weight"]
     again = scheme.operands(weight, dtype, kernels)
+    added = Proof() if proof is None else proof
     for name, operand in operands.items():
-        if not same_bits(operand, again[name]):
-            raise ValueError(f"{name} of the product is not what its codes and scales make")
+        added.add(f"{name} of the product is not what its codes and scales make", operand, again[name])
+    if proof is None:
+        added.settle()
     return tensors
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, dtype and bytes.
-
-    They are compared as integers of the widest kind that fits both: torch does it element by element.
-    """
-    if a is b or (a.shape, a.dtype) != (b.shape, b.dtype):
-        return a is b
-    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
-        return True
-    flat = [tensor.contiguous().view(-1) for tensor in (a, b)]
-    starts = [tensor.storage_offset() * tensor.itemsize for tensor in flat]
-    kind = next(kind for kind in WORDS if all(n % kind.itemsize == 0 for n in (flat[0].nbytes, *starts)))
-    return torch.equal(*(tensor.view(kind) for tensor in flat))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from qarl_formats.bits import Proof
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.held import HeldModel
@@ -27,7 +28,7 @@ DIRECT = {
 class Repacked:
     """A kernel that holds a weight with its columns reversed, and can undo that."""
 
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
+    def published(self, layer: nn.Module, proof: Proof) -> dict[str, Tensor]:
         return {"weight": layer.reversed.flip(1)}
 
 
@@ -243,9 +244,9 @@ def test_what_a_kernel_made_of_the_tensors_that_a_layer_holds_too_is_proved(mode
     """W4A16 on the CPU: the layer holds codes as they were published, and multiplies with values made of them."""
 
     class Dequantized:
-        def published(self, layer: nn.Module) -> dict[str, Tensor]:
-            if not torch.equal(layer.values, layer.weight.float()):
-                raise ValueError("values of the product are not what its codes and scales make")
+        def published(self, layer: nn.Module, proof: Proof) -> dict[str, Tensor]:
+            what = "values of the product are not what its codes and scales make"
+            proof.add(what, layer.values, layer.weight.float())
             return {"weight": layer.weight}
 
     model.norm.register_buffer("values", model.norm.weight.float())

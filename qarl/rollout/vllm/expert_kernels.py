@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from qarl_formats.bits import Proof
 from qarl_formats.prepared import UNQUANTIZED, held
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, is_ignored
@@ -50,9 +51,9 @@ class HeldStack:
         """What the products read, of all experts."""
         return {name: getattr(layer, f"{self.stem}_{name}").data for name in self.names}
 
-    def stored(self, layer: nn.Module) -> dict[str, Tensor]:
-        """The loaded tensors by parameter name, under one another. Raises ValueError, see `published`."""
-        found = held(self.scheme, self.operands(layer), self.shape, self.dtype, self.kernels)
+    def stored(self, layer: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
+        """The loaded tensors by parameter name, under one another; see `published`."""
+        found = held(self.scheme, self.operands(layer), self.shape, self.dtype, self.kernels, proof)
         if "weight_global_scale" in found:  # of each published weight, and the same
             found["weight_global_scale"] = found["weight_global_scale"].repeat(self.shape[0] // self.width)
         return {f"{self.stem}_{name}": tensor for name, tensor in found.items() if name != "weight_shape"}
@@ -159,12 +160,13 @@ class ExpertsMethod(FusedMoEMethodBase):
             gate_up.kernels,
         )
 
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
+    def published(self, layer: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
         """The loaded tensors by the names of the parameters that they were loaded into, parts under one another.
 
-        May be the held tensors themselves. Raises ValueError where what a product reads stands for none.
+        May be the held tensors themselves. What a product reads is then what these make: raises
+        ValueError where it is not, or where there is a proof, its `settle` does.
         """
-        return self.stacks["w13"].stored(layer) | self.stacks["w2"].stored(layer)
+        return self.stacks["w13"].stored(layer, proof) | self.stacks["w2"].stored(layer, proof)
 
 
 def load_part(

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+from qarl_formats.bits import Proof
 from torch import Tensor, nn
 
 from qarl.weight_sync.expert_tensors import stacks_of
@@ -135,8 +136,10 @@ class HeldModel:
             raise PublishError(f"publish: vLLM's model has no layer for '{name}': its architecture is not the policy's")
         return unit
 
-    def read(self, names: Iterable[str], expected: Mapping[str, Fingerprint]) -> Iterator[tuple[str, Tensor]]:
-        """Direct tensors as the model holds them now, in their published shape and dtype."""
+    def read(
+        self, names: Iterable[str], expected: Mapping[str, Fingerprint], proof: Proof | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Direct tensors as the model holds them now, in their published shape and dtype; see `_made_from`."""
         unit, tensors = "", {}
         for name in names:
             of, place = self.direct[name]
@@ -144,7 +147,7 @@ class HeldModel:
                 unit = of
                 tensors = {True: _own_tensors(self._modules[unit])}
                 if not place.own:
-                    tensors[False] = _made_from(unit, self._modules[unit])
+                    tensors[False] = _made_from(unit, self._modules[unit], proof)
             tensor = place.read(tensors[place.own])
             assert tensor is not None, f"{name} is no longer where it was"
             yield name, _as_published(tensor, expected[name])
@@ -166,10 +169,13 @@ class HeldModel:
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         """Raise PublishError unless the model holds the snapshot `expected` of `version`, as far as it shows."""
+        proof = Proof()
         for unit in self._prepared:
-            _made_from(unit, self._modules[unit])
-        direct = {name: expected[name] for name in self.direct}
-        verify(version, direct, fingerprints(self.read(self.direct, expected)), "vLLM")
+            _made_from(unit, self._modules[unit], proof)
+        direct, found = {name: expected[name] for name in self.direct}, self.read(self.direct, expected, proof)
+        prints = fingerprints(found)
+        _settle(proof)
+        verify(version, direct, prints, "vLLM")
         sent, held = self._sent_prints(expected), self._held_prints()
         verify_changes(version, (self._sent, sent), (self._held, held), "vLLM's layer")
         self._sent, self._held = sent, held
@@ -231,11 +237,13 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for group in (module._parameters, module._buffers) for name, t in group.items() if t is not None}
 
 
-def _made_from(unit: str, module: nn.Module) -> dict[str, Tensor]:
+def _made_from(unit: str, module: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
     """What qarl's kernels, where one multiplies with the module, make of its tensors by undoing their layout.
 
-    Raises PublishError where what the kernel reads stands for no published tensors. unit: the module's name.
+    Raises PublishError where what the kernel reads stands for no published tensors; where there is a proof, settling it
+    does. unit: the module's name.
     """
+    added = Proof() if proof is None else proof
     kernel: ExpertsMethod | HoldsPublished | None
     if unit.rpartition(".")[2] == EXPERTS:
         from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
@@ -245,10 +253,17 @@ def _made_from(unit: str, module: nn.Module) -> dict[str, Tensor]:
         from qarl.rollout.vllm.linear_kernels import kernel_of
 
         kernel = kernel_of(module)
+    made = {} if kernel is None else kernel.published(module, added.of(f"vLLM's layer '{unit}': "))
+    if proof is None:
+        _settle(added)
+    return made
+
+
+def _settle(proof: Proof) -> None:
     try:
-        return {} if kernel is None else kernel.published(module)
+        proof.settle()
     except ValueError as error:
-        raise PublishError(f"publish: vLLM's layer '{unit}': {error}") from error
+        raise PublishError(f"publish: {error}") from error
 
 
 def _as_published(tensor: Tensor, print_: Fingerprint) -> Tensor:

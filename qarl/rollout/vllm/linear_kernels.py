@@ -16,6 +16,7 @@ from abc import ABC
 from collections.abc import Mapping
 
 import torch
+from qarl_formats.bits import Proof
 from qarl_formats.prepared import held
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.registry import make_scheme
@@ -93,14 +94,15 @@ class HoldsPublished(ABC):
         names, tensors = ",".join(operands), list(operands.values())
         return linear(rows, tensors, names, self.scheme.name, width, bias, self.kernels)
 
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
+    def published(self, layer: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
         """The loaded tensors by compressed-tensors suffix, fused parts under one another.
 
         Scales are in the dtype that vLLM holds them in: float32 for int8 and FP8 weights. May be the held tensors
-        themselves: do not write into them. Raises ValueError where what the product reads stands for none.
+        themselves: do not write into them. What the product reads is then what these make: raises ValueError where
+        it is not, or where there is a proof, its `settle` does.
         """
         operands = {name: getattr(layer, name).data for name in self.names}
-        found = held(self.scheme, operands, self.shape, self.dtype, self.kernels)
+        found = held(self.scheme, operands, self.shape, self.dtype, self.kernels, proof)
         found.pop("weight_shape", None)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from qarl_formats.bits import Proof
 from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
@@ -37,8 +38,8 @@ class NVFP4A16Kernel(HoldsPublished):
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiply(layer, x, bias)
 
-    def published(self, layer: nn.Module) -> dict[str, Tensor]:
-        found = super().published(layer)
+    def published(self, layer: nn.Module, proof: Proof | None = None) -> dict[str, Tensor]:
+        found = super().published(layer, proof)
         return found | {"weight_global_scale": found["weight_global_scale"].repeat(len(layer.output_partition_sizes))}
 
 
