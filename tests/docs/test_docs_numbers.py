@@ -166,7 +166,7 @@ def test_the_table_of_exact_tokens_is_the_record() -> None:
     found = {(row["scheme"], row["engine"], row["tokens"]): row["differing"] for row in results("exact_gpu")["found"]}
     text = (ROOT / "docs/exact.md").read_text().partition("Seen on an H200 with SmolLM2")[2]
     rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \|$", text, re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 12
     assert all(found[scheme, engine, int(tokens.replace(",", ""))] == 0 for scheme, engine, tokens in rows)
 
 
@@ -191,10 +191,15 @@ def test_the_exports_of_mixtures_in_vllm_are_the_record() -> None:
     assert 4 * len(rows) == sum("tokens" in row for row in found.values() if isinstance(row, dict))
 
 
-def test_the_study_of_exactness_with_vllm_is_the_record() -> None:
-    found = results("reproduction_exactness_gpu")
-    rows = table("On an H200 with vLLM in bf16", "reproductions")
-    for (_, delta, k3, chi2, norm, reward, answered, step), own in zip(rows, found["groups"], strict=True):
+@pytest.mark.parametrize(
+    ("record", "lead"),
+    [("exactness", "On an H200 with vLLM in bf16"), ("exactness_w4a16", "The same in W4A16 (`--profile gpu-w4a16`")],
+)
+def test_the_study_of_exactness_with_vllm_is_the_record(record: str, lead: str) -> None:
+    found = results(f"reproduction_{record}_gpu")
+    groups = [group for group in found["groups"] if group["seeds"] == [0, 1, 2]]
+    rows = table(lead, "reproductions")
+    for (_, delta, k3, chi2, norm, reward, answered, step), own in zip(rows, groups, strict=True):
         of = {name: own[f"column:{name}"]["mean"] for name in ("mean |delta|", "KL (k3)", "chi2 of responses")}
         assert [*numbers(delta), *numbers(k3), *numbers(chi2)] == pytest.approx(list(of.values()), abs=6e-4)
         norms, answers = own["column:gradient norm"], own["column:answered"]
