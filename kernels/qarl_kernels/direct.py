@@ -14,9 +14,11 @@ Triton that change while a process runs, and globals of a kernel, which Triton w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any
+from threading import local
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,8 +32,9 @@ KEPT_DESCRIPTORS = 4096  # at most, of one argument: their shapes follow the bat
 _CONSTANTS = frozenset({bool, int, float, str, type(None), tl.dtype})
 
 device_index = Tensor.get_device  # -1 for the host
-current_device = torch.cuda.current_device
-# A build of torch without CUDA has none, and comes to no launch.
+# Without a look at whether CUDA has started: who has a tensor there has started it. A build of torch without CUDA has
+# neither, and comes to no launch.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -57,51 +60,113 @@ def for_triton(value: Any) -> Any:
     return value.made() if type(value) is Descriptor else value
 
 
-class _Form:
-    """A compiled kernel, ready to start."""
+class Encoded:
+    """What the descriptor at one place of a form's arguments becomes, by its tensor's layout and address."""
 
-    def __init__(self, compiled: Any) -> None:
-        self._run, self._function, self._packed = compiled.run, compiled.function, compiled.packed_metadata
+    def __init__(self, place: int, meta: Any) -> None:
+        self.place, self._meta = place, meta
+        self._known: dict[tuple[Sequence[int], Sequence[int]], dict[int, list[Any]]] = {}
+
+    def of_layout(self, tensor: Tensor) -> dict[int, list[Any]]:
+        """What is known of tensors of this one's shape and strides, by address."""
+        layout = tensor.shape, tensor.stride()
+        known = self._known.get(layout)
+        if known is None:
+            if len(self._known) == KEPT_DESCRIPTORS:
+                self._known.clear()
+            known = self._known[layout] = {}
+        return known
+
+    def encode(self, value: Descriptor, address: int, known: dict[int, list[Any]]) -> list[Any]:
+        """The arguments that stand for `value`, whose tensor is at `address`; they are known from then on."""
+        if len(known) == KEPT_DESCRIPTORS:
+            known.clear()
+        arguments = known[address] = nvidia.make_tensordesc_arg(value.made(), self._meta)
+        return arguments
+
+
+class Made:
+    """Triton's own descriptors in place of what they become: made anew every time, because they hold their tensor."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def of_layout(self, tensor: Tensor) -> dict[int, list[Any]]:
+        return {}
+
+    def encode(self, value: Descriptor, address: int, known: dict[int, list[Any]]) -> list[Any]:
+        return [value.made()]
+
+
+class Form:
+    """A compiled kernel, ready to start.
+
+    call, head: what starts it with grid, stream, function, `head` and the arguments. encoded: of the descriptors among
+    these, from the last place to the first, because what is put in moves the others.
+    """
+
+    def __init__(self, compiled: Any, described: Sequence[int]) -> None:
+        """described: places of descriptors, ascending."""
+        self.call, self.function = compiled.run, compiled.function
+        packed = compiled.packed_metadata
+        self.head: tuple[Any, ...] = (packed, None, None, None)
+        self.encoded: Sequence[Encoded | Made] = [Made(place) for place in reversed(described)]
         # Triton 3.6 encodes every descriptor anew at every launch, in Python. What it would pass is kept here by
         # address and layout, and given to its compiled launcher. Other versions order that launcher's arguments
         # otherwise, and a kernel with scratch memory needs it allocated: those take the way that all versions have.
-        launcher = self._run
-        self._raw: Any = None
-        self._options: tuple[Any, ...] = ()
-        self._described: list[tuple[int, Any, dict[Any, list[Any]]]] = []
+        launcher = self.call
         if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
             return
         held = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
         if None in (held.get("tensordesc_meta") or ()):
             return  # descriptors that the kernel takes apart, with the tensor itself among their parts
         modes, no_scratch, no_hooks = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None,) * 2, (None,) * 3
-        self._options = *modes, *no_scratch, self._packed, *no_hooks
-        self._raw = launcher.launch
+        encoded = []
+        call = launcher.launch
         if "tensordesc_indices" in held:
-            self._raw = held["launcher"]
-            places = sorted(held["tensordesc_indices"], reverse=True)  # from the last: what is put in moves the others
-            metas = reversed(held["tensordesc_meta"])
-            self._described = [(place, meta, {}) for place, meta in zip(places, metas, strict=True)]
+            call = held["launcher"]
+            places = sorted(held["tensordesc_indices"], reverse=True)
+            encoded = [Encoded(*one) for one in zip(places, reversed(held["tensordesc_meta"]), strict=True)]
+        self.call, self.head, self.encoded = call, (*modes, *no_scratch, packed, *no_hooks), encoded
 
     def start(self, grid: tuple[int, ...], device: int, passed: list[Any]) -> None:
         """passed: all arguments by place, constants too, tensors as addresses."""
         assert current_stream is not None
         x, y, z = (*grid, 1, 1)[:3]
-        stream = current_stream(device)
-        if self._raw is None:
-            self._run(x, y, z, stream, self._function, self._packed, None, None, None, *map(for_triton, passed))
-            return
-        for place, meta, known in self._described:
-            value = passed[place]
-            base = value.base
-            key = base.data_ptr(), base.shape, base.stride()
-            expanded = known.get(key)
-            if expanded is None:
-                if len(known) == KEPT_DESCRIPTORS:
-                    known.clear()
-                expanded = known[key] = nvidia.make_tensordesc_arg(value.made(), meta)
-            passed[place : place + 1] = expanded
-        self._raw(x, y, z, stream, self._function, *self._options, *passed)
+        for one in self.encoded:
+            value = passed[one.place]
+            known, address = one.of_layout(value.base), value.base.data_ptr()
+            passed[one.place : one.place + 1] = known.get(address) or one.encode(value, address, known)
+        self.call(x, y, z, current_stream(device), self.function, *self.head, *passed)
+
+
+class Launched(NamedTuple):
+    """A launch that somebody watches. form: what ran, or will run next time. values: of its arguments, by place."""
+
+    kernel: Direct
+    form: Form
+    grid: tuple[int, ...]
+    values: tuple[Any, ...]
+
+
+class _Watcher(local):
+    """Of this thread's launches. launches: those so far, None in place of one that went the ordinary way; None: nobody
+    watches."""
+
+    launches: list[Launched | None] | None = None
+
+
+watcher = _Watcher()
+
+
+@contextmanager
+def watched() -> Iterator[list[Launched | None]]:
+    """Inside, launches of this thread are told to the list as well."""
+    before, watcher.launches = watcher.launches, []
+    try:
+        yield watcher.launches
+    finally:
+        watcher.launches = before
 
 
 class Direct:
@@ -110,12 +175,12 @@ class Direct:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         # By the arguments' classes: what reads such arguments, and the forms by what it read; None: the ordinary way.
-        self._plans: dict[tuple[type, ...], tuple[Callable[..., Any], dict[Any, _Form]] | None] = {}
+        self._plans: dict[tuple[type, ...], tuple[Callable[..., Any], dict[Any, Form]] | None] = {}
         try:
             names = [parameter.name for parameter in kernel.params]
             self._fixed = [parameter.is_constexpr for parameter in kernel.params]
             self._runtime, self._before = triton.knobs.runtime, kernel.pre_run_hooks
-            self._watched()
+            self.hooked()
         except AttributeError:
             self._usable = False
             return
@@ -135,41 +200,60 @@ class Direct:
 
         Ordinary is what has an argument of another kind, or left to its default, or in the host's memory.
         """
-        if not self._usable or self._watched() or len(arguments) != self._count:
+        values: tuple[Any, ...] = ()
+        form = None
+        if not self._usable or self.hooked() or len(arguments) != self._count:
             ordinary()
-            return
-        values = self._values(arguments)
+        else:
+            values = self._values(arguments)
+            form = self._start(grid, values, num_warps, num_stages, ordinary)
+        if watcher.launches is not None:
+            watcher.launches.append(None if form is None else Launched(self, form, grid, values))
+
+    def _start(
+        self,
+        grid: tuple[int, ...],
+        values: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
+        ordinary: Callable[[], Any],
+    ) -> Form | None:
+        """See `launch`. Returns the form that ran, or that will run next time; None: there is none."""
         kinds = tuple(map(type, values))
         if kinds not in self._plans:
             read = _reader(kinds, self._fixed)
             self._plans[kinds] = None if read is None else (read, {})
         plan = self._plans[kinds]
-        described = None if plan is None else plan[0](values, num_warps, num_stages)
-        if plan is None or described is None:
+        known = None if plan is None else plan[0](values, num_warps, num_stages)
+        if plan is None or known is None:
             ordinary()
-            return
-        key, device, passed = described
+            return None
+        key, device, passed = known
         found = plan[1].get(key)
         if found is None:
-            self._keep(plan[1], key, ordinary())
-        elif device == current_device():
+            described = [place for place, kind in enumerate(kinds) if kind is Descriptor]
+            return self._keep(plan[1], key, ordinary(), described)
+        if device == current_device():
             found.start(grid, device, passed)
         else:
             with torch.cuda.device(device):
                 found.start(grid, device, passed)
+        return found
 
-    def _watched(self) -> bool:
-        """Whether somebody wants to see launches. A hook is a chain, with nothing in it as a rule, or None."""
+    def hooked(self) -> bool:
+        """Whether a hook wants to see launches. A hook is a chain, with nothing in it as a rule, or None."""
         runtime = self._runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         hooks = getattr(enter, "calls", enter), getattr(leave, "calls", leave)
         return bool(self._before or hooks[0] or hooks[1] or runtime.add_stages_inspection_hook)
 
-    def _keep(self, forms: dict[Any, _Form], key: tuple[Any, ...], compiled: Any) -> None:
+    def _keep(self, forms: dict[Any, Form], key: tuple[Any, ...], compiled: Any, described: list[int]) -> Form | None:
         try:
-            forms[key] = _Form(compiled)
+            form = forms[key] = Form(compiled, described)
         except (AttributeError, KeyError, TypeError, ValueError):
             self._usable = False
+            return None
+        return form
 
 
 def _reader(kinds: Sequence[type], fixed: Sequence[bool]) -> Callable[..., Any] | None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
+import triton.compiler
+from qarl_kernels import direct
+from stub_driver import Compiled, Driver
+from triton.runtime import driver
 
 
 @pytest.fixture
@@ -14,13 +21,30 @@ def device() -> torch.device:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh memory is full of NaN (or of the largest integers), so that an element nobody wrote shows."""
-    plain = torch.empty
 
-    def empty(*shape, **options):
-        tensor = plain(*shape, **options)
-        if tensor.dtype == torch.float8_e4m3fn:
-            tensor.view(torch.uint8).fill_(0x7F)
-            return tensor
-        return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+    def poisoning(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*shape, **options):
+            tensor = plain(*shape, **options)
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor.view(torch.uint8).fill_(0x7F)
+                return tensor
+            return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
 
-    monkeypatch.setattr(torch, "empty", empty)
+        return empty
+
+    monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
+    monkeypatch.setattr(torch, "empty_strided", poisoning(torch.empty_strided))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Compiled, tuple[Any, ...]]]]:
+    """Launches so far, as (what ran, what it was given). Every tensor counts as one of device 0."""
+    runs: list[tuple[Compiled, tuple[Any, ...]]] = []
+    before = driver._active
+    driver.set_active(Driver())
+    monkeypatch.setattr(triton.compiler, "compile", lambda *given, **options: Compiled(runs))
+    monkeypatch.setattr(direct, "device_index", lambda tensor: 0)
+    monkeypatch.setattr(direct, "current_device", lambda: 0)
+    monkeypatch.setattr(direct, "current_stream", lambda device: 7)
+    yield runs
+    driver._active = before

@@ -12,67 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-import triton.compiler
+import triton
 import triton.language as tl
 from qarl_kernels import direct
 from qarl_kernels import launch as launching
 from qarl_kernels.direct import Descriptor, Direct
 from qarl_kernels.launch import launch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from stub_driver import Compiled
 from triton.runtime.jit import JITFunction
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 
 
-class Driver:
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
-class Compiled:
-    """Stands for a kernel that was compiled for these arguments; `runs` has what it was launched with."""
-
-    def __init__(self, runs: list[tuple[Compiled, tuple[Any, ...]]]) -> None:
-        self.function, self.packed_metadata = len(runs), (4, 1, 0)
-        self.run = Launcher(self, runs)
-
-    def launch_metadata(self, grid: Any, stream: int, *arguments: Any) -> None:
-        return None
-
-
-class Launcher:
-    global_scratch_size, profile_scratch_size, launch_cooperative_grid, launch_pdl = 1, 0, False, False
-
-    def __init__(self, compiled: Compiled, runs: list[tuple[Compiled, tuple[Any, ...]]]) -> None:
-        self.compiled, self.runs = compiled, runs
-
-    def __call__(self, *arguments: Any) -> None:
-        self.runs.append((self.compiled, arguments))
-
-
 def _function(x, y, count, scale, BLOCK: tl.constexpr, KIND: tl.constexpr):
     tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, BLOCK)) * scale)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Compiled, tuple[Any, ...]]]:
-    """Launches so far, as (what ran, what it was given). Every tensor counts as one of device 0."""
-    runs: list[tuple[Compiled, tuple[Any, ...]]] = []
-    before = driver._active
-    driver.set_active(Driver())
-    monkeypatch.setattr(triton.compiler, "compile", lambda *given, **options: Compiled(runs))
-    monkeypatch.setattr(direct, "device_index", lambda tensor: 0)
-    monkeypatch.setattr(direct, "current_device", lambda: 0)
-    monkeypatch.setattr(direct, "current_stream", lambda device: 7)
-    yield runs
-    driver._active = before
 
 
 @pytest.fixture
@@ -256,9 +209,11 @@ def test_triton_3_6_s_own_launcher_gets_what_triton_would_pass_and_encodes_a_des
     run = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True)
     compiled = SimpleNamespace(run=run, function=11, packed_metadata=(4, 1, 0))
     run.launch = wrapped([None, "second"])
-    assert direct._Form(compiled)._raw is None  # what such a descriptor becomes has the tensor in it
+    form = direct.Form(compiled, [0, 2])
+    assert form.call is run  # what such a descriptor becomes has the tensor in it
+    assert [type(one) for one in form.encoded] == [direct.Made, direct.Made]
     run.launch = wrapped(["first", "second"])
-    form = direct._Form(compiled)
+    form = direct.Form(compiled, [0, 2])
     left, right = Descriptor(MATRIX, (32, 16)), Descriptor(MATRIX[32:], (16, 16))
     for _ in range(2):
         form.start((3,), 0, [left, 5, right, 6])
