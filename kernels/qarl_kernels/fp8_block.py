@@ -18,6 +18,7 @@ from qarl_kernels.gemm import check_e4m3
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.output import output
+from qarl_kernels.plans import planned
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -84,6 +85,7 @@ def fp8_block_kernel(
     )
 
 
+@planned
 def fp8_block(
     qx: Tensor,
     s_x: Tensor,

@@ -7,7 +7,7 @@ without a residual or a quantization.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
+from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import (
     VECTOR,
@@ -37,8 +38,7 @@ AGAIN_VECTORS, AGAIN_WARPS = 256, 4
 _VECTOR = tl.constexpr(VECTOR)
 
 
-@dataclass(frozen=True)
-class Normed:
+class Normed(NamedTuple):
     """What `add_rms_norm` returns.
 
     hidden: (T, H), x + residual. inverse: (T,) float32, 1 / sqrt(mean(hidden^2) + eps). normed: (T, H) or None.
@@ -157,6 +157,19 @@ def add_rms_norm(
         want_normed: whether normed is written.
         tile: how rows are held, for tuning.
     """
+    return Normed(*_add_rms_norm(x, residual, weight, float(eps), activation, want_normed, tile))
+
+
+@planned
+def _add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    activation: Activation,
+    want_normed: bool,
+    tile: RowTile | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     check_rows("x", x)
     rows, columns = x.shape
     if residual is not None:
@@ -182,16 +195,17 @@ def add_rms_norm(
         columns=columns,
         stride_x=x.stride(0),
         stride_residual=0 if residual is None else residual.stride(0),
-        eps=float(eps),
+        eps=eps,
         GROUPED=activation == "fp8_group",
         ROWS=tile.rows,
         VECTORS=tile.vectors,
         CHUNKS=tile.chunks,
         RAGGED=columns % VECTOR != 0,
     )
-    return Normed(hidden, inverse, normed, codes, scale)
+    return hidden, inverse, normed, codes, scale
 
 
+@planned
 def rms_norm_again(hidden: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     """The `normed` of `add_rms_norm`, bit for bit, from its `hidden` (T, H) and `inverse` (T,)."""
     check_rows("hidden", hidden)

@@ -24,6 +24,7 @@ from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
 from qarl_kernels.output import output
+from qarl_kernels.plans import planned
 from qarl_kernels.tuning import Tile, lookup
 
 
@@ -97,6 +98,7 @@ def gemm_kernel(
             tl.store(at, narrow(y, out.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
 
 
+@planned
 def dense(
     x: Tensor,
     weight: Tensor,
@@ -114,6 +116,7 @@ def dense(
     return _run("dense", x, weight, None, None, bias, out_dtype or (x if out is None else out).dtype, out)
 
 
+@planned
 def w8a8(
     qx: Tensor,
     s_x: Tensor,
@@ -132,6 +135,7 @@ def w8a8(
     return _run("w8a8", qx, codes, s_x, s_w, bias, out_dtype, out)
 
 
+@planned
 def fp8(
     qx: Tensor,
     s_x: Tensor,

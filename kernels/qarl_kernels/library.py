@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels.launch import collecting
+from qarl_kernels.plans import unplanned
 
 ROWS = (4096, 1024)
 
@@ -30,6 +31,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
         return done
     for rows in ROWS:
         if x.shape[0] - done >= rows and agrees(kernel, rows, *weight.shape, x.dtype, x.device):
+            unplanned()
             while x.shape[0] - done >= rows:
                 multiply(x[done : done + rows], weight, out[done : done + rows])
                 done += rows

@@ -27,6 +27,7 @@ from qarl_kernels.dequantize import check_stored
 from qarl_kernels.nvfp4_weights import scaled_nvfp4
 from qarl_kernels.output import output
 from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
+from qarl_kernels.plans import planned
 from qarl_kernels.tile import COLUMNS, ROWS, tile_int4, untile_int4
 from qarl_kernels.tuning import Tile
 
@@ -246,6 +247,7 @@ def untile_nvfp4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
     return untile_int4(tiled, out_features, in_features).view(torch.uint8)
 
 
+@planned
 def nvfp4a16(
     x: Tensor,
     packed: Tensor | None,

@@ -12,8 +12,7 @@ Where the sampler's KV cache holds e4m3, keys are rounded to it after they are t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +22,7 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, round_e4m3, round_pairs, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
+from qarl_kernels.plans import planned
 from qarl_kernels.quantize_kernels import _of_group
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
 
@@ -31,8 +31,7 @@ HEADS, WARPS = 4, 4  # of a program
 _VECTOR = tl.constexpr(VECTOR)
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """How queries and keys come out of a product (T, (heads + 2 * kv_heads) * D): queries, keys, values.
 
     head_dim: D, even. cos, sin: (positions, D) of the product's dtype, contiguous. positions: (T,) int64, their row for
@@ -57,7 +56,8 @@ class Rotation:
 
     def values(self, qkv: Tensor) -> Tensor:
         """The values (T, kv_heads, D) in a product (T, columns), before they are rounded."""
-        return qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(1, (self.kv_heads, self.head_dim))
+        heads = qkv.view(qkv.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        return heads.narrow(1, self.heads + self.kv_heads, self.kv_heads)
 
     def arguments(self, qkv: Tensor) -> dict[str, Any]:
         """What every kernel here takes. qkv: bf16 or fp16, rows contiguous, any distance apart."""
@@ -229,8 +229,15 @@ def rotary_forward(
 
     tile: heads and warps of a program, for tuning; changes no bit.
     """
-    arguments = rotation.arguments(qkv)
-    rows, (per_program, warps) = qkv.shape[0], tile
+    q, k, v = _turned(qkv, *tile, *rotation)
+    return q, k, rotation.values(qkv) if v is None else v
+
+
+@planned
+def _turned(qkv: Tensor, per_program: int, warps: int, *fields: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of a rotation's fields; no values where they are those in qkv."""
+    rotation = Rotation(*fields)
+    arguments, rows = rotation.arguments(qkv), qkv.shape[0]
     heads, kv_heads = rotation.heads, rotation.kv_heads
     q = torch.empty(rows, heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(rows, kv_heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -248,4 +255,4 @@ def rotary_forward(
         **arguments,
         **shape,
     )
-    return q, k, rotation.values(qkv) if v is None else v
+    return q, k, v

@@ -6,7 +6,7 @@ product. A row's bits depend on that row alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
+from qarl_kernels.plans import planned
 from qarl_kernels.rows import (
     VECTOR,
     Activation,
@@ -34,8 +35,7 @@ BACKWARD_VECTORS, BACKWARD_WARPS = 256, 4  # of a program; a vector is eight val
 _VECTOR = tl.constexpr(VECTOR)
 
 
-@dataclass(frozen=True)
-class Gated:
+class Gated(NamedTuple):
     """What `swiglu` returns.
 
     product: (T, I) or None. codes, scale: of the quantized product, as `qarl_kernels.quantize.activation_*` return
@@ -148,6 +148,13 @@ def swiglu(
         want_product: whether the product is written.
         tile: how rows are held, for tuning; changes no bit.
     """
+    return Gated(*_swiglu(gate_up, activation, want_product, tile))
+
+
+@planned
+def _swiglu(
+    gate_up: Tensor, activation: Activation, want_product: bool, tile: RowTile | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     rows, columns = _halves_of(gate_up)
     tile = tile or row_tile(columns)
     whole = activation in ("int8", "fp8")  # a row has one scale; else its chunks are programs of their own
@@ -170,7 +177,7 @@ def swiglu(
         CHUNKS=tile.chunks if whole else 1,
         RAGGED=columns % VECTOR != 0,
     )
-    return Gated(product, codes, scale)
+    return product, codes, scale
 
 
 def swiglu_backward(

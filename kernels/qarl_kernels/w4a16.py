@@ -28,6 +28,7 @@ from qarl_kernels.dequantize import dequantize_int4
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.output import output
 from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
+from qarl_kernels.plans import planned
 from qarl_kernels.tile import untile_int4
 from qarl_kernels.tuning import Tile, lookup
 
@@ -264,6 +265,7 @@ def wide_kernel(
     store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
 
 
+@planned
 def w4a16(
     x: Tensor,
     packed: Tensor | None,

@@ -17,6 +17,7 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.output import output
 from qarl_kernels.planes import run_tiled
+from qarl_kernels.plans import planned
 from qarl_kernels.tuning import Tile, lookup
 
 # Products of more than this many features may not fit float32's 24 bits: 127 * 8 * 16384 < 2^24 (as in the reference).
@@ -188,6 +189,7 @@ def w4a8_kernel(
     )
 
 
+@planned
 def w4a8(
     qx: Tensor,
     s_x: Tensor,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -229,7 +228,7 @@ def test_keys_in_pages_have_the_bits_of_the_rotation(heads, kv_heads, dim, norms
             natural = from_cache(cache).to(BF16) if held == FP8 else cache
             assert torch.equal(natural[slots // 16, :, slots % 16], values)
         if held == FP8:
-            exact = rotary_forward(qkv[:rows], replace(rotation, kv_fp8=False))[1:]
+            exact = rotary_forward(qkv[:rows], rotation._replace(kv_fp8=False))[1:]
             for rounded, value in zip((k, v), exact, strict=True):
                 assert torch.equal(rounded, value.float().clamp(-448, 448).to(FP8).to(BF16))
 

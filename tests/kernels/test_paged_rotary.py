@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from products import random
@@ -75,7 +73,7 @@ def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) 
     edges = [3e-3, -1.0, 1e-3, -7e-4, 500.0, 1000.0, -2000.0, 448.0]
     qkv[0] = torch.tensor(edges, dtype=dtype).repeat(qkv.shape[1] // 8)
     q, k, v = rotary_forward(qkv, rotation)
-    rounding = replace(rotation, kv_fp8=True)
+    rounding = rotation._replace(kv_fp8=True)
     same_q, rounded_k, rounded_v = rotary_forward(qkv, rounding)
     assert torch.equal(same_q, q)
     for rounded, exact in ((rounded_k, k), (rounded_v, v)):
@@ -96,7 +94,7 @@ def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) 
 def test_what_is_not_finite_stays_so_in_fp8(device) -> None:
     qkv, rotation = _case((3, 2, 1, 64), device, False)
     qkv[1, -64:] = torch.nan
-    *_, v = rotary_forward(qkv, replace(rotation, kv_fp8=True))
+    *_, v = rotary_forward(qkv, rotation._replace(kv_fp8=True))
     assert v[1].isnan().all() and v[[0, 2]].isfinite().all()
 
 
@@ -106,7 +104,7 @@ def test_a_tokens_bits_are_its_own(device) -> None:
     whole, alone = ([_cache(2, 1, 16, 80, device, False, qkv.dtype) for _ in "kv"] for _ in "ab")
     q = rotary_into_pages(qkv, rotation, *whole, slots)
     for part in (slice(0, 1), slice(1, 14), slice(14, 21)):
-        own = replace(rotation, positions=rotation.positions[part].clone())
+        own = rotation._replace(positions=rotation.positions[part].clone())
         assert torch.equal(rotary_into_pages(qkv[part].clone(), own, *alone, slots[part].clone()), q[part])
     assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
 
@@ -114,7 +112,7 @@ def test_a_tokens_bits_are_its_own(device) -> None:
 def test_heads_of_a_cache_may_be_far_apart(device) -> None:
     """The third is 2^31 values behind the first: in 32 bits that is as many before it, where memory is here too."""
     qkv, rotation = _case((3, 3, 3, 96), device, False)
-    rounding, slots = replace(rotation, kv_fp8=True), torch.arange(3, device=device)
+    rounding, slots = rotation._replace(kv_fp8=True), torch.arange(3, device=device)
     memory = torch.empty_strided((2**32 + 2 * 16 * 96,), (1,), dtype=torch.uint8, device=device)  # most is not touched
     whole = memory.view(torch.float8_e4m3fn)
     far = [whole.as_strided((1, 3, 16, 96), (1, 2**30, 96, 1), 2**31 + at * 16 * 96) for at in range(2)]

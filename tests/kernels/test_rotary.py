@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -198,6 +198,6 @@ def test_wrong_tensors_are_errors(device: torch.device) -> None:
     case = Case.random(3, 4, 2, 64, device, False)
     q, k = case.forward()
     with pytest.raises(ValueError, match=r"^qkv must be a 16-bit matrix of 448 columns"):
-        rotary_forward(case.qkv, replace(case.rotation, heads=3))
+        rotary_forward(case.qkv, case.rotation._replace(heads=3))
     with pytest.raises(ValueError, match=r"^dk must have contiguous heads"):
         case.backward(q, k.transpose(0, 1).contiguous().transpose(0, 1), torch.empty_like(case.qkv), None)
