@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
@@ -47,6 +48,7 @@ class FP8(ByteActivations):
         return reference.fp8
 
     @classmethod
+    @cache
     def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
         from qarl_kernels import gemm, quantize
 

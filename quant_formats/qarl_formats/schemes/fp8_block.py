@@ -6,6 +6,7 @@ blocks are smaller, as the library has them; vLLM wants whole blocks of rows in 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import register
@@ -113,6 +114,7 @@ class FP8Block(ByteActivations):
         return reference.fp8_block
 
     @classmethod
+    @cache
     def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
         from qarl_kernels import fp8_block, quantize
 

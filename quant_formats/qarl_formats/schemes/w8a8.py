@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from qarl_formats.registry import register
@@ -42,6 +43,7 @@ class W8A8(ByteActivations):
         return reference.w8a8
 
     @classmethod
+    @cache
     def _kernels(cls) -> tuple[QuantizeInput, CodesProduct]:
         from qarl_kernels import gemm, quantize
 
