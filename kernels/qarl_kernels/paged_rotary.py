@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import Tensor
 from qarl_kernels.flash.pairs import in_pairs
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
+from qarl_kernels.plans import planned
 from qarl_kernels.rotary import HEADS, WARPS, Rotation, copied_heads, halves, tile_of_heads, turned_heads
 from qarl_kernels.rows import VECTOR, inside
 
@@ -95,6 +98,21 @@ def rotary_into_pages(
         slots: (T,) int64, page * PAGE + offset of each token, no two the same; negative: nothing is written.
         tile: heads and warps of a program, for tuning; changes no bit.
     """
+    return _into_pages(qkv, k_cache, v_cache, slots, *(tile or (None, None)), *rotation)
+
+
+@planned
+def _into_pages(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    per_program: int | None,
+    warps: int | None,
+    *fields: Any,
+) -> Tensor:
+    """Of a rotation's fields; a program has its heads and warps by the rows where none are given."""
+    rotation = Rotation(*fields)
     for cache in (k_cache, v_cache):
         fits = cache.dtype == qkv.dtype or (cache.dtype == torch.float8_e4m3fn and rotation.kv_fp8)
         if not fits or cache.shape[1::2] != (rotation.kv_heads, rotation.head_dim):
@@ -106,7 +124,8 @@ def rotary_into_pages(
             raise ValueError(f"a cache's heads must be contiguous, not of strides {cache.stride()}")
     k_cache, v_cache, page = in_pairs(k_cache), in_pairs(v_cache), k_cache.shape[2]
     rows = qkv.shape[0]
-    per_program, warps = tile or ((1, 1) if rows <= FEW_ROWS else (HEADS, WARPS))
+    if per_program is None or warps is None:
+        per_program, warps = (1, 1) if rows <= FEW_ROWS else (HEADS, WARPS)
     q = torch.empty(rows, rotation.heads, rotation.head_dim, dtype=qkv.dtype, device=qkv.device)
     shape = tile_of_heads(rotation.head_dim, warps)
     blocks = cdiv(rotation.heads, per_program) + 2 * cdiv(rotation.kv_heads, per_program)

@@ -36,16 +36,23 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
     does not keep to the first rule (say, copies an argument) is simply run every time; who does something else must
     say so (`unplanned`). So is what has other arguments than tensors, numbers, strings and dtypes.
     """
-    plans: dict[Any, _Plan] = {}
+    # By the arguments' names and classes: what reads such arguments, and the plans by what it read; None: no plans.
+    known: dict[tuple[str | type, ...], tuple[Callable[..., Any], dict[Any, _Plan]] | None] = {}
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if launch.INTERPRETED or launch.collecting() or direct.watcher.launches is not None:
             return function(*args, **kwargs)
-        described = _described(args, tuple(kwargs), kwargs.values())
-        if described is None:
+        values = (*args, *kwargs.values()) if kwargs else args
+        kinds = (*kwargs, *map(type, values))
+        if kinds not in known:
+            read = _reader(kinds[len(kwargs) :])
+            known[kinds] = None if read is None else (read, {})
+        found = known[kinds]
+        if found is None:
             return function(*args, **kwargs)
-        key, tensors, addresses = described
+        read, plans = found
+        key, tensors, addresses = read(values)
         plan = plans.get(key)
         if plan is not None and plan.ready():
             return plan.replay(tensors, addresses)
@@ -66,28 +73,35 @@ def unplanned() -> None:
         direct.watcher.launches.append(None)
 
 
-def _described(
-    args: Sequence[Any], names: tuple[str, ...], others: Any
-) -> tuple[tuple[Any, ...], list[Tensor], list[int]] | None:
-    """(what a plan depends on, the tensors among the arguments, their addresses), None where there is no plan.
+def _reader(kinds: Sequence[type]) -> Callable[..., Any] | None:
+    """A function of values of these classes: what a plan depends on, the tensors among them, and their addresses.
 
-    names, others: of the arguments by name.
+    None where there is no plan for such values. It is written out for the classes, as `direct` does it.
     """
-    key: list[Any] = [names]
-    tensors: list[Tensor] = []
-    addresses: list[int] = []
-    for value in (*args, *others):
-        kind = type(value)
+    key, tensors, lines = [], [], []
+    for place, kind in enumerate(kinds):
+        name = f"a{place}"
         if kind is Tensor or kind is Parameter:
-            address = value.data_ptr()
-            tensors.append(value)
-            addresses.append(address)
-            key += value.dtype, value.shape, value.stride(), address & 15 == 0, direct.device_index(value)
+            tensors.append(place)
+            lines.append(f"    p{place} = {name}.data_ptr()")
+            key += f"{name}.dtype", f"{name}.shape", f"{name}.stride()", f"p{place} & 15 == 0"
+            key.append(f"direct.device_index({name})")
         elif kind in _NUMBERS:
-            key += kind, value or repr(value)  # 0.0 and -0.0 are equal
+            key.append(f"{name} or repr({name})" if kind is float else name)  # 0.0 and -0.0 are equal
         else:
             return None
-    return tuple(key), tensors, addresses
+    if not tensors:
+        return None
+    source = [
+        "def read(values):",
+        f"    ({', '.join(f'a{place}' for place in range(len(kinds)))},) = values",
+        *lines,
+        f"    key = ({', '.join(key)},)",
+        f"    return key, [{', '.join(f'a{n}' for n in tensors)}], [{', '.join(f'p{n}' for n in tensors)}]",
+    ]
+    found: dict[str, Any] = {}
+    exec("\n".join(source), globals(), found)  # of the classes above alone
+    return found["read"]
 
 
 class _Step:
@@ -164,7 +178,7 @@ def _plan_of(launches: Sequence[Launched | None], given: Sequence[Tensor], resul
     places = {id(tensor): place for place, tensor in enumerate((*given, *made))}
     twice = len(places) < len(given) + len(made)  # a tensor that is two arguments: a launch does not tell them apart
     direct_ones = [one for one in launches if one is not None and _tensors_of(one) <= places.keys()]
-    if twice or not given or len(direct_ones) < len(launches) or not all(tensor.is_contiguous() for tensor in made):
+    if twice or len(direct_ones) < len(launches) or not all(tensor.is_contiguous() for tensor in made):
         return None
     indices = [-1 if one is None else places[id(one)] for one in results]
     return _Plan([_Step(one, places) for one in direct_ones], made, itemgetter(*indices), given[0])

@@ -56,8 +56,9 @@ class Rotation(NamedTuple):
 
     def values(self, qkv: Tensor) -> Tensor:
         """The values (T, kv_heads, D) in a product (T, columns), before they are rounded."""
-        heads = qkv.view(qkv.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        return heads.narrow(1, self.heads + self.kv_heads, self.kv_heads)
+        dim = self.head_dim
+        start = qkv.storage_offset() + (self.heads + self.kv_heads) * dim
+        return qkv.as_strided((qkv.shape[0], self.kv_heads, dim), (qkv.stride(0), dim, 1), start)
 
     def arguments(self, qkv: Tensor) -> dict[str, Any]:
         """What every kernel here takes. qkv: bf16 or fp16, rows contiguous, any distance apart."""
