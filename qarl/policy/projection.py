@@ -62,12 +62,12 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, K) of the compute dtype, contiguous. Returns (T, N)."""
-        return _beside([operand(x, bias) for operand, bias in self._parts()])
+        return _beside([operand(x, bias) for operand, bias in self._parts])
 
     def of_codes(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """The same of activations quantized as `input_codes` says. Returns (T, N) of dtype."""
         found = []
-        for operand, bias in self._parts():
+        for operand, bias in self._parts:
             assert isinstance(operand, PreparedWeight), "an unquantized operand multiplies values"
             found.append(operand.of_codes(codes, scale, bias, dtype))
         return _beside(found)
@@ -104,6 +104,7 @@ class Projection:
         for name, width, operand in zip(names, widths, self.operands, strict=True):
             yield (name,), (width,), operand
 
+    @cached_property
     def _parts(self) -> list[tuple[Operand, Tensor | None]]:
         if len(self.operands) == 1 or self.bias is None:
             return [(operand, self.bias) for operand in self.operands]

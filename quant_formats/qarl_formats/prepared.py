@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from qarl_kernels.moe.groups import Groups
@@ -31,7 +32,7 @@ class PreparedWeight:
     dtype: torch.dtype
     kernels: bool
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         n, k = self.source.shape

@@ -59,9 +59,9 @@ class BF16(Scheme):
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, bias: Tensor | None, kernels: bool
     ) -> Tensor:
         if kernels:
-            from qarl_kernels import gemm
+            from qarl_kernels.gemm import dense
 
-            return gemm.dense(x.contiguous(), operands["weight"], bias)
+            return dense(x.contiguous(), operands["weight"], bias)
         from qarl_kernels import reference
 
         return reference.dense(x, operands["weight"], bias)

@@ -138,11 +138,11 @@ class NVFP4A16(Scheme):
             from qarl_kernels import nvfp4
 
             return nvfp4.nvfp4a16(x, operands["weight_values"], divisor, bias)
-        from qarl_kernels import nvfp4a16
+        from qarl_kernels.nvfp4a16 import nvfp4a16
 
         packed, scale = operands.get("weight_packed"), operands["weight_scale"]
         tiled, meta = operands["weight_tiled"], operands["weight_meta"]
-        return nvfp4a16.nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, meta, bias)
+        return nvfp4a16(x.contiguous(), packed, scale, divisor, tiled, meta, bias)
 
     @classmethod
     def grouped_by_kernel(

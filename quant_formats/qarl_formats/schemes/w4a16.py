@@ -54,9 +54,9 @@ class W4A16(PackedInt4):
             from qarl_kernels import reference
 
             return reference.dense(x, operands["weight_values"], bias)
-        from qarl_kernels import w4a16
+        from qarl_kernels.w4a16 import w4a16
 
-        return w4a16.w4a16(
+        return w4a16(
             x.contiguous(),
             operands.get("weight_packed"),
             operands["weight_scale"],

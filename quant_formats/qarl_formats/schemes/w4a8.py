@@ -63,11 +63,11 @@ class W4A8(PackedInt4):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        from qarl_kernels import w4a8
+        from qarl_kernels.w4a8 import w4a8
 
         channel = operands["weight_scale"].shape[1] == 1
         tiled, meta = operands["weight_tiled"], operands["weight_meta"]
-        return w4a8.w4a8(codes, scale, tiled, meta, codes.shape[1], out_features, bias, dtype, channel)
+        return w4a8(codes, scale, tiled, meta, codes.shape[1], out_features, bias, dtype, channel)
 
     @classmethod
     def grouped_by_kernel(
