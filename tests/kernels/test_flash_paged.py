@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attention_batches import Batch
 from products import random, relative_error
+from qarl_kernels.direct import watched
 from qarl_kernels.flash import decode
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import attention_forward
@@ -24,9 +27,11 @@ LENGTHS = [200, 1, 65]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of two blocks: merges with few tokens."""
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chunks of two blocks: merges with few tokens; no plans, which do not look at the sizes again."""
     monkeypatch.setattr(tables, "CHUNK", 128)
+    with watched():
+        yield
 
 
 class Paged:
