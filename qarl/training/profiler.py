@@ -7,7 +7,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from qarl.objectives import TokenLogProbs
 from qarl.rewards import RewardResult
 from qarl.storage.disk import write_together
 from qarl.storage.names import step_name
-from qarl.training.batch import Batch, Part
+from qarl.training.batch import Batch, Part, rounds
+from qarl.training.decisions import update_is_taken
 from qarl.training.observer import Observer, Phase
 from qarl.training.profile_page import PREFIX, is_range, page
 from qarl.training.setup import Run
@@ -40,14 +41,16 @@ class StepProfiler(Observer):
     starts, only how long they took: a rollout alone would make millions of events. At the end of each phase and part of
     a phase it waits for the GPU, so that what is launched in one is timed in it.
 
-    folder: gets both files. step: counted from 1. architecture: without it nothing is said of FLOP/s.
+    folder: gets both files. step: counted from 1. architecture: without it nothing is said of FLOP/s. Of several ranks
+    it is one that is traced, with its share of the work.
     """
 
     def __init__(self, folder: Path, step: int, run: Run, architecture: Architecture | None) -> None:
         self._folder, self._step, self._run, self._architecture = folder, step, run, architecture
         self._profile: profile | None = None
         self._part: tuple[str, Any] | None = None
-        self._micro_batches = 0  # of the minibatch, that are left
+        self._rounds = 0  # of the minibatch's micro-batches, that are left
+        self._live = False  # whether an optimizer step comes behind them
         self._updates = 0
         self._begin: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -71,9 +74,11 @@ class StepProfiler(Observer):
             self._write()
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
-        n = len(rollouts) // len(prompts)
-        asked = [prompt.token_ids for prompt in prompts for _ in range(n)]
-        self._count("rollout", asked, [rollout.token_ids for rollout in rollouts])
+        n, learner = len(rollouts) // len(prompts), self._run.learner
+        samplers = learner.config.rollout.samplers(learner.ranks.count)
+        drawn = [i * n + sample for i in learner.ranks.share(len(prompts), samplers) for sample in range(n)]
+        asked = [prompts[i // n].token_ids for i in drawn]
+        self._count("rollout", asked, [rollouts[i].token_ids for i in drawn])
 
     # --- parts of the learner's phase ----------------------------------------------------------------------------
 
@@ -81,11 +86,16 @@ class StepProfiler(Observer):
         self._enter("snapshot")
 
     def minibatch(self, minibatch: Part) -> None:
+        learner = self._run.learner
         if self._part is not None and self._part[0] == "snapshot":
             batch = minibatch.batch
             done = batch.part([i for i in range(len(batch)) if batch.logp_old.known(batch.part([i]))])
-            self._count("snapshot", done.prompts, done.responses)
-        self._micro_batches = len(self._run.learner.micro_batches(minibatch))
+            for round_ in rounds(learner.cut(done), learner.ranks.count):
+                if (part := round_[learner.ranks.rank]) is not None:
+                    self._count("snapshot", part.prompts, part.responses)
+        idle, live = learner.micro_batches(minibatch)
+        self._rounds = sum(len(rounds(parts, learner.ranks.count)) for parts in (idle, live))
+        self._live = bool(live)
         self._enter("forward")
 
     def forward(self, part: Part, logps: TokenLogProbs) -> None:
@@ -95,12 +105,18 @@ class StepProfiler(Observer):
         self._enter("backward")
 
     def progress(self, responses: int) -> None:
-        if self._part is not None and self._part[0] == "backward":
-            self._micro_batches -= 1
-            self._enter("forward" if self._micro_batches else "optimizer")
+        if not responses or not self._rounds:  # a minibatch's constants, or another phase
+            return
+        self._rounds -= 1
+        if self._rounds:
+            self._enter("forward")
+        elif self._live:
+            self._enter("optimizer")
+        else:
+            self._leave()
 
     def update(self, grad_norm: float) -> None:
-        self._updates += 1
+        self._updates += update_is_taken(grad_norm)
         self._leave()
 
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
@@ -118,9 +134,10 @@ class StepProfiler(Observer):
             self._part[1].__exit__(None, None, None)
             self._part = None
 
-    def _count(self, name: str, prompts: list[list[int]], responses: list[list[int]], factor: int = 1) -> None:
+    def _count(self, name: str, prompts: Sequence[list[int]], responses: Sequence[list[int]], factor: int = 1) -> None:
         if self._architecture is not None:
-            self._flops[name] += factor * forward_flops(self._architecture, prompts, responses)
+            windows = [layer.window for layer in self._run.policy.decoder.layers]
+            self._flops[name] += factor * forward_flops(self._architecture, prompts, responses, windows)
 
     # --- the profiler ----------------------------------------------------------------------------------------------
 
@@ -176,7 +193,7 @@ class StepProfiler(Observer):
     def _bytes(self) -> dict[str, float]:
         """Bytes that must move, where it is known."""
         known: dict[str, float] = {}
-        if self._run.updates.kind == "adamw":
+        if self._run.updates.kind == "adamw" and self._run.learner.ranks.count == 1:
             parameters = sum(master.numel() for _, master in self._run.policy.named_parameters())
             known["optimizer"] = ADAMW_BYTES * self._updates * parameters
         if (sent := self._run.engine.metrics.get("publish/sent_mib")) is not None:

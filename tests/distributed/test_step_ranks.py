@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from qarl.distributed.ranks import Alone, OtherRankFailed, Ranks
 from qarl.errors import UserError
 from qarl.objectives import TokenLogProbs
 from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
@@ -29,6 +31,7 @@ from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
 from qarl.training.learner import Learner
 from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer, Observers
+from qarl.training.profiler import StepProfiler
 from qarl.training.setup import build_policy, build_sampling
 from qarl.types import Prompt, Rollout
 
@@ -209,6 +212,34 @@ def test_a_rank_without_prompts_and_without_parts_goes_along(llama):
     for _, watching in found:
         assert_same_batch(watching.batch, alone.batch)
         assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
+
+
+def test_a_profile_counts_the_work_of_its_own_rank(llama):
+    class Counting(StepProfiler):
+        """Traces nothing."""
+
+        phase = Observer.phase
+
+        def __init__(self, run: SimpleNamespace) -> None:
+            super().__init__(Path(), 1, run, load_architecture(run.config.model))
+            self.names: list[str] = []
+
+        def _enter(self, name: str) -> None:
+            self.names.append(name)
+            super()._enter(name)
+
+    def profiled(ranks: Ranks) -> Counting:
+        run = make(llama, ranks, train={"micro_batch_tokens": 24})
+        watch = Counting(run)
+        step.rl_step(run.config, run, 0, Observers([watch]))
+        return watch
+
+    alone, ranks = profiled(Alone()), run_threads(2, profiled)
+    assert sum(rank._flops["rollout"] for rank in ranks) == alone._flops["rollout"]
+    for name in ("snapshot", "forward", "backward"):
+        assert all(0 < rank._flops[name] < alone._flops[name] for rank in ranks), name
+    for watch in (alone, *ranks):
+        assert watch.names.count("optimizer") == 2 and watch.names[-1] == "optimizer"
 
 
 NEEDS = {

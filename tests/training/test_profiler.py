@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_runs import settings, write_config
+from tiny_runs import Parts, live, parts, settings, write_config
 
 from qarl.config import Config
 from qarl.flops import forward_flops
 from qarl.policy.load_config import load_architecture
+from qarl.training.batch import Batch
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
+from qarl.training.profiler import StepProfiler
 
 TIMES = ("time/", "throughput/", "memory/")
 
@@ -94,6 +97,88 @@ def test_flops_count_what_a_forward_multiplies():
     assert forward_flops(shape, [[1, 2, 3]] * 2, [[4, 5], [6, 7, 8]]) == expected
     apart = forward_flops(shape, [[1, 2, 3], [1, 2, 9]], [[4, 5], [6, 7, 8]])
     assert apart == expected + 2 * 1000 * 3 + 4 * 2 * 3 * 5 * 6
+
+
+def test_flops_count_no_key_that_a_window_hides():
+    shape = SimpleNamespace(
+        multiplied_parameters=1000, vocab_size=10, hidden_size=4, num_layers=3, num_heads=3, head_dim=5
+    )
+    asked = [[1, 2, 3]] * 2, [[4, 5], [6, 7, 8]]
+    positions = (0, 1, 2, 3, 3, 4)  # of the queries: the prompt's, and two responses'
+    windows = (None, 1, 3)
+    pairs = sum(min(position + 1, window or 9) for position in positions for window in windows)
+    expected = 2 * 1000 * 6 + 2 * 10 * 4 * 5 + 4 * 3 * 5 * pairs
+    assert forward_flops(shape, *asked, windows) == expected
+    assert forward_flops(shape, *asked, [9] * 3) == forward_flops(shape, *asked)
+
+
+class Named(StepProfiler):
+    """Takes note of the parts that it enters, and traces nothing."""
+
+    def __init__(self, run: Parts) -> None:
+        shape = load_architecture(run.config.model)
+        owner = SimpleNamespace(policy=run.policy, learner=run.learner, updates=run.learner.updates)
+        super().__init__(Path(), 1, owner, shape)
+        self.names: list[str] = []
+
+    def _enter(self, name: str) -> None:
+        self.names.append(name)
+        super()._enter(name)
+
+    @property
+    def flops(self) -> dict[str, float]:
+        return dict(self._flops)
+
+    @property
+    def updates(self) -> int:
+        return self._updates
+
+
+def profiled(run: Parts, batch: Batch) -> Named:
+    watch = Named(run)
+    run.learn(batch, watch=watch)
+    return watch
+
+
+@pytest.mark.parametrize(("tokens", "forwards"), [(10_000, {1}), (40, {2, 3}), (1, {8})])
+def test_an_optimizer_step_comes_behind_any_number_of_micro_batches(llama, tokens, forwards):
+    run = parts(llama, train={"micro_batch_tokens": tokens})
+    batch = live(run)
+    watch = profiled(run, batch)
+    cut = [len(run.learner.micro_batches(part)[1]) for part in batch.minibatches(8, run.config.train.seed, 0, 0)]
+    assert forwards >= set(cut)
+    assert watch.names == ["snapshot", *(name for n in cut for name in [*["forward", "backward"] * n, "optimizer"])]
+    assert watch.updates == 2 and watch.flops["backward"] == 2 * watch.flops["forward"]
+    assert 0 < watch.flops["snapshot"] < watch.flops["forward"]  # one minibatch of two
+
+
+def test_a_minibatch_without_advantages_has_no_optimizer_step(llama):
+    run = parts(llama)
+    batch = live(run)
+    first = batch.minibatches(8, run.config.train.seed, 0, 0)[0]
+    batch.advantages[list(first.indices)] = 0.0
+    watch = profiled(run, batch)
+    assert watch.names == ["snapshot", "forward", "backward", "forward", "backward", "optimizer"]
+    assert watch.updates == 1 and 0 < watch.flops["backward"] < 2 * watch.flops["forward"]
+
+
+def test_the_constants_of_a_minibatch_are_no_micro_batch(llama):
+    run = parts(llama, objective={"loss": "detach_center"})
+    assert profiled(run, live(run)).names == ["snapshot", *["forward", "backward", "optimizer"] * 2]
+
+
+def test_a_skipped_step_moves_no_bytes_of_the_optimizer(llama):
+    run = parts(llama)
+    run.learner.updates.norm = lambda: math.nan
+    assert profiled(run, live(run)).updates == 0
+
+
+def test_a_window_of_the_model_is_counted(tiny_model):
+    def flops(**changes: int) -> float:
+        run = parts(tiny_model("mistral", **changes))
+        return profiled(run, live(run)).flops["snapshot"]
+
+    assert flops(sliding_window=2) < flops(sliding_window=400)
 
 
 def test_a_step_that_the_run_does_not_have_is_refused_in_one_line(qarl, tiny_model, tmp_path):
