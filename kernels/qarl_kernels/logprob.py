@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qarl_kernels import invariant
 from qarl_kernels.backward import Sums, weight_grad, weight_sum
-from qarl_kernels.truncation import CUT_LOGIT_GAP, Truncation
+from qarl_kernels.truncation import CUT_LOGIT_GAP, Truncation, normalized
 
 
 def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
@@ -47,7 +47,7 @@ def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
     if truncation.min_p > 0.0:
         cut |= logits < top + math.log(truncation.min_p)
     if truncation.top_p < 1.0:
-        kept = torch.log_softmax(logits.masked_fill(cut, float("-inf")), -1).exp()
+        kept = normalized(logits.masked_fill(cut, float("-inf"))).exp()
         order = kept.argsort(dim=-1, descending=True, stable=True)
         ranked = kept.gather(-1, order).double()
         before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
@@ -60,7 +60,7 @@ def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
 def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
     """The distribution drawn from, as natural log-probs (R, V) float32. Overwrites logits."""
     truncate_(logits, truncation)
-    return torch.log_softmax(logits, -1)
+    return normalized(logits)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if retained is not None:
                 # What is cut still counts exp(-50) of the largest each: 3e-17 in a vocabulary of 150,000.
                 retained[part] = torch.logsumexp(rows, -1).sub_(whole).exp_().clamp_(max=1.0)
-            rows = torch.log_softmax(rows, -1)
+            rows = normalized(rows)
             target = targets[part, None]
             logp[part] = rows.gather(-1, target)[:, 0]
             if cut is not None:
@@ -104,7 +104,7 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = logits_of(hidden[part], weight, ctx.kernels)
             cut = truncate_(logits, ctx.truncation)
             arriving = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
-            rows = _logit_grad(torch.log_softmax(logits, -1), cut, targets[part, None], *arriving)
+            rows = _logit_grad(normalized(logits), cut, targets[part, None], *arriving)
             if low:
                 rows = rows.bfloat16()
                 grad_hidden[part] = rows @ weight

@@ -11,6 +11,7 @@ from torch import Tensor
 # Tokens cut off keep a finite logit this far under the row's maximum (exp(-50) = 2e-22: never drawn), so that neither
 # the entropy nor any backward meets an infinity. `token_logprobs` reports -inf for them all the same.
 CUT_LOGIT_GAP = 50.0
+ROW_VALUES = 4  # float32 values in the 16 bytes that a row of a GPU begins at a multiple of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,19 @@ class Truncation:
         return 1.0 if self.greedy else self.temperature
 
 
+def normalized(logits: Tensor) -> Tensor:
+    """Log-softmax of rows (R, V) float32, whose bits do not depend on which row it is.
+
+    On a GPU torch adds up a row from the multiple of 16 bytes before it on, so that rows which begin beside one sum in
+    another order. They are filled up with tokens of no probability.
+    """
+    more = -logits.shape[-1] % ROW_VALUES if logits.device.type == "cuda" else 0
+    if not more:
+        return torch.log_softmax(logits, -1)
+    filled = torch.nn.functional.pad(logits, (0, more), value=float("-inf"))
+    return torch.log_softmax(filled, -1)[:, :-more]
+
+
 @dataclass(frozen=True)
 class Distribution:
     """Of R states. Nothing here waits for the device.
@@ -59,9 +73,14 @@ class Distribution:
     def lse(self) -> Tensor:
         """float32 (R,), the logarithm of the sum of exp(logit)."""
         if self.sums is None:
-            return torch.logsumexp(self.logits, -1)
+            return self.logits.amax(-1) - self._normalized.amax(-1)  # of the bits that a row has by itself
         largest, log_total = self.sums
         return largest + log_total
+
+    @cached_property
+    def _normalized(self) -> Tensor:
+        """(R, V), without `sums`: the log-softmax of the logits."""
+        return normalized(self.logits)
 
     def logprobs(self, tokens: Tensor) -> Tensor:
         """Of one token (R,) int64 a row: float32 (R,), in nats, bit for bit the learner's; -inf of a token cut."""
@@ -76,10 +95,10 @@ class Distribution:
     def _of(self, chosen: Tensor) -> Tensor:
         """Log-probs of logits (R, n); without `sums`, of all of them."""
         if self.sums is None:
-            found, largest = torch.log_softmax(chosen, -1), chosen.amax(-1)
+            found, largest = self._normalized, chosen.amax(-1)
         else:
             largest, log_total = self.sums
             found = (chosen - largest[:, None]).sub_(log_total[:, None])
         if self.truncated:  # no token that is kept is so far down, but for a min-p that cuts next to nothing
-            found.masked_fill_(chosen == (largest - CUT_LOGIT_GAP)[:, None], float("-inf"))
+            found = found.masked_fill(chosen == (largest - CUT_LOGIT_GAP)[:, None], float("-inf"))
         return found

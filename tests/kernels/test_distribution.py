@@ -13,6 +13,7 @@ from qarl_kernels.head import fused_distribution
 from qarl_kernels.head_backward import FusedTokenLogProbs
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, logits_of, token_logprobs, truncate_
+from qarl_kernels.truncation import normalized
 from qarl_kernels.tuning import Tile
 from torch import Tensor
 
@@ -136,3 +137,16 @@ def test_a_row_that_is_not_finite_spoils_only_itself(device) -> None:
     found = fused_distribution(hidden, weight, Truncation(min_p=0.05)).all_logprobs()
     finite = torch.arange(37, device=device) != 4
     assert found[4].isnan().all() and torch.equal(found[finite], expected[finite])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a row's place counts in a GPU's sums alone")
+@pytest.mark.parametrize("vocabulary", [1025, 2050, 4099, 32001])
+def test_the_sum_of_a_row_is_its_own_wherever_it_begins(device, vocabulary) -> None:
+    logits = 4 * random(9, vocabulary, seed=5, device=device)
+    whole = normalized(logits)
+    torch.testing.assert_close(whole.double(), logits.double().log_softmax(-1), rtol=1e-6, atol=1e-5)
+    lse = Distribution(logits, False).lse
+    for row in range(9):
+        own = logits[row : row + 1].clone()
+        assert torch.equal(normalized(own), whole[row : row + 1])
+        assert torch.equal(Distribution(own, False).lse, lse[row : row + 1])
