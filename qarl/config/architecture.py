@@ -13,6 +13,18 @@ from qarl.config.model_schema import DEFAULT_KV_HEADS, FAMILIES, ConfigJson, GGU
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json
 
+KERNEL_HEADS = range(8, 257, 8)  # features of a head that `qarl_kernels.flash` takes, which imports torch
+
+
+def unserved_heads(head_dim: int) -> str | None:
+    """Why Triton kernels do not attend with heads of this size, and what would do; None where they do."""
+    if head_dim in KERNEL_HEADS:
+        return None
+    return (
+        f"has heads of {head_dim} features, and the attention kernels of a GPU take 8 to {KERNEL_HEADS[-1]} in steps "
+        f"of {KERNEL_HEADS.step}; set quant.kernels: reference (plain torch, slow), or model.device: cpu"
+    )
+
 
 class UnknownFamily(ValueError):
     """A model whose layers this module cannot list, and that transformers may still run."""

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from qarl_formats.scheme import check_shape, is_ignored
 
-from qarl.config.architecture import Architecture, LinearShape, UnknownFamily, read_config_json, read_gguf
+from qarl.config.architecture import (
+    Architecture,
+    LinearShape,
+    UnknownFamily,
+    read_config_json,
+    read_gguf,
+    unserved_heads,
+)
 from qarl.config.base import Fault
 from qarl.config.check_files import Unusable, file_faults, look, task_faults, thread_faults
 from qarl.config.config import Config, mixture_faults
@@ -146,6 +153,9 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
             )
     if architecture.mixture is None:
         yield from mixture_faults(config)
+    kernels = config.model.device == "cuda" and quant.kernels == "auto" and config.model.dtype != "float32"
+    if kernels and (reason := unserved_heads(architecture.head_dim)):
+        yield Fault(("model", "path"), config.model.path, reason)
     if config.rollout.engine == "vllm":
         yield from _fused_faults(config, linears)
         yield from _cut_faults(config, architecture)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qarl.config import QuantConfig
+from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.fused import shared_scales
 from qarl.policy.attention import packed
@@ -94,6 +95,8 @@ class Policy:
             move_experts(model, device)
             self.model = model.to(device)  # type: ignore[arg-type]  # its decorator hides what it takes
         self.decoder = Decoder(self.model.base_model, self.role, quant.ste_input == "dequantized", quant.backward)
+        if self.kernels and (reason := unserved_heads(self.decoder.layers[0].head_dim)):
+            raise UserError(f"model.path: the model {reason}")
         masters = dict(self.named_parameters())
         head_name = next(name for name, parameter in masters.items() if parameter is self.head_master)
         self._stacks = [stack for layer in self.decoder.layers for stack in layer.stacks]

@@ -55,6 +55,18 @@ def test_a_fitting_model_gives_its_architecture(inspect):
     assert inspect().architecture.hidden_size == 96
 
 
+@pytest.mark.parametrize("size", [2, 20, 100, 264])
+def test_heads_that_no_kernel_of_a_gpu_takes_are_refused(inspect, model, size):
+    (model / "config.json").write_text(json.dumps({**LLAMA, "head_dim": size}))
+    overrides = ["quant.scheme=bf16", "quant.group_size=null"]
+    message = refused(inspect, *overrides, "model.device=cuda")
+    assert f"has heads of {size} features" in message and "8 to 256 in steps of 8" in message
+    for other in ("model.device=cpu", "model.device=auto"):
+        inspect(*overrides, other)
+    for other in ("quant.kernels=reference", "model.dtype=float32"):
+        inspect(*overrides, "model.device=cuda", other)
+
+
 def test_group_size_that_does_not_divide_names_the_layer_and_what_divides(inspect):
     message = refused(inspect, "quant.group_size=64")
     assert message.startswith("command line: quant.group_size = 64: model.layers.0.self_attn.q_proj: ")

@@ -9,10 +9,12 @@ from qarl_formats.prepared import PreparedWeight, prepare
 from qarl_formats.quantize import QuantizedWeight, dequantize_weight, quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
+from qarl_kernels.flash.forward import check
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor, nn
 
 from qarl.config import QuantConfig
+from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.kernels import use_kernels
 from qarl.policy.linear import QuantLinear
@@ -286,3 +288,21 @@ def test_a_master_that_is_not_finite_is_named_alike(scheme: str, value: float) -
             quantize_parameter("w.weight", master, _scheme(scheme), torch.bfloat16, 3, kernels)
         messages.append(str(caught.value))
     assert messages[0] == messages[1] and f"w.weight: 2 of {N * K} values are NaN" in messages[0]
+
+
+@interpreted
+def test_heads_that_attention_has_no_kernel_for_are_refused(tiny_model, monkeypatch) -> None:
+    monkeypatch.setattr("qarl.policy.policy.use_kernels", lambda *_: True)
+    with pytest.raises(UserError, match=r"^model\.path: the model has heads of 20 features, and the attention kernels"):
+        make_policy(tiny_model("qwen3", head_dim=20), "bf16")
+
+
+@interpreted
+def test_attention_takes_the_heads_that_are_not_refused() -> None:
+    for size in range(1, 300):
+        try:
+            check(*[torch.zeros(1, 1, size, dtype=torch.bfloat16)] * 3, 1.0, None)
+            taken = True
+        except ValueError:
+            taken = False
+        assert taken == (unserved_heads(size) is None), size
