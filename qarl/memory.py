@@ -107,12 +107,18 @@ class Item:
 
 
 def estimate(
-    config: Config, architecture: Architecture, device: Device, tokens: int | None = None, ranks: int = 1
+    config: Config,
+    architecture: Architecture,
+    device: Device,
+    tokens: int | None = None,
+    ranks: int = 1,
+    memory: int | None = None,
 ) -> list[Item]:
     """The memory of a training run on `device`, line by line; `peak_bytes` adds them up.
 
     tokens: of the largest micro-batch; None: what the configuration allows, which is one response at least. ranks: of
-    the run; the memory is that of one of them, the first, which has no less than another.
+    the run; the memory is that of one of them, the first, which has no less than another. memory: of the GPU in bytes,
+    where it is known.
     """
     quant, a = config.quant, architecture
     scheme = scheme_of(quant)
@@ -156,7 +162,7 @@ def estimate(
         Item(f"codes and scales ({scheme.name})", stored, "always"),
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
-        *sampler_items(config, kv_cache, version, sampler_operands + head, device),
+        *sampler_items(config, kv_cache, version, sampler_operands + head, device, memory),
         *([decode_item(config, a.vocab_size)] if kernels and config.rollout.engine == "native" else []),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
         *([Item("version in training, beside the sampler's", between, "always")] if several else []),
@@ -236,12 +242,15 @@ def learner_items(
     return items
 
 
-def sampler_items(config: Config, kv_cache: int, published: int, operands: int, device: Device) -> list[Item]:
+def sampler_items(
+    config: Config, kv_cache: int, published: int, operands: int, device: Device, memory: int | None
+) -> list[Item]:
     """What sampling adds to the learner's memory on `device`.
 
     kv_cache: bytes of its tokens. published: bytes of a version's tensors. operands: what qarl's own products keep
     beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own, and on a GPU it takes its
-    share at once, however little fills it; a GPU of its own is not the learner's. Asleep it holds nothing there, so
+    share of the `memory` at once, however little fills it, but where `rollout.kv_cache_tokens` says how many it holds;
+    a GPU of its own is not the learner's. Asleep it holds nothing there, so
     that it counts beside a publish, but for what is staged: published tensors of layers that it repacks.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
@@ -254,11 +263,16 @@ def sampler_items(config: Config, kv_cache: int, published: int, operands: int, 
             return []
         process = PROCESS_BYTES if vllm.process == "separate" else 0
         phase: Phase = "publish" if vllm.sleep_level else "always"
-        share = f"vLLM weights and KV cache (filled; takes {vllm.memory_frac:.0%} of the GPU)"
+        held, share = published + kv_cache, f"vLLM weights and KV cache ({config.kv_cache_tokens:,} tokens)"
+        if rollout.kv_cache_tokens is None:
+            held = held if memory is None else int(vllm.memory_frac * memory)
+            share = (
+                f"vLLM weights and KV cache ({'filled; takes ' * (memory is None)}{vllm.memory_frac:.0%} of the GPU)"
+            )
         staged = published if (vllm.staging or delta) and scheme_of(config.quant).packed else 0
         return [
             Item("vLLM process", process, "always", "sampler"),
-            Item(share, published + kv_cache, phase, "sampler"),
+            Item(share, held, phase, "sampler"),
             Item("tensors staged for vLLM", staged, "always", "sampler"),
         ]
     weights = published * (2 if delta else 1) + (operands if rollout.linear_products == "qarl" else 0)

@@ -23,7 +23,8 @@ from qarl.memory import Device, estimate, kv_cache_bytes, kv_cache_width, phase_
 SEQUENCES = 256
 BATCHED_TOKENS = {"vllm": 8192, "native": 4096}
 FEWEST_SEQUENCES = 64
-KV_SHARE = 1 / 4  # of the GPU's memory, that the native engine's KV cache may take by itself
+# Of the GPU's memory, that the native engine's KV cache may take by itself, and that it takes for FEWEST_SEQUENCES.
+KV_SHARE, MOST_KV_SHARE = 1 / 4, 1 / 2
 
 # More tokens than the first gain nothing, and fewer than ENOUGH_TOKENS leave parts of a GPU idle.
 MICRO_BATCH_TOKENS = (16384, 8192, 4096, 2048, 1024)
@@ -120,7 +121,7 @@ def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int |
     if sequence_bytes is None or memory is None:
         return FEWEST_SEQUENCES
     count = SEQUENCES
-    while count > FEWEST_SEQUENCES and count * sequence_bytes > KV_SHARE * memory:
+    while count > 1 and count * sequence_bytes > memory * (KV_SHARE if count > FEWEST_SEQUENCES else MOST_KV_SHARE):
         count //= 2
     return count
 
@@ -138,12 +139,10 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
     As little again as the estimate leaves room for, with as many tokens as fill the GPU or a step has, then as many as
     fit. Where not even the least fits, that. A response that is longer makes a micro-batch by itself.
     """
-    vllm = config.rollout.vllm
-    awake = config.rollout.engine == "vllm" and vllm.device is None and vllm.sleep_level == 0
-    room = UPDATE_SHARE * memory - (vllm.memory_frac * memory if awake else 0)
     for tokens, recompute in _candidates(config):
         found = _filled(config, "train", {"micro_batch_tokens": tokens, "recompute": recompute})
-        if phase_bytes(estimate(found, architecture, "cuda", ranks=ranks), "update") <= room:
+        items = estimate(found, architecture, "cuda", ranks=ranks, memory=memory)
+        if phase_bytes(items, "update") <= UPDATE_SHARE * memory:
             break
     return found
 

@@ -136,7 +136,8 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
         f"{loaded.run_dir}"
     )
     device = expected_device(loaded)
-    sized = decide_sizes(loaded, device, inspection.architecture, gpu_bytes() if device == "cuda" else None, ranks)
+    memory = gpu_bytes() if device == "cuda" else None
+    sized = decide_sizes(loaded, device, inspection.architecture, memory, ranks)
     for line in decided(loaded, sized, device):
         typer.echo(line)
     for needed in loaded.faults_without_gpu() if device == "cpu" else ():
@@ -147,7 +148,7 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
     if inspection.architecture is None:
         typer.echo(inspection.note)
         return
-    _print_estimate(estimate(sized, inspection.architecture, device, ranks=ranks), device, ranks)
+    _print_estimate(estimate(sized, inspection.architecture, device, ranks=ranks, memory=memory), device, ranks)
     if fault := too_large(loaded, inspection.architecture, device, ranks):
         typer.echo(f"{NOT_HERE}{fault}")
 

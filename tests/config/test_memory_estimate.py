@@ -171,6 +171,17 @@ def test_vllm_on_the_learners_gpu_leaves_it_during_an_update_unless_it_never_sle
     assert phase(sleep_level=1) == phase(sleep_level=2) == "publish"
 
 
+def test_vllm_takes_its_share_of_a_gpu_whose_memory_is_known_and_never_what_would_fill_its_cache():
+    def held(known: int | None, tokens: int | None = None) -> int:
+        rollout = vllm(sleep_level=0, memory_frac=0.3) | {"max_response_length": 400, "kv_cache_tokens": tokens}
+        items = memory.estimate(config(rollout=rollout), TINY, "cuda", memory=known)
+        (found,) = [item.bytes for item in items if item.name.startswith("vLLM weights and KV cache")]
+        return found
+
+    assert held(10**5) == 30_000 < held(None) < held(10**12) == 3 * 10**11
+    assert held(10**5, 4096) == held(10**12, 4096) == held(None, 4096) > held(10**5)
+
+
 def test_vllm_on_its_own_gpu_takes_nothing_of_the_learners():
     found = sizes("cuda", rollout=vllm(device=1))
     assert "KV cache" not in found and not any("vLLM" in name for name in found)

@@ -177,11 +177,23 @@ def test_a_vllm_that_never_sleeps_leaves_less_room_for_the_learner():
 
 def test_native_sequences_follow_from_their_keys_and_values():
     rollout = config().rollout
-    assert sampler_sizes(rollout, "cuda", GIB, 80 * GIB).max_num_seqs == FEWEST_SEQUENCES
+    assert sampler_sizes(rollout, "cuda", GIB // 2, 80 * GIB).max_num_seqs == FEWEST_SEQUENCES
     assert sampler_sizes(rollout, "cuda", GIB // 8, 80 * GIB).max_num_seqs == 128
     assert sampler_sizes(rollout, "cuda", GIB // 64, 80 * GIB).max_num_seqs == 256
     given = rollout.model_copy(update={"kv_cache_tokens": 10**6})
     assert sampler_sizes(given, "cuda", GIB, 80 * GIB).max_num_seqs == 256
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(1, 32), (3, 8), (30, 1), (400, 1)])
+def test_native_sequences_of_long_responses_are_as_few_as_fit_half_the_memory(gib, fits):
+    assert sampler_sizes(config().rollout, "cuda", gib * GIB, 80 * GIB).max_num_seqs == fits
+
+
+def test_a_vllm_that_never_sleeps_is_counted_once():
+    rollout = {"engine": "vllm", "max_response_length": 1000, "vllm": {"sleep_level": 0, "memory_frac": 0.4}}
+    found = decide_sizes(config(rollout=rollout), "cuda", SMALL, 80 * GIB)
+    learner = [i for i in memory.estimate(found, SMALL, "cuda", memory=80 * GIB) if i.owner != "sampler"]
+    assert found.train.recompute == RECOMPUTE[0] and memory.phase_bytes(learner, "update") < 0.3 * 80 * GIB
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
