@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 
 import torch
+from qarl_kernels.truncation import Truncation
 
 from qarl.config import Config
 from qarl.diagnostics.mismatch import log_prob_gap
@@ -46,12 +47,16 @@ class Agreement(Observer):
 
 
 def command(config: Config) -> str:
-    """The check of a run's model, scheme and engine."""
-    quant = config.quant
+    """The check of a run's model, scheme and engine, on what it draws from."""
+    quant, rollout = config.quant, config.rollout
     group = "" if quant.group_size is None else f" --group-size {quant.group_size}"
     cache = "" if quant.kv_cache_dtype == "auto" else f" --kv-cache-dtype {quant.kv_cache_dtype}"
-    engine = "" if config.rollout.engine == "native" else f" --engine {config.rollout.engine}"
-    return f"qarl verify-exact {shlex.quote(config.model.path)} --scheme {quant.scheme}{group}{cache}{engine}"
+    engine = "" if rollout.engine == "native" else f" --engine {rollout.engine}"
+    shaped = {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": config.min_p}
+    plain = Truncation()
+    drawn = [f" --{k.replace('_', '-')} {v!r}" for k, v in shaped.items() if v != getattr(plain, k)]
+    model = shlex.quote(config.model.path)
+    return f"qarl verify-exact {model} --scheme {quant.scheme}{group}{cache}{engine}{''.join(drawn)}"
 
 
 def promised(config: Config, policy: Policy) -> bool:

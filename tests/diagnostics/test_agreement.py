@@ -49,6 +49,15 @@ def test_the_check_that_is_told_is_of_the_runs_kv_cache(run):
     )
 
 
+def test_the_check_that_is_told_draws_from_what_the_run_draws_from(run):
+    rollout = run.config.rollout.model_copy(update={"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05})
+    assert command(run.config.model_copy(update={"rollout": rollout})).endswith(
+        "w4a16 --group-size 32 --temperature 0.7 --top-k 20 --top-p 0.9 --min-p 0.05"
+    )
+    pruned = run.config.objective.model_copy(update={"dvp_rho": 0.2})
+    assert command(run.config.model_copy(update={"objective": pruned})).endswith("--group-size 32 --min-p 0.2")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_log_prob_that_is_no_number_differs(run, value):
     said: list[str] = []
