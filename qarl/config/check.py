@@ -157,6 +157,9 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     if kernels and (reason := unserved_heads(architecture.head_dim)):
         yield Fault(("model", "path"), config.model.path, reason)
     if config.rollout.engine == "vllm":
+        if architecture.windows_unserved:
+            text = "some of its layers have a sliding window and some have none, which vLLM refuses; use engine native"
+            yield Fault(("model", "path"), config.model.path, text)
         yield from _fused_faults(config, linears)
         yield from _cut_faults(config, architecture)
         yield from _expert_faults(config, architecture)

@@ -118,7 +118,7 @@ class ConfigJson(StopTokens):
     partial_rotary_factor: Whole | None = None
     sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: of qwen2_moe, where no layer has one
     use_sliding_window: bool = False
-    max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 0
+    max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28  # transformers' own default
     layer_types: Annotated[list[Attention], Field(max_length=10_000)] | None = None
     initializer_range: Annotated[float, Field(ge=0, le=1)] = 0.02
     attention_dropout: Annotated[float, Field(ge=0, le=1)] | None = 0.0

@@ -67,6 +67,33 @@ def test_heads_that_no_kernel_of_a_gpu_takes_are_refused(inspect, model, size):
         inspect(*overrides, "model.device=cuda", other)
 
 
+QWEN2 = {**LLAMA, "model_type": "qwen2", "use_sliding_window": True}
+LAYERS = LLAMA["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "mixed"),
+    [
+        ({"sliding_window": 9, "max_window_layers": 1}, True),
+        ({"max_window_layers": 1}, True),
+        ({"layer_types": ["full_attention"] + ["sliding_attention"] * (LAYERS - 1), "sliding_window": 9}, True),
+        ({"sliding_window": 9, "max_window_layers": 0}, False),
+        ({"sliding_window": 9, "max_window_layers": LAYERS}, False),
+        ({"sliding_window": 9}, False),
+        ({"sliding_window": None, "max_window_layers": 1}, False),
+        ({"sliding_window": 9, "max_window_layers": 1, "use_sliding_window": False}, False),
+        ({"sliding_window": 9, "max_window_layers": 1, "model_type": "mistral"}, False),
+    ],
+)
+def test_windows_of_some_layers_are_refused_for_vllm_alone(inspect, model, changes, mixed):
+    (model / "config.json").write_text(json.dumps({**QWEN2, **changes}))
+    inspect()
+    if mixed:
+        assert "some of its layers have a sliding window" in refused(inspect, "rollout.engine=vllm")
+    else:
+        inspect("rollout.engine=vllm")
+
+
 def test_group_size_that_does_not_divide_names_the_layer_and_what_divides(inspect):
     message = refused(inspect, "quant.group_size=64")
     assert message.startswith("command line: quant.group_size = 64: model.layers.0.self_attn.q_proj: ")
