@@ -16,12 +16,12 @@ class Balance:
 
     aux: weight of the load-balancing loss, E * sum over experts of (share of the tokens' choices that are the expert) *
     (its mean probability). z: weight of the mean square of the logits' log-sum-exp. Both are means over the layers'
-    tokens, times the loss scale. tokens: only so many rows of the batch, from the first one, are real.
+    tokens, times the loss scale. tokens: the rows that are counted, 1 or more.
     """
 
     aux: float
     z: float
-    tokens: int
+    tokens: slice
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Routes:
     first number is negative keeps its own. own: filled by the forward where it is not None: what each such layer would
     have chosen itself, by its number among them, (T, k) int32, ascending. balance: None: no such losses. rows: only so
     many, from the first one, are tokens of the batch; None: all. loads: filled where it is not None, see `measure`.
+    repeated: so many of them, from the first one, are not measured: another forward has them too.
     """
 
     replay: Tensor | None = None
@@ -39,6 +40,7 @@ class Routes:
     balance: Balance | None = None
     rows: int | None = None
     loads: dict[int, Tensor] | None = None
+    repeated: int = 0
 
     def of_layer(self, layer: int) -> Tensor | None:
         """What is replayed in one layer, by its number among those with experts: (T, k), or None."""
@@ -59,12 +61,13 @@ class Routes:
         """
         if self.loads is None:
             return
-        wide = logits[: self.rows].detach().double()
+        measured = slice(self.repeated, self.rows)
+        wide = logits[measured].detach().double()
         log_sum = wide.logsumexp(-1, keepdim=True)
         probabilities = (wide - log_sum).exp()
         entropy = -torch.xlogy(probabilities, probabilities).sum()
         every = torch.arange(wide.shape[1], device=wide.device)
-        chosen = (experts[: self.rows, :, None] == every).sum((0, 1)).double()
+        chosen = (experts[measured, :, None] == every).sum((0, 1)).double()
         rows = (torch.cat((chosen, entropy[None])), torch.cat((probabilities.sum(0), log_sum.square().sum()[None])))
         self.loads[layer] = torch.stack(rows)
 

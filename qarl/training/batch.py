@@ -160,12 +160,14 @@ class Batch:
 class Part:
     """Some responses of a batch in an order of their own: a minibatch, or the micro-batch that one forward runs.
 
-    indices: of the responses in the batch. device: where its segments, advantages and columns are read.
+    indices: of the responses in the batch. device: where its segments, advantages and columns are read. repeated: rows
+    of the first prompt, where the micro-batch before this one ran it too; else 0.
     """
 
     batch: Batch
     indices: tuple[int, ...]
     device: torch.device
+    repeated: int = 0
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -194,6 +196,11 @@ class Part:
     def rows(self) -> int:
         """Rows of one forward, as `qarl.policy.packing.pack` lays them out: no response's last token is one."""
         return self.tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
+
+    @property
+    def counted_rows(self) -> int:
+        """`rows` without those that are repeated: over all micro-batches of a part the same, wherever it is cut."""
+        return self.rows - self.repeated
 
     @cached_property
     def routing(self) -> Tensor | None:
@@ -266,7 +273,16 @@ class Part:
         order = sorted(self.indices, key=lambda i: (longest[batch.groups[i]], batch.groups[i], i))
         cut = by_work if self.device.type == "cuda" else by_tokens
         ends = for_ranks(cut, self._measured(order), max_tokens, ranks)
-        return [batch.part(order[start:end], self.device) for start, end in pairwise([0, *ends])]
+        return [
+            Part(batch, tuple(order[start:end]), self.device, self._repeated(order, start))
+            for start, end in pairwise([0, *ends])
+        ]
+
+    def _repeated(self, order: Sequence[int], start: int) -> int:
+        """Rows of the prompt at a place of an order, where the response before has the same."""
+        prompts = self.batch.prompts
+        again = start > 0 and prompts[order[start - 1]] == prompts[order[start]]
+        return len(prompts[order[start]]) if again else 0
 
     def _measured(self, indices: Sequence[int]) -> list[Response]:
         batch = self.batch

@@ -96,7 +96,8 @@ class Learner:
             batch.logp_old.fill(part, logp)
             totals.add_snapshot(entropy)
             if part.routing is not None:
-                totals.routing.add_choices(part.routing, routes.recorded())
+                counted = slice(part.repeated, part.rows)
+                totals.routing.add_choices(part.routing[counted], routes.recorded()[counted])
         return logp, entropy
 
     def at_snapshot(self, batch: Batch) -> bool:
@@ -124,20 +125,21 @@ class Learner:
     def token_logprobs(self, part: Part, rows: int) -> TokenLogProbs:
         """Everything that the objective needs of a training forward over `part`.
 
-        rows: of all parts of its minibatch that need a backward. The routers' own losses, whose gradient comes with
-        that of this forward, are means over them: of a part's own losses, weighted by its share of the rows.
+        rows: that all parts of its minibatch that need a backward count. The routers' own losses, whose gradient comes
+        with that of this forward, are means over them: of a part's own losses, weighted by its share of the rows.
         """
         needs = self.objective.needs
         routes = part.routes
         if self.policy.experts:
-            balance, section = None, self.config.objective
-            if torch.is_grad_enabled() and (section.router_aux_coef or section.router_z_coef):
-                scale = self.config.loss_scale * part.rows / rows
-                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, part.rows)
-            routes = replace(routes, rows=part.rows, loads={}, balance=balance)
+            balance, section, counted = None, self.config.objective, slice(part.repeated, part.rows)
+            if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
+                scale = self.config.loss_scale * part.counted_rows / rows
+                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, counted)
+            loads: dict[int, Tensor] | None = {} if part.counted_rows else None
+            routes = replace(routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
         logp, entropy = self.logprobs(part, routes)
         if routes.loads:
-            self.totals.routing.add_loads(routes.measured(), part.rows)
+            self.totals.routing.add_loads(routes.measured(), part.counted_rows)
         part.batch.logp.fill(part, logp)
         return TokenLogProbs(
             logp,

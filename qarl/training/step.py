@@ -127,7 +127,7 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
             totals = minibatch_totals(minibatch, config.rollout.max_response_length)
             constants = learner.constants(minibatch, watch)
             idle, live = learner.micro_batches(minibatch)
-            rows = sum(part.rows for part in live)
+            rows = sum(part.counted_rows for part in live)
             dealt = [(round_, False) for round_ in rounds(idle, ranks.count)]
             dealt += [(round_, True) for round_ in rounds(live, ranks.count)]
             for round_, gradient in dealt:

@@ -134,7 +134,7 @@ def test_the_routers_losses_reach_the_router_and_not_the_log_probs(tiny_model) -
     found = {}
     for aux in (0.0, 1.0):
         policy.model.zero_grad()
-        routes = Routes(balance=Balance(aux, 0.0, 6))
+        routes = Routes(balance=Balance(aux, 0.0, slice(6)))
         logp = policy.logprobs(prompts, responses, Truncation(), 8, routes=routes)[0]
         logp.sum().backward()
         gradient = dict(policy.named_parameters())["model.layers.1.mlp.gate.weight"].grad

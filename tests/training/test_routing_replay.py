@@ -128,6 +128,36 @@ def test_the_gradient_of_a_router_loss_is_that_of_its_metric(mixtral, coefficien
     assert 0.5 * layers * (before - after) == pytest.approx(step * square, rel=0.1)
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 30])
+def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens: int) -> None:
+    """Metrics and the z-loss's gradient are those of a minibatch in one piece, wherever it is cut."""
+    found, metrics = [], ("router/z_loss", "router/entropy", "router/load_max", "mismatch/routing_tokens")
+    for budget in (10_000, tokens):
+        run = parts(
+            mixtral,
+            model={"dtype": "float32"},
+            quant={"scheme": "bf16", "group_size": None},
+            objective={"name": "grpo", "router_z_coef": 0.5},
+            train={**SMALL, "micro_batch_tokens": budget},
+            diagnostics={"routing_every": 1},
+        )
+        batch = run.batch(lambda tokens: 0.0)
+        assert batch.routing is not None
+        batch.routing[0] = stored((numbers_of(batch.routing[0]) + 1) % 4, 4).sort(-1).values  # the prompt's too
+        gradients: list[torch.Tensor] = []
+        run.learner.updates.step = lambda norm, own=run.policy, to=gradients: to.extend(
+            p.grad.clone() for n, p in own.named_parameters() if n.endswith("gate.weight")
+        )
+        cut = run.learner.cut(batch.whole())
+        told = run.learn(batch)
+        found.append((len(cut), sum(part.counted_rows for part in cut), [told[m] for m in metrics], gradients))
+    (_, rows, alone, expected), (count, same, cut_up, gradients) = found
+    assert count > 2 and rows == same
+    assert cut_up == pytest.approx(alone, rel=1e-6) and alone[-1] > 0
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)  # sums in another order
+
+
 def test_router_metrics_are_those_of_the_formulas() -> None:
     logits = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     chosen = logits.topk(2).indices.sort(-1).values

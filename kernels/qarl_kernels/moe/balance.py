@@ -25,12 +25,12 @@ class Balance:
     z_loss: Tensor
 
 
-def balance_grad(routed: Routed, count: int, aux: float, z: float) -> Balance:
-    """Both losses over the first `count` tokens, 1 or more, and what they add to the logits' gradient, there alone.
+def balance_grad(routed: Routed, counted: slice, aux: float, z: float) -> Balance:
+    """Both losses over the tokens `counted`, 1 or more, and what they add to the logits' gradient, there alone.
 
     aux, z: what the losses are multiplied by. Does not wait for the device; the same inputs give the same bits.
     """
-    logits, experts = routed.logits[:count], routed.experts[:count].long()
+    logits, experts = routed.logits[counted], routed.experts[counted].long()
     tokens, total = logits.shape
     pairs = torch.zeros(total, dtype=torch.int64, device=logits.device)
     pairs.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())  # integers: in any order
@@ -40,5 +40,5 @@ def balance_grad(routed: Routed, count: int, aux: float, z: float) -> Balance:
     slope = (aux * total / tokens) * share  # of the loss by each probability
     of_logits = p * (slope - (p * slope).sum(1, keepdim=True)) + (2 * z / tokens) * normalizer * p
     grad = torch.zeros_like(routed.logits)
-    grad[:count] = of_logits
+    grad[counted] = of_logits
     return Balance(grad, total * (share * p.mean(0)).sum(), normalizer.square().mean())
