@@ -41,6 +41,7 @@ DECIDED_ZERO = {
 }
 # What does something where DeepSpeed's module never runs a forward.
 READ = ("comms_logger", "dump_state", "zero_optimization")
+READ_COMMS = {"enabled": bool, "verbose": bool, "debug": bool, "prof_all": bool, "prof_ops": list}
 READ_ZERO = {
     "allgather_bucket_size": int,
     "reduce_bucket_size": int,
@@ -59,20 +60,31 @@ def deepspeed_keys(config: dict[str, Any] | str) -> dict[str, Any]:
 def key_faults(keys: Mapping[str, Any]) -> Iterator[Fault]:
     """What of a DeepSpeed JSON qarl decides, and what would do nothing."""
     yield from _faults(keys, (), DECIDED, READ)
-    if "zero_optimization" in keys:
-        zero = keys["zero_optimization"]
-        if isinstance(zero, dict):
-            yield from _faults(zero, ("zero_optimization",), DECIDED_ZERO, tuple(READ_ZERO))
-            for key, kind in READ_ZERO.items():
-                if key in zero and (fault := _value_fault(zero[key], kind)):
-                    yield Fault(("zero_optimization", key), zero[key], fault)
-        else:
-            yield Fault(("zero_optimization",), zero, "must be a mapping")
+    if "dump_state" in keys and (fault := _value_fault(keys["dump_state"], bool)):
+        yield Fault(("dump_state",), keys["dump_state"], fault)
+    yield from _section_faults(keys, "zero_optimization", DECIDED_ZERO, READ_ZERO)
+    yield from _section_faults(keys, "comms_logger", {}, READ_COMMS)
+
+
+def _section_faults(
+    keys: Mapping[str, Any], name: str, decided: Mapping[str, str], read: Mapping[str, type]
+) -> Iterator[Fault]:
+    section = keys.get(name, {})
+    if not isinstance(section, dict):
+        yield Fault((name,), section, "must be a mapping")
+        return
+    yield from _faults(section, (name,), decided, tuple(read))
+    for key, kind in read.items():
+        if key in section and (fault := _value_fault(section[key], kind)):
+            yield Fault((name, key), section[key], fault)
 
 
 def _value_fault(value: Any, kind: type) -> str | None:
     if kind is bool:
         return None if isinstance(value, bool) else "must be true or false"
+    if kind is list:
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return None if texts else "must be a list of names"
     whole = not isinstance(value, bool) and isinstance(value, (int, float)) and value == value // 1
     return None if whole and 0 < value < 2**63 else "must be a whole number above 0"
 

@@ -166,6 +166,7 @@ class Loop:
                         keeper.save()
                 if config.checkpoint.save_final:
                     keeper.save()
+                run.updates.finish()
             except Interrupted as stop:
                 keeper.save()
                 said = f"stopped after step {step}, saved; {keeper.how_to_go_on()} goes on from there"

@@ -49,6 +49,10 @@ class Updates(ABC):
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
         """(what this rank holds of masters and optimizer state, JSON-able meta of the optimizer)."""
 
+    def finish(self) -> None:
+        """All steps of this start are done. A collective."""
+        return
+
     @abstractmethod
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
         """Put masters and optimizer state back, and quantize the masters as policy `version`.

@@ -27,6 +27,9 @@ def open_stage(masters: Mapping[str, nn.Parameter], config: Config, device: torc
     masters: whole, float32 on the device, in one order on all ranks; in stage 3 each keeps its part alone.
     """
     deepspeed = start_deepspeed(device, config.distributed.timeout_s)
+    told = deepspeed_keys(config.distributed.config)
+    if told.get("dump_state") or told.get("comms_logger", {}).get("verbose"):
+        _let_speak()
     stage = 3 if config.distributed.zero_stage is None else config.distributed.zero_stage
     module = nn.Module()
     for index, parameter in enumerate(masters.values()):
@@ -44,7 +47,7 @@ def open_stage(masters: Mapping[str, nn.Parameter], config: Config, device: torc
 
 def _settings(config: Config, stage: int) -> dict[str, Any]:
     """The DeepSpeed JSON: what qarl decides over what the user says."""
-    given = deepspeed_keys(config.distributed.config)
+    given = dict(deepspeed_keys(config.distributed.config))
     zero = {
         **given.get("zero_optimization", {}),
         "stage": stage,
@@ -53,6 +56,8 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
     }
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0  # every master is cut, the smallest too
+    if not logs_communication(config):
+        given.pop("comms_logger", None)  # DeepSpeed takes it for on where it is there at all
     return {
         "steps_per_print": 10**9,
         **given,
@@ -62,6 +67,26 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
     }
+
+
+def logs_communication(config: Config) -> bool:
+    """Whether the user has DeepSpeed count and time its collectives."""
+    return bool(deepspeed_keys(config.distributed.config).get("comms_logger", {}).get("enabled"))
+
+
+def tell_communication() -> None:
+    """Print DeepSpeed's table of its collectives on the first rank's stdout. A collective."""
+    import deepspeed.comm
+
+    deepspeed.comm.log_summary()
+
+
+def _let_speak() -> None:
+    """Let what DeepSpeed logs, and hides by default, reach the terminal."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.INFO)
+    for handler in logger.handlers:
+        handler.setLevel(logging.INFO)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from qarl.training.row_setup import bare_model, plan_of, policy_of_rows
 from qarl.training.row_sums import Rounds
 from qarl.training.row_updates import joint_norm
 from qarl.training.updates import Updates
-from qarl.training.zero_setup import open_stage
+from qarl.training.zero_setup import logs_communication, open_stage, tell_communication
 from qarl.training.zero_stages import Stage
 
 _STATE = ("exp_avg", "exp_avg_sq")
@@ -126,6 +126,10 @@ class ZeroUpdates(Updates):
             self._round()
         self._any = False
         self._publish(self.policy.version + 1)
+
+    def finish(self) -> None:
+        if logs_communication(self.config):
+            tell_communication()
 
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
         found, state = [], self.stage.optimizer.state

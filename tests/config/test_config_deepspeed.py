@@ -14,7 +14,8 @@ from qarl.errors import UserError
 
 READ = {
     "zero_optimization": {"reduce_bucket_size": 5e8, "reduce_scatter": False, "sub_group_size": 10},
-    "comms_logger": {"enabled": True},
+    "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]},
+    "dump_state": False,
 }
 
 
@@ -53,6 +54,11 @@ def told(config: str, *overrides: str) -> str:
         ({"zero_optimization": {"sub_group_size": "auto"}}, 'sub_group_size = "auto": must be a whole number above 0'),
         ({"zero_optimization": {"sub_group_size": True}}, "sub_group_size = true: must be a whole number above 0"),
         ({"zero_optimization": {"reduce_scatter": 1}}, "reduce_scatter = 1: must be true or false"),
+        ({"dump_state": 1}, "distributed.config.dump_state = 1: must be true or false"),
+        ({"comms_logger": 3}, "distributed.config.comms_logger = 3: must be a mapping"),
+        ({"comms_logger": {"enabled": "yes"}}, 'comms_logger.enabled = "yes": must be true or false'),
+        ({"comms_logger": {"prof_ops": "all_reduce"}}, 'prof_ops = "all_reduce": must be a list of names'),
+        ({"comms_logger": {"loud": True}}, "distributed.config.comms_logger.loud = true: does nothing here"),
     ],
 )
 def test_keys_that_are_refused(config, tmp_path, keys, said):
