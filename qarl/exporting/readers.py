@@ -116,9 +116,17 @@ def read_transformers(
 
 
 def read_vllm(
-    checkpoint: Path, prompts: Sequence[Prompt], responses: Sequence[list[int]], max_tokens: int, dtype: str, log: Path
+    checkpoint: Path,
+    prompts: Sequence[Prompt],
+    responses: Sequence[list[int]],
+    max_tokens: int,
+    dtype: str,
+    experts: bool,
+    log: Path,
 ) -> Reading:
     """vLLM on the exported files, in a process of its own whose output goes to `log`, which stays where it fails.
+
+    experts: whether those of a mixture are quantized.
 
     Raises Unsupported where vLLM is not installed, or has no kernel for the format on this device; UserError with its
     last line where it fails.
@@ -129,6 +137,7 @@ def read_vllm(
     request = {
         "checkpoint": str(checkpoint.resolve()),
         "dtype": dtype,
+        "experts": experts,
         "max_tokens": max_tokens,
         "memory_frac": 0.5,
         "context": -(-(longest + 1) // 16) * 16,

@@ -116,7 +116,7 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     readers: list[tuple[str, Callable[[], Reading]]] = [
         ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
         ("transformers", lambda: read_library(out, prompts, responses, MAX_TOKENS, where, drops)),
-        ("vllm", lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, out / "vllm.log")),
+        ("vllm", lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, mixed, out / "vllm.log")),
     ]
     for name, read in readers:
         try:

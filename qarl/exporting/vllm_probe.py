@@ -28,7 +28,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.inputs import TokensPrompt
     from vllm.platforms import current_platform
 
-    unsupported, note = known_limits(_quantization(request["checkpoint"]), vllm.__version__)
+    unsupported, note = known_limits(_quantization(request["checkpoint"]), vllm.__version__, request["experts"])
     if unsupported:
         return {"unsupported": unsupported}
     memory = {} if current_platform.is_cpu() else {"gpu_memory_utilization": request["memory_frac"]}

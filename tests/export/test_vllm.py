@@ -120,3 +120,19 @@ def test_vllm_agrees_with_the_native_engine(name, first_layers, tmp_path, monkey
     assert found["vllm"]["tokens"] == 4 * 12 and found["vllm"]["likeliest"] >= 36
     assert json.loads((tmp_path / "out" / "verification.json").read_text())["ok"]
     assert not (tmp_path / "out" / "vllm.log").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
+@pytest.mark.parametrize(("scheme", "status"), [("bf16", "agrees"), ("w4a16", "skipped"), ("w8a8", "skipped")])
+def test_experts_that_vllm_has_no_kernel_for_are_no_fault_of_the_export(
+    tiny_model, scheme, status, tmp_path, monkeypatch, forked
+):
+    monkeypatch.setattr(readers.subprocess, "run", forked)
+    quant = {"scheme": scheme, **({"group_size": 32} if scheme == "w4a16" else {})}
+    run = save_run(tmp_path / "run", tiny_model("qwen3_moe"), steps=(1,), noise=0.0, **quant)
+    run.export(tmp_path / "out")
+    record = verify.verify_export(resolve_target(str(run.path)), tmp_path / "out", device="cpu", say=print)
+    found = {agreement["reader"]: agreement for agreement in record["readers"]}["vllm"]
+    assert record["ok"] and found["status"] == status, found
+    assert status == "agrees" or found["reason"].endswith("has no kernel for quantized experts on a CPU")

@@ -99,7 +99,8 @@ class Host:
         import vllm
 
         quantization = json.loads((self.settings.checkpoint / "config.json").read_text()).get("quantization_config")
-        _, note = known_limits(quantization, vllm.__version__) if self.settings.linear_kernels == "vllm" else ("", "")
+        own = self.settings.linear_kernels == "vllm"  # and experts that it has no kernels for were refused before
+        _, note = known_limits(quantization, vllm.__version__, experts=False) if own else ("", "")
         return {
             "proved_frac": self.held.proved_frac,
             "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},

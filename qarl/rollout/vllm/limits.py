@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
-def known_limits(quantization: dict[str, Any] | None, version: str) -> tuple[str, str]:
+def known_limits(quantization: dict[str, Any] | None, version: str, experts: bool) -> tuple[str, str]:
     """(why vLLM cannot run the format on this device, what it does otherwise than the format says); "" where nothing.
 
+    experts: whether those of a mixture are among what is quantized.
     Read in vLLM's sources (0.24 and 0.32: `compressed_tensors.py`, `kernels/linear`) and seen on these devices.
     """
     import torch
@@ -19,6 +20,8 @@ def known_limits(quantization: dict[str, Any] | None, version: str) -> tuple[str
     weights, activations = group["weights"], group["input_activations"]
     packed = quantization["format"] == "pack-quantized"
     if current_platform.is_cpu():
+        if experts:
+            return f"vLLM {version} has no kernel for quantized experts on a CPU", ""
         current_platform.import_kernels()  # those of this CPU: `import vllm` alone loads none
         if quantization["format"] == "nvfp4-pack-quantized":
             return f"vLLM {version} has no kernel for NVFP4 weights on a CPU", ""
@@ -31,6 +34,8 @@ def known_limits(quantization: dict[str, Any] | None, version: str) -> tuple[str
             error = cpu_int8_error()
             return "", f"its int8 product is off by {error:.0%} on this CPU" if error > 0.01 else ""
     elif weights["num_bits"] == 4 and activations is not None and activations["type"] == "int":
+        if experts:
+            return f"vLLM {version} has no experts of int4 weights with int8 activations on a GPU", ""
         if weights["group_size"] != 128:
             return f"vLLM {version} has no kernel for int4 weights with int8 activations on this GPU", ""
         return "", "it quantizes activations to FP8 here, where the format says int8"
