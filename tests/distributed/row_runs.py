@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from policy_models import batch
@@ -67,6 +69,13 @@ def loss_of(policy: Policy, part: list[int], factor: float = 1.0) -> Tensor:
     advantages = torch.linspace(-1.0, 1.6, len(prompts), device=logp.device)
     weights = torch.cat([advantages[i].expand(len(responses[i])) for i in part])
     return -(logp * weights).sum() * (factor / sum(map(len, responses)))
+
+
+@contextmanager
+def offloading() -> Iterator[None]:
+    """`optim.offload` works on a CPU too, where nothing is gained by it."""
+    with mock.patch("qarl.training.optim._require_device"):
+        yield
 
 
 def trained(

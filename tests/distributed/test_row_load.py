@@ -9,7 +9,7 @@ import torch
 from damaged_models import Weights, gguf_of
 from policy_models import load
 from ranks import run_ranks
-from row_runs import CPU, Case, exchange_of, held, loss_of, reader, sha, twin
+from row_runs import CPU, Case, exchange_of, held, loss_of, offloading, reader, sha, twin
 from safetensors.torch import load_file, save_file
 
 from qarl.config import ModelConfig
@@ -84,11 +84,13 @@ def fails(group) -> str:
 
 
 MUON = {"optim": {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3}}
+OFFLOADED = {"optim": {"offload": "all"}}
 
 
 def goes_on(group, case: dict[str, Any], saved: str, meta: dict[str, Any]) -> dict[str, Any]:
     tensors, case = load_file(saved), Case(**case)
-    policy, updates = build_rows(case.config, CPU, None, exchange_of(group), group)
+    with offloading():
+        policy, updates = build_rows(case.config, CPU, None, exchange_of(group), group)
     refusals = []
     for wrong in ({**meta, "optimizer": "sgd"}, {**meta, "tensors": [*meta["tensors"], "x/exp_avg"]}):
         with pytest.raises(ValueError, match="optimizer state"):
@@ -98,13 +100,13 @@ def goes_on(group, case: dict[str, Any], saved: str, meta: dict[str, Any]) -> di
     return {"versions": refusals, "digest": policy.current.manifest().digest(), **held(updates)}
 
 
-@pytest.mark.parametrize("sections", [{}, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("sections", [{}, MUON, OFFLOADED], ids=["adamw", "muon", "adamw on the host"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_state_is_put_back_at_any_number_of_ranks(tiny_model, tmp_path, count, sections) -> None:
     case = {"model": str(tiny_model("qwen3")), "sections": sections}
-    told, tensors = twin(Case(**case), 2)
+    told, tensors = twin(Case(case["model"], MUON if sections is MUON else {}), 2)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "saved.safetensors")
-    meta = {"optimizer": "muon" if sections else "adamw", "tensors": told["state"]}
+    meta = {"optimizer": "muon" if sections is MUON else "adamw", "tensors": told["state"]}
     arguments = {"case": case, "saved": str(tmp_path / "saved.safetensors"), "meta": meta}
     found = [goes_on(Alone(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:goes_on", arguments)
     covered = dict.fromkeys(tensors, 0)

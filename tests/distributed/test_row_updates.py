@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from ranks import run_ranks
-from row_runs import Case, sha, trained, twin
+from row_runs import Case, offloading, sha, trained, twin
 
 from qarl.distributed.ranks import Alone
 
@@ -24,14 +24,25 @@ CASES = {
     ),
     "muon": ("qwen2", Case("", {"optim": {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3}}, steps=3)),
     "a gradient that is not finite": ("qwen3", Case("", steps=3, broken=(1, 0))),
+    "moments on the host": ("qwen2", Case("", {"optim": {"offload": "moments"}}, steps=3)),
+    "masters on the host, in bfloat16, one gradient that is not finite": (
+        "qwen3",
+        Case("", {"optim": {"offload": "all", "master_dtype": "bfloat16"}}, steps=3, broken=(1, 0)),
+    ),
     "float16": ("qwen3", Case("", {"model": {"dtype": "float16"}})),
 }
+
+
+def on_the_device(case: Case) -> Case:
+    """The same steps with nothing on the host."""
+    return replace(case, sections={**case.sections, "optim": {**case.sections.get("optim", {}), "offload": False}})
 
 
 def train(group, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
-        result, policy, _ = trained(group, Case(**case))
+        with offloading():
+            result, policy, _ = trained(group, Case(**case))
         masters = list(policy.model.parameters())
         result["handles"] = [all(m.isnan().all() for m in masters), sum(m.untyped_storage().nbytes() for m in masters)]
         result["masters"] = len(masters)
@@ -57,7 +68,7 @@ def found(request, cases) -> tuple[int, list[list[dict[str, Any]]]]:
 def test_steps_have_the_bits_of_one_process(found, cases, name) -> None:
     count, of_ranks = found
     number = list(CASES).index(name)
-    expected, tensors = twin(cases[number], count)
+    expected, tensors = twin(on_the_device(cases[number]), count)
     ranks = [of[number] for of in of_ranks]
     for rank in ranks:
         assert rank["digests"] == expected["digests"] and rank["norms"] == expected["norms"]
