@@ -16,26 +16,27 @@ import torch.distributed as dist
 from torch import nn
 
 from qarl.config import Config
-from qarl.config.deepspeed import deepspeed_keys
 from qarl.training.optim import adamw
 from qarl.training.zero_stages import AllReduce, Partitioned, Sharded, Stage
 
 
-def open_stage(masters: Mapping[str, nn.Parameter], config: Config, device: torch.device) -> Stage:
+def open_stage(
+    masters: Mapping[str, nn.Parameter], config: Config, given: Mapping[str, Any], device: torch.device
+) -> Stage:
     """DeepSpeed over these parameters, in `distributed.zero_stage`, with torch's fused AdamW. A collective.
 
-    masters: whole, float32 on the device, in one order on all ranks; in stage 3 each keeps its part alone.
+    masters: whole, float32 on the device, in one order on all ranks; in stage 3 each keeps its part alone. given: the
+    user's keys.
     """
     deepspeed = start_deepspeed(device, config.distributed.timeout_s)
-    told = deepspeed_keys(config.distributed.config)
-    if told.get("dump_state") or told.get("comms_logger", {}).get("verbose"):
+    if given.get("dump_state") or given.get("comms_logger", {}).get("verbose"):
         _let_speak()
     stage = 3 if config.distributed.zero_stage is None else config.distributed.zero_stage
     module = nn.Module()
     for index, parameter in enumerate(masters.values()):
         module.register_parameter(f"master{index}", parameter)
     optimizer, _ = adamw(list(masters.items()), config.optim.lr, config.optim)
-    settings = _settings(config, stage)
+    settings = _settings(given, stage)
     with local_rank(device):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     if stage == 0:
@@ -45,9 +46,9 @@ def open_stage(masters: Mapping[str, nn.Parameter], config: Config, device: torc
     return Partitioned(masters, engine, optimizer, each_round=stage == 2)
 
 
-def _settings(config: Config, stage: int) -> dict[str, Any]:
+def _settings(given: Mapping[str, Any], stage: int) -> dict[str, Any]:
     """The DeepSpeed JSON: what qarl decides over what the user says."""
-    given = dict(deepspeed_keys(config.distributed.config))
+    kept = dict(given)
     zero = {
         **given.get("zero_optimization", {}),
         "stage": stage,
@@ -56,11 +57,11 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
     }
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0  # every master is cut, the smallest too
-    if not logs_communication(config):
-        given.pop("comms_logger", None)  # DeepSpeed takes it for on where it is there at all
+    if not logs_communication(given):
+        kept.pop("comms_logger", None)  # DeepSpeed takes it for on where it is there at all
     return {
         "steps_per_print": 10**9,
-        **given,
+        **kept,
         "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -69,9 +70,9 @@ def _settings(config: Config, stage: int) -> dict[str, Any]:
     }
 
 
-def logs_communication(config: Config) -> bool:
-    """Whether the user has DeepSpeed count and time its collectives."""
-    return bool(deepspeed_keys(config.distributed.config).get("comms_logger", {}).get("enabled"))
+def logs_communication(given: Mapping[str, Any]) -> bool:
+    """Whether the user's keys have DeepSpeed count and time its collectives."""
+    return bool(given.get("comms_logger", {}).get("enabled"))
 
 
 def tell_communication() -> None:

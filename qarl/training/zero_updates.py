@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qarl.config import Config
+from qarl.config.deepspeed import deepspeed_keys
 from qarl.distributed.codes import gather_codes
 from qarl.distributed.exchange import AloneExchange
 from qarl.distributed.ranks import Alone, Ranks
@@ -68,7 +69,9 @@ class ZeroUpdates(Updates):
         empty(named.values(), policy.device)
         self.plan = plan_of(shapes, policy.scheme_of, 1)
         own = {name: nn.Parameter(masters.pop(name).detach()) for name in named}
-        self.stage = open_stage(own, config, policy.device)
+        given = deepspeed_keys(config.distributed.config)
+        self._logs_communication = logs_communication(given)
+        self.stage = open_stage(own, config, given, policy.device)
         self._masters = list(named.items())
         self._sums = GradientAccumulator(named.values())
         self._rounds = _Rounds(policy, self.stage) if self.stage.each_round else None
@@ -128,7 +131,7 @@ class ZeroUpdates(Updates):
         self._publish(self.policy.version + 1)
 
     def finish(self) -> None:
-        if logs_communication(self.config):
+        if self._logs_communication:
             tell_communication()
 
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ def logged(group: Any, case: dict[str, Any]) -> str:
         updates.clear()
         updates.backward(loss_of(policy, [group.rank]))
         updates.step(updates.norm())
+        if isinstance(keys := updates.config.distributed.config, str):
+            Path(keys).unlink(missing_ok=True)
         updates.finish()
     return printed.getvalue()
 
@@ -46,3 +50,12 @@ def test_the_first_rank_tells_what_was_asked_for(tiny_model, keys: dict[str, Any
     for text in ("Comm. Op", "comm op: all_reduce", "DeepSpeedEngine"):
         assert (text in first) == (keys is TOLD), text
         assert text not in second
+
+
+def test_a_file_of_keys_is_read_at_the_start_alone(tiny_model, tmp_path: Path) -> None:
+    keys = tmp_path / "deepspeed.json"
+    keys.write_text(json.dumps(TOLD))
+    section = {"engine": "deepspeed", "zero_stage": 2, "config": str(keys)}
+    case = Case(str(tiny_model("llama")), {"distributed": section}, steps=1)
+    first, _ = run_ranks(2, f"{__file__}:logged", {"case": asdict(case)}, limit_s=120)
+    assert "Comm. Op" in first and not keys.exists()
