@@ -292,14 +292,21 @@ def _reader(kinds: Sequence[type], fixed: Sequence[bool]) -> Callable[..., Any] 
     if not devices:
         return None
     guards += ["device >= 0", *(f"{device} == device" for device in devices[1:])]
-    source = [
-        "def read(values, num_warps, num_stages):",
-        f"    ({', '.join(f'a{place}' for place in range(len(kinds)))},) = values",
-        *(f"    {line}" for line in lines),
-        f"    device = {devices[0]}",
-        f"    if {' and '.join(guards)}:",
-        f"        return ({', '.join(key)}, device), device, [{', '.join(passed)}]",
+    lines += [
+        f"device = {devices[0]}",
+        f"if {' and '.join(guards)}:",
+        f"    return ({', '.join(key)}, device), device, [{', '.join(passed)}]",
     ]
+    return written_out("values, num_warps, num_stages", len(kinds), lines, globals())
+
+
+def written_out(parameters: str, count: int, lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
+    """A function of these lines, in which a0, a1, ... are the `count` values of its parameter `values`.
+
+    lines: made of what is known here alone, and of nothing that a user gives. names: what else they may use.
+    """
+    unpacked = f"({', '.join(f'a{place}' for place in range(count))},) = values"
+    source = [f"def read({parameters}):", *(f"    {line}" for line in (unpacked, *lines))]
     found: dict[str, Any] = {}
-    exec("\n".join(source), globals(), found)  # of the classes above alone
+    exec("\n".join(source), names, found)
     return found["read"]

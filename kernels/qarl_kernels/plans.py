@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from qarl_kernels import direct, launch
-from qarl_kernels.direct import Descriptor, Launched, watched
+from qarl_kernels.direct import Descriptor, Launched, watched, written_out
 
 KEPT_PLANS = 1024  # at most, of one function: rows follow the batch; a kilobyte each
 STREAM = 3  # its place among what starts a kernel, after the grid
@@ -83,7 +83,7 @@ def _reader(kinds: Sequence[type]) -> Callable[..., Any] | None:
         name = f"a{place}"
         if kind is Tensor or kind is Parameter:
             tensors.append(place)
-            lines.append(f"    p{place} = {name}.data_ptr()")
+            lines.append(f"p{place} = {name}.data_ptr()")
             key += f"{name}.dtype", f"{name}.shape", f"{name}.stride()", f"p{place} & 15 == 0"
             key.append(f"direct.device_index({name})")
         elif kind in _NUMBERS:
@@ -92,16 +92,10 @@ def _reader(kinds: Sequence[type]) -> Callable[..., Any] | None:
             return None
     if not tensors:
         return None
-    source = [
-        "def read(values):",
-        f"    ({', '.join(f'a{place}' for place in range(len(kinds)))},) = values",
-        *lines,
-        f"    key = ({', '.join(key)},)",
-        f"    return key, [{', '.join(f'a{n}' for n in tensors)}], [{', '.join(f'p{n}' for n in tensors)}]",
-    ]
-    found: dict[str, Any] = {}
-    exec("\n".join(source), globals(), found)  # of the classes above alone
-    return found["read"]
+    lines.append(
+        f"return ({', '.join(key)},), [{', '.join(f'a{n}' for n in tensors)}], [{', '.join(f'p{n}' for n in tensors)}]"
+    )
+    return written_out("values", len(kinds), lines, globals())
 
 
 class _Step:
