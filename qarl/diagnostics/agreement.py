@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from qarl_kernels.truncation import Truncation
@@ -11,6 +12,7 @@ from qarl_kernels.truncation import Truncation
 from qarl.config import Config
 from qarl.diagnostics.mismatch import log_prob_gap
 from qarl.policy.policy import Policy
+from qarl.rollout.engine import truncation_of
 from qarl.training.batch import CPU, Batch
 from qarl.training.observer import Observer
 
@@ -52,8 +54,7 @@ def command(config: Config) -> str:
     group = "" if quant.group_size is None else f" --group-size {quant.group_size}"
     cache = "" if quant.kv_cache_dtype == "auto" else f" --kv-cache-dtype {quant.kv_cache_dtype}"
     engine = "" if rollout.engine == "native" else f" --engine {rollout.engine}"
-    shaped = {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": config.min_p}
-    plain = Truncation()
+    shaped, plain = asdict(truncation_of(config)), Truncation()
     drawn = [f" --{k.replace('_', '-')} {v!r}" for k, v in shaped.items() if v != getattr(plain, k)]
     model = shlex.quote(config.model.path)
     return f"qarl verify-exact {model} --scheme {quant.scheme}{group}{cache}{engine}{''.join(drawn)}"

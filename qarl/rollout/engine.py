@@ -10,6 +10,7 @@ from typing import Protocol
 
 from qarl_kernels.logprob import Truncation
 
+from qarl.config import Config
 from qarl.errors import UserError
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
@@ -34,6 +35,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     record_routing: bool = False
+
+
+def truncation_of(config: Config) -> Truncation:
+    """What a run draws from."""
+    rollout = config.rollout
+    return Truncation(rollout.temperature, rollout.top_k, rollout.top_p, config.min_p)
 
 
 Progress = Callable[[int, int], None]  # (finished responses, tokens generated so far)

@@ -198,8 +198,13 @@ class Part:
         return self.tokens - len(self) + sum(len(self.prompts[place]) for place in self._new_prompts)
 
     @property
+    def counted(self) -> slice:
+        """Of `rows`, those that are not repeated."""
+        return slice(self.repeated, self.rows)
+
+    @property
     def counted_rows(self) -> int:
-        """`rows` without those that are repeated: over all micro-batches of a part the same, wherever it is cut."""
+        """How many are `counted`: over all micro-batches of a part the same, wherever it is cut."""
         return self.rows - self.repeated
 
     @cached_property

@@ -96,8 +96,7 @@ class Learner:
             batch.logp_old.fill(part, logp)
             totals.add_snapshot(entropy)
             if part.routing is not None:
-                counted = slice(part.repeated, part.rows)
-                totals.routing.add_choices(part.routing[counted], routes.recorded()[counted])
+                totals.routing.add_choices(part.routing[part.counted], routes.recorded()[part.counted])
         return logp, entropy
 
     def at_snapshot(self, batch: Batch) -> bool:
@@ -131,10 +130,10 @@ class Learner:
         needs = self.objective.needs
         routes = part.routes
         if self.policy.experts:
-            balance, section, counted = None, self.config.objective, slice(part.repeated, part.rows)
+            balance, section = None, self.config.objective
             if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
                 scale = self.config.loss_scale * part.counted_rows / rows
-                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, counted)
+                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, part.counted)
             loads: dict[int, Tensor] | None = {} if part.counted_rows else None
             routes = replace(routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
         logp, entropy = self.logprobs(part, routes)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
@@ -32,7 +31,7 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
-from qarl.rollout.engine import RolloutEngine, SamplingParams
+from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.shared import NoSampler
 from qarl.storage.saved_state import Digests
@@ -306,7 +305,7 @@ def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenize
         n=rollout.n,
         seed=config.train.seed << 32,
         max_response_length=rollout.max_response_length,
-        truncation=Truncation(rollout.temperature, rollout.top_k, rollout.top_p, config.min_p),
+        truncation=truncation_of(config),
         stop=tuple(rollout.stop),
         stop_token_ids=own | set(rollout.stop_token_ids),
     )
