@@ -94,7 +94,9 @@ def run(folder: Path, model: str, changes: list[str], before: str = "") -> tuple
     other = (folder / "run" / "rank-001.log").read_text() if (folder / "run" / "rank-001.log").exists() else ""
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert all(record["quant/codes_changed_frac"] > 0 for record in records)
     for record in records:
-        print({name: round(value, 3) for name, value in record.items() if name.startswith(("time/", "publish/"))})
+        shown = ("time/", "publish/", "quant/", "reward/", "policy/", "optim/")
+        print({name: round(value, 7) for name, value in record.items() if name.startswith(shown)})
+    for record in records:  # SmolLM2 may answer all of a step's prompts wrong, and then there is nothing to learn
+        assert record["quant/codes_changed_frac"] > 0 or record["policy/zero_advantage_frac"] == 1
     return records, [ended.stdout, other]
