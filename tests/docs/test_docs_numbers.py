@@ -110,6 +110,34 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
             assert numbers(cell) == [pytest.approx(found[key][name], abs=0.051)], (key, name)
 
 
+def test_the_steps_of_8b_on_two_gpus_are_the_record() -> None:
+    runs = {run["name"]: run["records"] for run in results("step_8b_gpu")["runs"]}
+    found = {name: {row["part"]: row for row in rows if row["what"] == "step"} for name, rows in runs.items()}
+    order = [("beside TRL", "trl"), ("beside TRL", "step"), ("another machine", "step"), ("own GPU", "step")]
+    for cells, (name, part) in zip(table("A whole step of the same shapes", "scaling"), order, strict=True):
+        for key, cell in zip(("step_s", "rollout_s", "learner_s", "publish_s"), cells[1:], strict=False):
+            assert numbers(cell) == [pytest.approx(found[name][part][key], abs=0.051)], (name, part, key)
+        assert numbers(cells[5]) == [pytest.approx(found[name][part]["peak_gib"], abs=0.6)]
+
+
+def test_the_learners_of_8b_beside_zero3_are_the_record() -> None:
+    rows = next(run["records"] for run in results("ranks_gpu")["runs"] if "zero3" in run["command"])
+    found = {(row["part"], row["scheme"], row["exchange"], row["what"]): row for row in rows}
+    peer = found["zero3", "bf16", "with messages", "micro-batch"]
+    names = [("learn", "w4a16"), ("learn", "fp8"), ("learn", "bf16"), ("zero3", "bf16")]
+    for cells, key in zip(table("A learner of Qwen3-8B's shapes", "scaling"), names, strict=True):
+        batch, update = (found[*key, "with messages", what] for what in ("micro-batch", "update"))
+        alone = found.get((*key, "without messages", "micro-batch"))
+        expected = [
+            *(batch["tokens_per_s"], batch["tokens_per_s"] / peer["tokens_per_s"]),
+            2 * batch["tokens_per_s"] / alone["tokens_per_s"] if alone else None,
+            *(1e3 * update["seconds"], update["peak_gib"]),
+            *(sum(row["received_bytes_by_kind"].values()) / 1e9 for row in (batch, update)),
+        ]
+        for cell, value, within in zip(cells[1:], expected, (0.6, 0.006, 0.006, 0.6, 0.06, 0.06, 0.006), strict=True):
+            assert numbers(cell) == ([] if value is None else [pytest.approx(value, abs=within)]), (key, cell)
+
+
 @pytest.mark.parametrize("shape", ["Qwen3-1.7B", "Qwen3-4B"])
 def test_the_steps_with_an_fp8_kv_cache_are_the_record(shape: str) -> None:
     found: dict[tuple, dict[str, float]] = {}
