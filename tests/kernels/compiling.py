@@ -252,18 +252,23 @@ class Compiler:
 
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         self._server = ForkServer(Path(__file__), "serve", environment=environment)
+        self._made: dict[tuple[str, tuple[tuple[int, int], ...]], list[Compiled]] = {}
 
     def compile(
         self, case: str, cache: Path, capabilities: Sequence[tuple[int, int]] = CAPABILITIES, processes: int = 2
     ) -> list[Compiled]:
-        """Compile what the generator `case` ("module:function") launches. cache: directory for Triton's files."""
+        """Compile what the generator `case` ("module:function") launches, once. cache: directory for Triton's files."""
+        if (known := self._made.get((case, tuple(capabilities)))) is not None:
+            return known
         out, err = cache / "output.out", cache / "output.err"
         code = self._server.run(
             out, err, case=case, capabilities=list(capabilities), processes=processes, cache=str(cache)
         )
         assert code == 0, f"{case}: exit code {code}: {err.read_text(errors='replace')[-4000:]}"
         lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
-        return [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
+        made = [Compiled(**line | {"capability": tuple(line["capability"])}) for line in lines]
+        self._made[case, tuple(capabilities)] = made
+        return made
 
     def close(self) -> None:
         self._server.close()
