@@ -28,6 +28,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.prepare()
 
 
+WAITING = ("distributed/test_ranks_launch.py", "distributed/test_group.py", "rollout_vllm/test_rank_samplers.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What compiles in two processes comes first, and beside it, for the second worker, what mostly waits."""
+    first = ("kernels/test_compile_only.py", *WAITING)
+    tests = Path(__file__).parent
+    place = {tests / name: number for number, name in enumerate(first)}
+    items.sort(key=lambda item: place.get(item.path, len(first)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the suite's converted models are, and never the user's own; processes that tests start have it too."""
