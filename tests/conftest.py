@@ -28,15 +28,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.prepare()
 
 
-WAITING = ("distributed/test_ranks_launch.py", "distributed/test_group.py", "rollout_vllm/test_rank_samplers.py")
+FIRST = [  # one that compiles in two processes, and for the other worker those that mostly wait
+    Path(__file__).parent / name
+    for name in (
+        "kernels/test_compile_only.py",
+        "distributed/test_ranks_launch.py",
+        "distributed/test_group.py",
+        "rollout_vllm/test_rank_samplers.py",
+    )
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What compiles in two processes comes first, and beside it, for the second worker, what mostly waits."""
-    first = ("kernels/test_compile_only.py", *WAITING)
-    tests = Path(__file__).parent
-    place = {tests / name: number for number, name in enumerate(first)}
-    items.sort(key=lambda item: place.get(item.path, len(first)))
+    """The whole suite begins with the files of FIRST."""
+    items.sort(key=lambda item: FIRST.index(item.path) if item.path in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session", autouse=True)
