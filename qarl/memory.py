@@ -363,6 +363,14 @@ def forward_peak(
     return there + fused.forward_peak - (0 if gradients else gradient_bytes(architecture.parameters))
 
 
+def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
+    """What an optimizer step and the making of the next version take beside what is always held, on a rank's device;
+    all but the optimizer's state of the first one."""
+    items = [item for item in estimate(config, architecture, device, ranks=ranks) if item.phase == "publish"]
+    moving = [item for item in state_items(config, architecture, device, ranks) if item.phase == "update"]
+    return sum(item.bytes for item in [*items, *moving] if item.owner != "sampler")
+
+
 def phase_bytes(items: list[Item], phase: Phase) -> int:
     """What is held in a phase, with what is always held."""
     return sum(item.bytes for item in items if item.phase in ("always", phase))

@@ -97,7 +97,8 @@ class RolloutEngine(Draws, Protocol):
         ...
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Begin to take that memory back, where the learner's next update leaves room for it; otherwise the next
+        publish does. It may be called again."""
         ...
 
     def close(self) -> None:

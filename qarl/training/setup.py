@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qarl.activations import Device
 from qarl.config import Config
 from qarl.config.config import mixture_faults
 from qarl.config.quant import scheme_of
@@ -26,6 +27,7 @@ from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
+from qarl.memory import update_bytes
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config, stop_token_ids
@@ -294,7 +296,10 @@ def build_engine(
     canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
     layout = policy.sampler.layout
     weights = WeightSender(layout, tokenizer, policy.sampler, canary, say, exact=config.rollout.numerics == "exact")
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look)
+    shape = load_architecture(config.model)
+    device: Device = "cuda" if layout.device.type == "cuda" else "cpu"
+    beside = None if shape is None else update_bytes(config, shape, device, ranks.count)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look, beside)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -8,6 +8,7 @@ same way, and run their share of the micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -60,7 +61,9 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
 
     with watch.phase("learner", learner.forwards(len(batch))):
         engine.sleep()
-        learn(learner, batch, step, watch)
+        # "deployed" has a forward after the last update, whose memory is nobody else's.
+        early = learner.updates.begun > 0 and "deployed" not in config.diagnostics.due(step + 1)
+        learn(learner, batch, step, watch, engine.wake if early else nothing)
         watch.learned(batch, learner.metrics(batch))
         engine.wake()
 
@@ -101,8 +104,16 @@ def gather(
         return gather_rollouts(rollouts, ranks), gather_results(scores, ranks, max_failed_frac)
 
 
-def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
+def nothing() -> None:
+    """To be called where nothing is to be done."""
+
+
+def learn(
+    learner: Learner, batch: Batch, step: int, watch: Observer, before_last: Callable[[], None] = nothing
+) -> None:
     """All optimizer steps on one batch; fills its log-probs.
+
+    before_last: is called before the last of them, when the forwards and backwards are done.
 
     `logp_old` is the learner at the rollout's snapshot. Before the first update the current parameters *are* that
     snapshot, so the first minibatch takes it from its own forward; the rest is computed beforehand. A minibatch whose
@@ -114,6 +125,7 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     watch.begin(batch)
     for epoch in range(train.epochs):
         minibatches = batch.minibatches(config.minibatch_size, train.seed, step, epoch)
+        last = minibatches[-1] if epoch == train.epochs - 1 else None
         if epoch == 0:
             later = batch.part([i for minibatch in minibatches[1:] for i in minibatch.indices])
             for round_ in rounds(learner.cut(later), ranks.count):
@@ -142,6 +154,8 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
                 if found is not None:
                     learner.totals.add_loss(*found)
                 watch.progress(responses(round_))
+            if minibatch is last:
+                before_last()
             if live:
                 watch.update(learner.update())
         batch.share(ranks)

@@ -182,6 +182,20 @@ def test_vllm_takes_its_share_of_a_gpu_whose_memory_is_known_and_never_what_woul
     assert held(10**5, 4096) == held(10**12, 4096) == held(None, 4096) > held(10**5)
 
 
+@pytest.mark.parametrize("offload", [None, "moments"])
+def test_an_update_takes_the_next_version_and_what_passes_through_the_gpu(offload):
+    own = config(rollout=vllm(), optim={"offload": offload} if offload else {})
+    items = {item.name: item.bytes for item in memory.estimate(own, TINY, "cuda")}
+    expected = items["next version, beside the one in use"]
+    if offload:
+        expected += items["optimizer state (adamw) on its way, the rest on the host"]
+    assert memory.update_bytes(own, TINY, "cuda") == expected > 0
+    messages = next(
+        item.bytes for item in memory.estimate(own, TINY, "cuda", ranks=2) if item.name.startswith("messages of codes")
+    )
+    assert memory.update_bytes(own, TINY, "cuda", ranks=2) > messages + items["next version, beside the one in use"]
+
+
 def test_vllm_on_its_own_gpu_takes_nothing_of_the_learners():
     found = sizes("cuda", rollout=vllm(device=1))
     assert "KV cache" not in found and not any("vLLM" in name for name in found)

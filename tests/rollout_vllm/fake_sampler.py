@@ -112,11 +112,14 @@ class FakeHost:
                 progress(len(responses), tokens)
         return responses
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> int | None:
+        self._freed = None
         self._trouble("sleep")
+        return self._freed
 
     def wake(self) -> None:
-        pass
+        self._troubles.with_suffix(".wakes").open("a").write("woken\n")
+        self._trouble("wake")
 
     def _write_rubbish(self, name: str) -> None:
         """`NAME` is written and nothing after it; `NAME/N` the first N bytes, `NAME/N/exit` and then it is gone."""
@@ -137,6 +140,8 @@ class FakeHost:
         match lines[0].split()[1]:
             case "none":
                 pass
+            case "frees":
+                self._freed = int(lines[0].split()[2])
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "crash":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.early import early_sampler
-from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
+from qarl.rollout.vllm.engine import MARGIN, SamplerError, VLLMEngine
 from qarl.rollout.vllm.process import BegunProcess
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
@@ -39,6 +40,7 @@ class Case:
         self.model, self.folder, self.said = model, folder, []
         self.troubles = folder / "troubles"
         self.engine: VLLMEngine | None = None
+        self.update_bytes: int | None = None
 
     canary = ([5, 70, 90], [6, 71])
 
@@ -52,7 +54,8 @@ class Case:
         sampler, tokenizer, say = self.policy.sampler, load_tokenizer(config.model), self.said.append
         weights = WeightSender(sampler.layout, tokenizer, sampler, list(self.canary), say, exact)
         begun = early_sampler(config, sampler.layout.device, self.folder) if early else None
-        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say, begun)
+        more = {"early": begun, "update_bytes": self.update_bytes}
+        self.engine = VLLMEngine(config, sampler.layout, tokenizer, weights, self.folder, say, **more)
         return self.engine
 
     def publish(self) -> None:
@@ -214,6 +217,77 @@ def test_a_sampler_that_fails_between_two_orders_is_replaced(case) -> None:
     case.learn(1)
     case.publish()
     assert case.engine.restarts == 1 and len(case.pids) == 2
+
+
+@pytest.fixture
+def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
+    """An engine whose sampler sleeps, and gave 1,000 bytes back; so many bytes of the GPU are free now."""
+
+    def made(*troubles: str, free: int, update_bytes: int | None = 500, **vllm: Any) -> VLLMEngine:
+        monkeypatch.setattr("qarl.rollout.vllm.engine.free_bytes", lambda device: free)
+        case.update_bytes = update_bytes
+        engine = case.make("sleep frees 1000", *troubles, **vllm)
+        case.publish()
+        engine.sleep()
+        assert engine.metrics["memory/sampler_freed_gib"] == 1000 / 2**30
+        return engine
+
+    return made
+
+
+def wakes(case: Case) -> int:
+    """Orders to wake that were begun. Of one that is under way the sampler may know a little later."""
+    noted = case.troubles.with_suffix(".wakes")
+    return len(noted.read_text().splitlines()) if noted.exists() else 0
+
+
+def test_a_sampler_wakes_beside_the_learners_update_and_the_publish_finds_it_awake(case, asleep) -> None:
+    engine = asleep(free=1500 + MARGIN)
+    engine.wake()
+    engine.wake()  # once more, after the update
+    limit = time.monotonic() + 30
+    while not wakes(case) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert wakes(case) == 1 and "time/sampler_wake_s" not in engine.metrics
+    case.learn(1)
+    case.publish()
+    assert wakes(case) == 1 and engine.version == 1 and len(case.draw()) == 12
+    assert engine.metrics["time/sampler_wake_s"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("free", "update_bytes", "vllm"),
+    [(1499 + MARGIN, 500, {}), (2 * MARGIN, None, {}), (2 * MARGIN, 500, {"process": "inline"})],
+    ids=["no room", "nothing known", "in this process"],
+)
+def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(
+    case, asleep, free, update_bytes, vllm
+) -> None:
+    engine = asleep(free=free, update_bytes=update_bytes)
+    own = engine.config.rollout.vllm.model_copy(update=vllm)
+    engine.config = engine.config.model_copy(update={"rollout": engine.config.rollout.model_copy(update={"vllm": own})})
+    engine.wake()
+    assert not engine._waking
+    case.learn(1)
+    case.publish()
+    assert wakes(case) == 1 and len(case.draw()) == 12
+
+
+def test_a_sampler_that_fails_as_it_wakes_is_replaced_by_the_publish(case, asleep) -> None:
+    engine = asleep("wake kill", free=2 * MARGIN)
+    engine.wake()
+    case.learn(1)
+    case.publish()
+    assert engine.restarts == 1 and engine.version == 1 and len(case.pids) == 2 and len(case.draw()) == 12
+
+
+def test_a_sampler_that_was_to_wake_sleeps_again(case, asleep) -> None:
+    engine = asleep("sleep frees 2000", free=2 * MARGIN)
+    engine.wake()
+    engine.sleep()
+    assert engine.metrics["memory/sampler_freed_gib"] == 2000 / 2**30
+    case.publish()
+    assert wakes(case) == 2 and len(case.draw()) == 12
 
 
 def test_failures_beyond_the_limit_end_the_run_in_one_line(case) -> None:

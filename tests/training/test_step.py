@@ -105,6 +105,20 @@ def test_a_step_samples_scores_learns_and_publishes_in_this_order(llama):
     assert run.engine.version == run.policy.version == 2
 
 
+@pytest.mark.parametrize("deployed", [False, True])
+def test_the_engine_may_wake_before_the_last_update_but_not_before_the_first_or_a_later_forward(
+    llama, monkeypatch, deployed
+):
+    run = parts(llama, train={"minibatch_size": 8}, diagnostics={"deployed_every": 1} if deployed else {})
+    run.engine.publish(run.policy.current)
+    whole, told = as_run(run), []
+    monkeypatch.setattr(run.engine, "wake", lambda: told.append(run.policy.version))
+    for number in range(2):
+        step.rl_step(run.config, whole, number, Observers([]))
+    # Two updates a step. In the first step the optimizer has no state yet.
+    assert told == ([2, 4] if deployed else [2, 3, 4])
+
+
 def test_observers_are_told_in_their_order_and_the_first_that_raises_ends_it(llama):
     class Named(Observer):
         def __init__(self, name: str) -> None:

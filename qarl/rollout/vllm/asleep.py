@@ -1,4 +1,4 @@
-"""vLLM's sleep on a GPU that other processes use too: what is measured is this process's own memory.
+"""vLLM's sleep on a GPU that other processes use too: what of its memory is whose.
 
 Importing this module does not import vLLM.
 """
@@ -37,6 +37,12 @@ def beside_others(worker: Any) -> Iterator[None]:
         yield
     finally:
         del worker.sleep
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, once torch's cache of this process is given back."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 class Freed:

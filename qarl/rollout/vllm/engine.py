@@ -30,6 +30,7 @@ from qarl.rollout.engine import (
     require_version,
 )
 from qarl.rollout.stopping import Stopping
+from qarl.rollout.vllm.asleep import free_bytes
 from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampler, not_started, see
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
@@ -43,6 +44,7 @@ from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.transport import make_team
 
+MARGIN = 2**30  # bytes of a GPU for what no estimate counts, where vLLM wakes beside the learner
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
 
@@ -56,8 +58,9 @@ class VLLMEngine:
     weights: brings the policy's versions to vLLM and proves them. place: directory for the log (`sampler.log`) and,
     while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
     far. phases: seconds of the parts of vLLM's last start, by name. early: what the first start takes over. look: is
-    called while vLLM starts, and ends the start by what it raises. tracer: is told what the forwards of `generate`
-    compute, where vLLM is in this process with exact numerics.
+    called while vLLM starts, and ends the start by what it raises. update_bytes: of the GPU, that an update of the
+    learner takes, beside which vLLM may wake; None: it wakes for the next publish. tracer: is told what the forwards of
+    `generate` compute, where vLLM is in this process with exact numerics.
     """
 
     tracer: Tracer | None = None
@@ -72,18 +75,20 @@ class VLLMEngine:
         say: Callable[[str], None],
         early: BegunSampler | None = None,
         look: Callable[[], None] = _see_nothing,
+        update_bytes: int | None = None,
     ) -> None:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
         self.log = place / LOG
-        self._early, self._look = early, look
+        self._early, self._look, self._update_bytes = early, look, update_bytes
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
         self._sampler: SamplerProcess | SamplerTeam | InlineSampler | None = None
-        self._asleep = False
+        self._asleep = self._waking = False  # asleep until the order to wake, which was given, is answered
+        self._freed = 0  # bytes, by the last sleep
         self._fault: SamplerFault | None = None
 
     @property
@@ -150,32 +155,54 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         level = self.config.rollout.vllm.sleep_level
-        if self._sampler is None or self._asleep:
+        if self._sampler is None or (self._asleep and not self._waking):
             return
         try:
+            self._wake()
             freed = self._sampler.call("sleep", level, ignore_progress)
         except SamplerFault as fault:
-            self._stop()
-            self._fault = fault  # for the next publish, where a step is done
+            self._put_off(fault)
             return
         if freed is None:
             return
-        self._asleep = True
+        self._asleep, self._freed = True, freed
         self._measured["memory/sampler_freed_gib"] = freed / 2**30
         if level == 2:
             self.weights.forget()  # nothing, until it is published whole
 
     def wake(self) -> None:
-        """Nothing yet: a sampler wakes at the next publish or generate."""
+        vllm, needed = self.config.rollout.vllm, self._update_bytes
+        if self._sampler is None or needed is None or not self._asleep or self._waking:
+            return
+        if vllm.process == "inline" or vllm.tensor_parallel > 1:  # it cannot, or other GPUs are other ranks' too
+            return
+        if free_bytes(self.layout.device) < self._freed + needed + MARGIN:
+            return
+        try:
+            self._sampler.begin("wake", None)
+        except SamplerFault as fault:
+            self._put_off(fault)
+            return
+        self._waking = True
 
     def _wake(self) -> None:
         assert self._sampler is not None
-        if self._asleep:
+        if not self._asleep:
+            return
+        if not self._waking:
             torch.cuda.empty_cache()  # the learner's spare memory is what the sampler gave it
-            begin = time.perf_counter()
-            self._sampler.call("wake", None, ignore_progress)
-            self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
-            self._asleep = False
+        begin = time.perf_counter()
+        if not self._waking:
+            self._sampler.begin("wake", None)
+        self._waking = False
+        self._sampler.finish(ignore_progress)
+        self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
+        self._asleep = False
+
+    def _put_off(self, fault: SamplerFault) -> None:
+        """Until the next publish, where a step is done."""
+        self._stop()
+        self._fault = fault
 
     def close(self) -> None:
         self._stop()
@@ -269,7 +296,7 @@ class VLLMEngine:
             self._sampler.close()
         self.weights.close()
         self._sampler = None
-        self._asleep = False
+        self._asleep = self._waking = False
 
 
 def _told(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
