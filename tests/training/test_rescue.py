@@ -139,8 +139,8 @@ PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "second gradient": (local_updates, "grad_norm", 1, False, 0),
     "end of the probe": (Probe, "learned", 1, False, 0),
     "finished learning": (step, "learn", 1, True, 0),
-    "wake before the last update": (NativeEngine, "wake", 1, False, 0),
-    "wake": (NativeEngine, "wake", 1, False, AT),
+    "wake before the last update": (NativeEngine, "wake", 2, False, 0),
+    "wake": (NativeEngine, "wake", 2, False, AT),
     "crossings": (step_record, "crossings", 1, False, AT),
     "token metrics": (step_record, "token_metrics", 1, False, AT),
     "trace": (step_record, "trace_of", 1, False, AT),
@@ -176,8 +176,7 @@ def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -
     return faulty
 
 
-# Calls before those of the first step, and of a step before the one that is meant. An engine is woken twice in a step, but
-# once in the first, in which the optimizer has no state yet.
+# Calls before those of the first step, and of a step before the one that is meant.
 BEFORE = {"wake": 1, "publish": 1, "publish, at its end": 1, "refresh": 2, "second gradient": AT}
 
 
