@@ -113,7 +113,13 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
 def test_the_steps_of_8b_on_two_gpus_are_the_record() -> None:
     runs = {run["name"]: run["records"] for run in results("step_8b_gpu")["runs"]}
     found = {name: {row["part"]: row for row in rows if row["what"] == "step"} for name, rows in runs.items()}
-    order = [("beside TRL", "trl"), ("beside TRL", "step"), ("another machine", "step"), ("own GPU", "step")]
+    for row in runs["woken beside the update"]:
+        if row["what"] == "one_step":
+            found[f"step {row['step']}"] = {"step": row}
+    order = [
+        *(("beside TRL", "trl"), ("beside TRL", "step"), ("another machine", "step")),
+        *(("step 2", "step"), ("step 3", "step"), ("own GPU", "step")),
+    ]
     for cells, (name, part) in zip(table("A whole step of the same shapes", "scaling"), order, strict=True):
         for key, cell in zip(("step_s", "rollout_s", "learner_s", "publish_s"), cells[1:], strict=False):
             assert numbers(cell) == [pytest.approx(found[name][part][key], abs=0.051)], (name, part, key)
@@ -177,17 +183,46 @@ def test_the_decodes_over_both_kv_caches_are_the_record() -> None:
 
 
 def test_the_rollouts_of_a_whole_mixture_are_the_record() -> None:
-    (run,) = results("rollout_moe_gpu")["runs"]
-    found = {(row["scheme"], row["batch"]): row for row in run["records"] if row["what"] == "generate"}
+    found = {}
+    for run in results("rollout_moe_gpu")["runs"]:
+        found |= {(r["scheme"], r["kernels"], r["batch"]): r for r in run["records"] if r["what"] == "generate"}
     rows = table("The whole model in vLLM 0.24")
     assert 3 * len(rows) == len(found)
-    for scheme, *cells, later in rows:
+    for name, *cells, later in rows:
+        scheme, kernels = name.split(", ")
+        kernels = "exact" if kernels == "exact" else "vllm"
         for batch, cell in zip((8, 64, 256), cells, strict=True):
             rate, *ratio = numbers(cell)
-            own, base = (found[name, batch]["tokens_per_s"] for name in (scheme, "bf16"))
+            own, base = (found[other, kernels, batch]["tokens_per_s"] for other in (scheme, "bf16"))
             assert rate == pytest.approx(own, abs=1)
             assert ratio == [pytest.approx(own / base, abs=0.006)] * len(ratio)
-        assert numbers(later) == [pytest.approx(found[scheme, 64]["later_token_s"] * 1000, abs=0.06)]
+        assert numbers(later) == [pytest.approx(found[scheme, kernels, 64]["later_token_s"] * 1000, abs=0.06)]
+
+
+def test_the_speeds_of_exact_numerics_in_vllm_are_the_record() -> None:
+    found = {}
+    for run in results("vllm_exact_gpu")["runs"]:
+        found |= {(r["scheme"], r["kernels"], r["batch"]): r for r in run["records"] if r["what"] == "generate"}
+    rows = table("`VLLM_BATCH_INVARIANT=1`, and exact.", "vllm")
+    assert len(rows) == 9
+    for scheme, batch, own, exact, ratio, first, later in rows:
+        records = [found[scheme, kernels, int(batch)] for kernels in ("vllm", "exact")]
+        rates = [record["tokens_per_s"] for record in records]
+        assert numbers(own) + numbers(exact) == [pytest.approx(rate, abs=1) for rate in rates]
+        assert numbers(ratio) == [pytest.approx(rates[1] / rates[0], abs=0.006)]
+        assert numbers(first) == [pytest.approx(record["first_token_s"], abs=0.0006) for record in records]
+        assert numbers(later) == [pytest.approx(1000 * record["later_token_s"], abs=0.06) for record in records]
+    text = (
+        (ROOT / "docs/vllm.md")
+        .read_text()
+        .partition("With `VLLM_BATCH_INVARIANT=1` vLLM's own bf16 gave")[2]
+        .partition("The canary")[0]
+    )
+    rates, times = numbers(text.partition("exact ones")[0].replace("fp8", "")), numbers(text.partition("exact ones")[2])
+    cases = [(scheme, batch) for scheme in ("bf16", "fp8") for batch in (8, 64, 256)]
+    for (scheme, batch), rate, faster in zip(cases, rates, times, strict=True):
+        own, exact = (found[scheme, kernels, batch]["tokens_per_s"] for kernels in ("invariant", "exact"))
+        assert rate == pytest.approx(own, abs=1) and faster == pytest.approx(exact / own, abs=0.006)
 
 
 def test_the_table_of_exact_tokens_is_the_record() -> None:
