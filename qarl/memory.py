@@ -31,6 +31,7 @@ PROCESS_BYTES = 600 * 2**20
 VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 # Two buckets of what passes through a GPU in a step where the host keeps it (`optim.offload`).
 OFFLOAD_BYTES = 2 * 2**28
+MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
@@ -173,7 +174,8 @@ def estimate(
 
 def state_items(config: Config, architecture: Architecture, device: Device, ranks: int) -> list[Item]:
     """Masters, gradients and optimizer state of one rank, and what of them is on its way."""
-    distributed, more = config.distributed, []
+    distributed = config.distributed
+    more: list[Item] = []
     if ranks > 1 and distributed.engine == "deepspeed":
         stage = 3 if distributed.zero_stage is None else distributed.zero_stage
         masters, gradients, optimizer = zero_elements(architecture, stage, ranks)
@@ -189,6 +191,10 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
                 Item("gradients of layers on their way between ranks", flying, "update"),
                 Item("messages of codes between ranks", codes, "publish"),
             ]
+    if config.optim.name == "muon" and device == "cuda":
+        # Of each at most a stack in bf16, two more like it, and two products of its shorter side.
+        batch = min(MUON_BYTES, 10 * architecture.matrix_parameters)
+        more.append(Item("matrices that Muon orthogonalizes at once", batch, "update", "optimizer"))
     return [
         masters_item(config, architecture, device, masters),
         Item("gradients (float32)", gradient_bytes(gradients.parameters), "always"),

@@ -33,6 +33,8 @@ class Launch:
     options: dict[str, Any]
 
 
+ADA = (8, 9)
+
 _collected: list[Launch] | None = None
 _capability: tuple[int, int] | None = None
 _direct: dict[int, Direct] = {}  # by the kernel's id: its hash is that of its source
@@ -124,12 +126,14 @@ def _device_capability(index: int) -> tuple[int, int]:
 
 
 def capability_of(tensor: Tensor) -> tuple[int, int]:
-    """Compute capability that kernels on this tensor run on; the interpreter counts as (9, 0)."""
-    if _capability is not None:
-        return _capability
-    if INTERPRETED or not tensor.is_cuda:
-        return 9, 0
-    return _device_capability(tensor.get_device())
+    """Compute capability whose kernels run on this tensor; the interpreter counts as (9, 0).
+
+    12.x, Blackwell in graphics cards, has the shared memory of 8.9 and no products of warpgroups, and gets its kernels.
+    """
+    found = _capability
+    if found is None:
+        found = (9, 0) if INTERPRETED or not tensor.is_cuda else _device_capability(tensor.get_device())
+    return ADA if found[0] == 12 else found
 
 
 def supports_tma(tensor: Tensor) -> bool:

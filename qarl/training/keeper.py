@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from qarl.config.checkpoint import CheckpointConfig
+from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import on_first
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import History, write_history
+from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory
 from qarl.training.console import RunConsole
 from qarl.training.recorder import Recorder
@@ -29,6 +31,15 @@ class Finished:
     position: dict[str, Any]
     skipped: int
     begun: int
+
+
+def refuse_vanished(resume: str, directory: RunDirectory, ranks: Ranks) -> None:
+    """Before anything is loaded: where no checkpoint of a begun run is there any more. A collective.
+
+    resume: `checkpoint.resume`. Raises UserError as `RunDirectory.history_at`.
+    """
+    if resume == "auto" and not ranks.gather(checkpoint_steps(directory.checkpoints))[0]:
+        directory.history_at(0, own=False)
 
 
 class Keeper:

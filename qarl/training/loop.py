@@ -31,7 +31,7 @@ from qarl.training.console import RunConsole
 from qarl.training.decisions import save_is_due
 from qarl.training.display import StepDisplay
 from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
-from qarl.training.keeper import Keeper
+from qarl.training.keeper import Keeper, refuse_vanished
 from qarl.training.metrics import Clock, over_ranks
 from qarl.training.noise import quiet_libraries, rewards_logged
 from qarl.training.observer import Observer, Observers
@@ -75,6 +75,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                     f"{config.model.path}, {config.quant.label} ({config.quant.learner} learner), "
                     f"{config.objective.name}: {config.train.steps} steps in {directory.path}"
                 )
+                refuse_vanished(config.checkpoint.resume, directory, ranks)
                 rewards_log = own_folder(directory.path, ranks) / "rewards.log"
                 run = build_run(config, device, console, rewards_log, ranks)
                 try:

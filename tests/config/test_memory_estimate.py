@@ -12,6 +12,7 @@ from qarl import memory
 from qarl.activations import plain_activation_bytes
 from qarl.config.architecture import Architecture
 from qarl.machine import machine_bytes
+from qarl.training.muon import BATCH_BYTES
 
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
 PARAMETERS = MATRICES + 2 * 2 * 64 + 64 + 100 * 64
@@ -60,6 +61,20 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
     assert "the moments that optim.offload keeps here alone take" in memory.too_large(offloaded, TINY, "cuda")
     assert memory.too_large(config(), TINY, "cuda") is None
+
+
+def test_muon_works_on_a_gpu_on_as_much_as_it_takes_at_once(monkeypatch):
+    name = "matrices that Muon orthogonalizes at once"
+    muon = config(optim={"name": "muon"})
+    items = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
+    assert items[name] == (10 * MATRICES, "update")
+    monkeypatch.setattr(memory, "MUON_BYTES", 1000)
+    assert memory.update_bytes(muon, TINY, "cuda") == 1000 + memory.update_bytes(config(), TINY, "cuda")
+    assert name not in sizes(optim={"name": "muon"}) and name not in sizes("cuda")
+
+
+def test_what_is_known_of_torchs_modules_is_what_they_say():
+    assert memory.MUON_BYTES == BATCH_BYTES
 
 
 def test_masters_that_the_host_keeps_come_to_the_gpu_one_at_a_time(monkeypatch):

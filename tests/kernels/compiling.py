@@ -38,7 +38,7 @@ from triton.runtime.jit import create_function_from_signature
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 # Bytes of shared memory of one block: 99 and 227 KiB. sm_80 has 163, but its code is what sm_86 and sm_89 run too.
-SHARED_LIMIT = {(8, 0): 101_376, (8, 9): 101_376, (9, 0): 232_448}
+SHARED_LIMIT = {(8, 0): 101_376, (8, 9): 101_376, (9, 0): 232_448, (12, 0): 101_376}
 SPILL_LIMIT = 64  # bytes of a thread, set aside outside the loop: the fastest tile of w4a16 has 52 with Triton 3.9
 # What ptxas makes of a matrix product, by the dtype of its operands: HMMA, or of a warpgroup HGMMA.
 MATRIX_LETTERS = {"bf16": "H", "f16": "H", "tf32": "H", "s8": "I", "e4m3": "Q", "e5m2": "Q"}

@@ -26,6 +26,15 @@ def _copy(x, out, BLOCK: tl.constexpr):
     out.store([tl.program_id(0) * BLOCK, 0], x.load([tl.program_id(0) * BLOCK, 0]))
 
 
+@pytest.mark.parametrize(
+    ("given", "chosen"), [((8, 0), (8, 0)), ((9, 0), (9, 0)), ((10, 0), (10, 0)), ((12, 0), (8, 9)), ((12, 1), (8, 9))]
+)
+def test_blackwell_in_graphics_cards_gets_adas_kernels(given: tuple[int, int], chosen: tuple[int, int]) -> None:
+    x = torch.zeros(16, 16)
+    with recording(given):
+        assert capability_of(x) == chosen and supports_tma(x) == (chosen >= (9, 0))
+
+
 def test_launch_runs_every_program(device: torch.device) -> None:
     x = torch.arange(10.0, device=device)
     out = torch.full_like(x, torch.nan)
