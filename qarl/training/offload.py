@@ -1,11 +1,10 @@
 """AdamW with its two moments in pinned memory of the host (`optim.offload`): 8 bytes a parameter less on the GPU, and
 12 where the masters are there as well.
 
-In a step they pass through the GPU in buckets: while one is updated by the same fused kernel that updates them there
-otherwise, the next is on its way in and the last on its way out, each on a stream of its own. No element's update
-depends on another's, so parameters and moments get the same bits. A step takes what the bus takes for 8 bytes a
-parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at once. Masters add 4 bytes, and 4 on the way
-in again, to be quantized.
+In a step they pass through the GPU in buckets (`qarl.training.host_state`), each updated by the same fused kernel that
+updates them there otherwise. No element's update depends on another's, so parameters and moments get the same bits. A
+step takes what the bus takes for 8 bytes a parameter: an 8B model's 64 GB some 1.3 s at 50 GB/s, in both directions at
+once. Masters add 4 bytes, and 4 on the way in again, to be quantized.
 """
 
 from __future__ import annotations
@@ -18,41 +17,31 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qarl.policy.handles import empty
+from qarl.training.host_state import ALIGNED, HostState, Offloaded, Passing, padded
 
 BUCKET_BYTES = 2**28  # two buckets are on the GPU during a step
-ARENA_BYTES = 2**33
-_ALIGNED = 64  # elements: vectors of the kernel and lines of the bus
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Some elements of one parameter, flat. parameter: None where the host has it. host: what passes through, exp_avg,
-    exp_avg_sq and such a parameter. start: in the bucket."""
+class _Piece(Passing):
+    """Some elements of one parameter, flat: exp_avg, exp_avg_sq, and the parameter's value where the host has it.
+    parameter: None there."""
 
     parameter: Tensor | None
     gradient: Tensor
-    host: tuple[Tensor, ...]
     step: Tensor
-    start: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.gradient.numel()
-
-    def on_device(self, slot: Tensor) -> list[Tensor]:
-        """exp_avg, exp_avg_sq and the parameter. slot: (2 or 3, size), where `host` is."""
-        passing = [row[self.start : self.end] for row in slot]
+    def updated(self, slot: Tensor) -> list[Tensor]:
+        """exp_avg, exp_avg_sq and the parameter, on the device."""
+        passing = self.on_device(slot)
         return passing if self.parameter is None else [*passing, self.parameter]
 
 
-class OffloadedAdamW(torch.optim.AdamW):
+class OffloadedAdamW(Offloaded, torch.optim.AdamW):
     """`torch.optim.AdamW(fused=True)` with `exp_avg` and `exp_avg_sq` on the host; `step` stays with its parameter.
 
-    groups, options: AdamW's, fused among them; float32 parameters of one device, contiguous. masters: whether the
-    parameters' values go to the host too; then a parameter is a handle (`qarl.policy.handles`), `values` has what it
-    was, and after an update they are rounded to `rounded`. On a CPU, as in tests, buckets go through one after the
-    other.
+    groups, options: AdamW's, fused among them. masters: whether the parameters' values go to the host too, see
+    `HostState`; after an update they are rounded to `rounded`.
     """
 
     def __init__(
@@ -64,22 +53,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         **options: Any,
     ) -> None:
         super().__init__(groups, **options)
-        passing = 3 if masters else 2
-        self._elements = max(_ALIGNED, bucket_bytes // (4 * passing) // _ALIGNED * _ALIGNED)
-        self._passing, self._rounded = passing, rounded
-        members = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._device = members[0].device
-        assert all(parameter.device == self._device and parameter.is_contiguous() for parameter in members)
-        pinned = self._device.type == "cuda"
-        places = _host_tensors([parameter.shape for parameter in members for _ in range(passing)], pinned)
-        self._places: dict[Parameter, tuple[Tensor, Tensor]] = {}
-        self.values: dict[Parameter, Tensor] = {}
-        for parameter in members:
-            self._places[parameter] = next(places), next(places)
-            if masters:
-                self.values[parameter] = next(places).copy_(parameter.detach())
-                empty([parameter], self._device)
-        self._streams = [torch.cuda.Stream(self._device) for _ in range(2)] if pinned else []
+        self.host = HostState([p for group in self.param_groups for p in group["params"]], 2, masters)
+        self._elements = max(ALIGNED, bucket_bytes // (4 * self.host.rows) // ALIGNED * ALIGNED)
+        self._rounded = rounded
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -91,24 +67,10 @@ class OffloadedAdamW(torch.optim.AdamW):
                 torch._foreach_add_(steps, 1)
                 self._update(list(self._buckets(members)), group)
 
-    def settle(self) -> None:
-        """Wait until the last step's results are on the host."""
-        for stream in self._streams:
-            stream.synchronize()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies the moments to where they are kept. The groups' options stay as they are."""
-        members = list(self._places)
-        self.settle()
-        self.state.clear()
-        for place, found in state_dict["state"].items():
-            for name, tensor in self._state(members[place]).items():
-                tensor.copy_(found[name])
-
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            first, second = self._places[parameter]
+            first, second = self.host.moments[parameter]
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"], state["exp_avg_sq"] = first.zero_(), second.zero_()
         return state
@@ -119,28 +81,29 @@ class OffloadedAdamW(torch.optim.AdamW):
         filled = 0
         for parameter in members:
             assert parameter.grad is not None
-            state = self.state[parameter]
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            held = (*moments, self.values[parameter]) if self.values else moments
-            flat, own = [tensor.view(-1) for tensor in held], None if self.values else parameter.detach().view(-1)
+            flat = [tensor.view(-1) for tensor in self.host.of(parameter)]
+            own = None if self.values else parameter.detach().view(-1)
             gradient, total, done = parameter.grad.reshape(-1), parameter.numel(), 0
             while done < total:
                 part = slice(done, done + min(total - done, self._elements - filled))
                 host = tuple(tensor[part] for tensor in flat)
                 mine = None if own is None else own[part]
-                bucket.append(_Piece(mine, gradient[part], host, state["step"], filled))
+                bucket.append(_Piece(host, filled, mine, gradient[part], self.state[parameter]["step"]))
                 done = part.stop
-                filled = -(-bucket[-1].end // _ALIGNED) * _ALIGNED
+                filled = padded(bucket[-1].end)
                 if filled >= self._elements:
                     yield bucket
                     bucket, filled = [], 0
         if bucket:
             yield bucket
 
+    def _update(self, buckets: Sequence[list[_Piece]], group: dict[str, Any]) -> None:
+        self.host.pass_through(buckets, lambda place, slot: self._fused(buckets[place], slot, group))
+
     def _fused(self, bucket: Sequence[_Piece], slot: Tensor, group: dict[str, Any]) -> None:
         """What `torch.optim.AdamW(fused=True)` does with whole parameters."""
         beta1, beta2 = group["betas"]
-        first, second, parameters = zip(*(piece.on_device(slot) for piece in bucket), strict=True)
+        first, second, parameters = zip(*(piece.updated(slot) for piece in bucket), strict=True)
         torch._fused_adamw_(
             parameters,
             [piece.gradient for piece in bucket],
@@ -159,49 +122,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         if self.values and self._rounded != torch.float32:
             slot[2].copy_(slot[2].to(self._rounded))
 
-    def _update(self, buckets: Sequence[list[_Piece]], group: dict[str, Any]) -> None:
-        size = max((bucket[-1].end for bucket in buckets), default=0)
-        slots = [torch.empty(self._passing, size, device=self._device) for _ in buckets[:2]]
-        if not self._streams:
-            for bucket in buckets:
-                _bring(bucket, slots[0])
-                self._fused(bucket, slots[0], group)
-                _return(bucket, slots[0])
-            return
-        here, (inward, outward) = torch.cuda.current_stream(self._device), self._streams
-        inward.wait_stream(here)  # which waited for the last step's way out, and whose memory the slots were
-        free: list[torch.cuda.Event | None] = [None, None]
-        try:
-            for number, bucket in enumerate(buckets):
-                slot = slots[number % 2]
-                with torch.cuda.stream(inward):
-                    if (event := free[number % 2]) is not None:
-                        inward.wait_event(event)
-                    _bring(bucket, slot)
-                    arrived = inward.record_event()
-                here.wait_event(arrived)
-                self._fused(bucket, slot, group)
-                updated = here.record_event()
-                with torch.cuda.stream(outward):
-                    outward.wait_event(updated)
-                    _return(bucket, slot)
-                    free[number % 2] = outward.record_event()
-        finally:  # after an interrupt too, the slots' memory is handed out again in the order of this stream
-            here.wait_stream(inward)
-            here.wait_stream(outward)
-
-
-def _bring(bucket: Sequence[_Piece], slot: Tensor) -> None:
-    for piece in bucket:
-        for row, host in zip(slot, piece.host, strict=True):
-            row[piece.start : piece.end].copy_(host, non_blocking=True)
-
-
-def _return(bucket: Sequence[_Piece], slot: Tensor) -> None:
-    for piece in bucket:
-        for row, host in zip(slot, piece.host, strict=True):
-            host.copy_(row[piece.start : piece.end], non_blocking=True)
-
 
 class HostValues(Mapping[str, Tensor]):
     """Values by name that come to a device when they are asked for, and go when nobody holds them."""
@@ -217,25 +137,3 @@ class HostValues(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._values)
-
-
-def _host_tensors(shapes: Sequence[torch.Size], pinned: bool) -> Iterator[Tensor]:
-    """Float32 tensors of the host, of unknown content.
-
-    torch rounds every pinned allocation up to a power of two, which for single tensors wastes up to half of it. So they
-    are cut from arenas of such a size, that hold at least the largest.
-    """
-    arena, used = torch.empty(0), 0
-    left = sum(_padded(shape) for shape in shapes)
-    most = max(ARENA_BYTES // 4, *(1 << (_padded(shape) - 1).bit_length() for shape in shapes))
-    for shape in shapes:
-        size = _padded(shape)
-        if used + size > arena.numel():
-            arena, used = torch.empty(min(left, most), dtype=torch.float32, pin_memory=pinned), 0
-        yield arena[used : used + shape.numel()].view(shape)
-        used += size
-        left -= size
-
-
-def _padded(shape: torch.Size) -> int:
-    return -(-shape.numel() // _ALIGNED) * _ALIGNED

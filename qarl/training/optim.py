@@ -2,14 +2,15 @@
 
 AdamW runs fused: one elementwise pass over each parameter and its state on CPU and CUDA, without the temporaries of
 foreach, and bitwise repeatable, since no element depends on the order of any sum. On a GPU a launch takes dozens of
-tensors or some 20 million elements. With `optim.offload` its moments, or masters too, stay on the host
-(`qarl.training.offload`).
+tensors or some 20 million elements.
 
 Muon is `torch.optim.Muon` (Jordan et al. 2024), on a GPU batched over equal shapes (`qarl.training.muon`). Its
 Newton-Schulz iteration runs in bf16: slow on a CPU without bf16 instructions. The step is scaled by `match_rms_adamw`,
 0.2 sqrt(max(N, K)) (Liu et al. 2025, "Muon is scalable for LLM training"), so that one learning rate suits matrices of
 every shape and the AdamW part alike; torch's other choice, `original`, gives updates whose size shrinks with the width
 of the layer.
+
+With `optim.offload` their state, or the masters too, stay on the host (`qarl.training.host_state`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from qarl.config import OptimConfig
 from qarl.errors import UserError
 from qarl.experts import is_router
 from qarl.policy.device import DTYPES
+from qarl.training.host_state import Offloaded
 from qarl.training.muon import BatchedMuon
 from qarl.training.offload import OffloadedAdamW
+from qarl.training.offload_muon import OffloadedMuon
 
 # What torch keeps of a parameter, by the name of the part.
 _STATE = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
@@ -56,7 +59,7 @@ class Optimizer:
         self.begun += 1
         for part, _ in self._parts.values():
             part.step()
-            if not (isinstance(part, OffloadedAdamW) and part.values):  # which rounds what passes through
+            if not (isinstance(part, Offloaded) and part.values):  # which rounds what passes through
                 round_masters(_parameters(part), self.master_dtype)
 
     def zero_grad(self) -> None:
@@ -76,7 +79,7 @@ class Optimizer:
         `settle`.
         """
         return {
-            name: part.values[parameter] if isinstance(part, OffloadedAdamW) and part.values else parameter.detach()
+            name: part.values[parameter] if isinstance(part, Offloaded) and part.values else parameter.detach()
             for part, names in self._parts.values()
             for name, parameter in zip(names, _parameters(part), strict=True)
         }
@@ -84,7 +87,7 @@ class Optimizer:
     def settle(self) -> None:
         """Wait until what is offloaded is on the host."""
         for part, _ in self._parts.values():
-            if isinstance(part, OffloadedAdamW):
+            if isinstance(part, Offloaded):
                 part.settle()
 
     def state_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -164,8 +167,9 @@ def build_optimizer(
 
     AdamW decays matrices only: nothing with fewer than two dimensions (norms, biases). With `muon`, AdamW keeps what
     is no hidden matrix (see `is_hidden_matrix`) at `adamw_lr`, or at `lr` where that is None. muon: makes its part, be
-    there hidden matrices among the parameters or not; None: a `BatchedMuon`, if there are. Raises UserError where the
-    state shall be offloaded and the parameters are on no device.
+    there hidden matrices among the parameters or not, with `masters` and `rounded` where state is offloaded; None: a
+    `BatchedMuon`, if there are, or an `OffloadedMuon`. Raises UserError where the state shall be offloaded and the
+    parameters are on no device.
     """
     rounded = DTYPES[optim_cfg.master_dtype]
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
@@ -178,7 +182,8 @@ def build_optimizer(
     rest = [(name, parameter) for name, parameter in trained if not is_hidden_matrix(name, parameter)]
     parts = {}
     if hidden or muon is not None:
-        parts["muon"] = _muon(hidden, optim_cfg, muon or BatchedMuon)
+        kind = OffloadedMuon if optim_cfg.offload else BatchedMuon
+        parts["muon"] = _muon(hidden, optim_cfg, muon or kind)
     if rest:
         parts["adamw"] = adamw(rest, optim_cfg.lr if optim_cfg.adamw_lr is None else optim_cfg.adamw_lr, optim_cfg)
     return Optimizer("muon", parts, rounded)
@@ -224,8 +229,7 @@ def adamw(
     names = [name for name, _ in decayed + plain]
     if not optim_cfg.offload:
         return torch.optim.AdamW(groups, **options), names
-    masters, rounded = optim_cfg.offload == "all", DTYPES[optim_cfg.master_dtype]
-    return OffloadedAdamW(groups, masters=masters, rounded=rounded, **options), names
+    return OffloadedAdamW(groups, **_on_host(optim_cfg), **options), names
 
 
 def _muon(
@@ -239,13 +243,21 @@ def _muon(
         weight_decay=optim_cfg.weight_decay,
         momentum=optim_cfg.momentum,
         adjust_lr_fn="match_rms_adamw",
+        **_on_host(optim_cfg),
     )
     return part, [name for name, _ in named]
 
 
+def _on_host(optim_cfg: OptimConfig) -> dict[str, Any]:
+    """What an optimizer is told that keeps its state there."""
+    if not optim_cfg.offload:
+        return {}
+    return {"masters": optim_cfg.offload == "all", "rounded": DTYPES[optim_cfg.master_dtype]}
+
+
 def _own(value: Tensor, parameter: Parameter, part: torch.optim.Optimizer) -> Tensor:
     """What `part` may be given as state of the parameter: torch keeps what is on its device already."""
-    return value if isinstance(part, OffloadedAdamW) else value.to(parameter.device, copy=True)
+    return value if isinstance(part, Offloaded) else value.to(parameter.device, copy=True)
 
 
 def _parameters(part: torch.optim.Optimizer) -> list[Parameter]:

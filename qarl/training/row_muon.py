@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim._muon import _zeropower_via_newtonschulz
 
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import RowPlan
-from qarl.training.muon import BATCH_BYTES, adjusted, at_once, orthogonalized
+from qarl.training.muon import BATCH_BYTES, adjusted, at_once, newton_schulz
 
 
 class RowMuon(torch.optim.Muon):
@@ -40,7 +39,7 @@ class RowMuon(torch.optim.Muon):
         self._matrices, self._plan, self._exchange, self._budget = matrices, plan, exchange, budget
         self._everyone = range(exchange.count)
         self._owners = {name: self._everyone for name in matrices}  # a matrix is one's of these who has fewest
-        for block in plan.blocks:
+        for block in plan.blocks if matrices else ():
             for name in block if len(block) > 1 else ():  # each rank has as many of a stack's as any other
                 holders = [rank for rank, rows in enumerate(plan.cut(name)) if rows]
                 if len(holders) == 1 and name in matrices:
@@ -51,7 +50,18 @@ class RowMuon(torch.optim.Muon):
         assert closure is None, "gradients are there before a step"
         (group,) = self.param_groups
         for wave in self._waves():
-            self._update(wave, group)
+            momenta = {name: self._momentum(self._matrices[name]) for name in self._own(wave)}
+            self._update(wave, group, momenta, self._matrices)
+
+    def _own(self, wave: list[list[str]]) -> list[str]:
+        """Those of which this rank has rows."""
+        return [name for names in wave for name in names if self._matrices[name].numel()]
+
+    def _momentum(self, rows: Parameter) -> Tensor:
+        state = self.state[rows]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(rows)
+        return state["momentum_buffer"]
 
     def _waves(self) -> Iterator[list[list[str]]]:
         """Matrices of one shape with a gradient, a batch for each rank; some may be empty."""
@@ -65,10 +75,13 @@ class RowMuon(torch.optim.Muon):
             for first in range(0, max(map(len, of_ranks)), count):
                 yield [names[first : first + count] for names in of_ranks]
 
-    def _update(self, wave: list[list[str]], group: dict[str, Any]) -> None:
+    def _update(
+        self, wave: list[list[str]], group: dict[str, Any], momenta: Mapping[str, Tensor], masters: Mapping[str, Tensor]
+    ) -> None:
+        """momenta, masters: this rank's rows where it has any, which are updated."""
         shape = torch.Size(self._plan.shapes[next(name for names in wave for name in names)])
         rank = self._exchange.rank
-        inputs = {name: self._input(self._matrices[name], group) for names in wave for name in names}
+        inputs = {name: self._input(name, group, momenta) for names in wave for name in names}
         stack = next(iter(inputs.values())).new_empty(len(wave[rank]), *shape)
         own = {name: self._rows(matrix, name) for name, matrix in zip(wave[rank], stack, strict=True)}
         for name, rows in own.items():
@@ -78,7 +91,7 @@ class RowMuon(torch.optim.Muon):
             [(other, own[name][other]) for name in wave[rank] for other in range(self._exchange.count)],
             "muon",
         )
-        updates = self._orthogonalized(stack, group)
+        updates = newton_schulz(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         own = {name: self._rows(matrix, name) for name, matrix in zip(wave[rank], updates, strict=True)}
         self._exchange.move(
             [(other, own[name][other]) for name in wave[rank] for other in range(self._exchange.count)],
@@ -86,33 +99,23 @@ class RowMuon(torch.optim.Muon):
             "muon",
         )
         for name, arrived in inputs.items():
-            master = self._matrices[name]
+            if name not in momenta:
+                continue
+            master = masters[name]
             master.mul_(1 - group["lr"] * group["weight_decay"])
             kept = own[name][rank] if name in own else arrived
             master.add_(kept, alpha=-adjusted(group["lr"], group["adjust_lr_fn"], shape))
 
-    def _input(self, rows: Parameter, group: dict[str, Any]) -> Tensor:
+    def _input(self, name: str, group: dict[str, Any], momenta: Mapping[str, Tensor]) -> Tensor:
         """This rank's rows of what is orthogonalized, in memory of their own; the momentum moves on."""
-        gradient, momentum = rows.grad, group["momentum"]
+        gradient, momentum = self._matrices[name].grad, group["momentum"]
         assert gradient is not None
-        if not rows.numel():
+        if name not in momenta:
             return gradient.bfloat16()
-        state = self.state[rows]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer = state["momentum_buffer"]
+        buffer = momenta[name]
         buffer.lerp_(gradient, 1 - momentum)
         return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
     def _rows(self, matrix: Tensor, name: str) -> list[Tensor]:
         """Each rank's, sharing memory with the matrix."""
         return [matrix[rows.start : rows.stop] for rows in self._plan.cut(name)]
-
-    def _orthogonalized(self, stack: Tensor, group: dict[str, Any]) -> Tensor:
-        """(B, N, K), contiguous. stack: of that shape, overwritten."""
-        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        if not len(stack):
-            return stack
-        if stack.is_cuda:
-            return orthogonalized(stack, *options).contiguous()
-        return torch.stack([_zeropower_via_newtonschulz(matrix, *options) for matrix in stack])

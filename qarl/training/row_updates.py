@@ -23,6 +23,7 @@ from qarl.policy.handles import empty
 from qarl.policy.policy import Policy
 from qarl.storage.pieces import Piece
 from qarl.training.offload import HostValues
+from qarl.training.offload_muon import OffloadedRowMuon
 from qarl.training.optim import build_optimizer, clip_grads, is_hidden_matrix
 from qarl.training.row_muon import RowMuon
 from qarl.training.row_sums import RowSums
@@ -53,7 +54,8 @@ class RowUpdates(Updates):
         # A rank may have no rows of a small master; then it has no state of it either.
         self._held = {name: shard for name, shard in self.shards.items() if shard.numel()}
         hidden = {name: self.shards[name] for name, master in named.items() if is_hidden_matrix(name, master)}
-        muon = partial(RowMuon, matrices=hidden, plan=plan, exchange=exchange)
+        kind = OffloadedRowMuon if config.optim.offload else RowMuon
+        muon = partial(kind, matrices=hidden, plan=plan, exchange=exchange)
         self.optimizer = build_optimizer(self._held.items(), config.optim, muon)
         self.kind = self.optimizer.kind
 

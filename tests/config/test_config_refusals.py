@@ -241,7 +241,6 @@ REFUSALS = [
     # optim
     (["optim.momentum=0.9"], "optim.momentum = 0.9", "set optim.name: muon"),
     (["optim.adamw_lr=1e-5"], "optim.adamw_lr = 1e-05", "set optim.name: muon"),
-    (["optim={name: muon, offload: true}"], 'optim.offload = "moments"', "use optim.name: adamw"),
     (["optim.offload=all", "model.device=cpu"], 'optim.offload = "all"', "no device to offload from"),
     (["optim.min_lr_ratio=0.1"], "optim.min_lr_ratio = 0.1", "use linear or cosine, or 0"),
     # rollout, and vLLM in it

@@ -73,6 +73,22 @@ def test_muon_works_on_a_gpu_on_as_much_as_it_takes_at_once(monkeypatch):
     assert name not in sizes(optim={"name": "muon"}) and name not in sizes("cuda")
 
 
+@pytest.mark.parametrize(("offload", "rows"), [("moments", 1), ("all", 2)])
+def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch, offload, rows):
+    muon = config(optim={"name": "muon", "offload": offload})
+    whole = memory.optimizer_bytes("muon", MATRICES, PARAMETERS - MATRICES)
+    found = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
+    name = "optimizer state (muon) on its way, the rest on the host"
+    assert found[name] == (rows * whole, "update")  # of so small a model all of it
+    monkeypatch.setattr(memory, "MUON_BYTES", 6000)
+    monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
+    found = {item.name: item.bytes for item in memory.estimate(muon, TINY, "cuda")}
+    assert found[name] == rows * 2 * 4 * 1000
+    assert memory.certain_bytes(muon, TINY, "cuda") == max(
+        4 * PARAMETERS, whole + (4 * PARAMETERS if offload == "all" else 0)
+    )
+
+
 def test_what_is_known_of_torchs_modules_is_what_they_say():
     assert memory.MUON_BYTES == BATCH_BYTES
 

@@ -29,6 +29,14 @@ CASES = {
         "qwen3",
         Case("", {"optim": {"offload": "all", "master_dtype": "bfloat16"}}, steps=3, broken=(1, 0)),
     ),
+    "muon, its momentum on the host": (
+        "qwen2",
+        Case("", {"optim": {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3, "offload": "moments"}}, steps=3),
+    ),
+    "muon, masters on the host, in bfloat16": (
+        "llama",
+        Case("", {"optim": {"name": "muon", "lr": 1e-2, "offload": "all", "master_dtype": "bfloat16"}}, steps=3),
+    ),
     "float16": ("qwen3", Case("", {"model": {"dtype": "float16"}})),
 }
 

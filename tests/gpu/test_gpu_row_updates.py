@@ -51,7 +51,9 @@ def train(group, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cases(tiny_model) -> list[Case]:
-    named = [*CASES.values(), ("qwen3", MUON, 2)]
+    optim = MUON["optim"]
+    muon = [optim, optim | {"offload": "moments"}, optim | {"offload": "all"}]
+    named = [*CASES.values(), *(("qwen3", {"optim": settings}, 2) for settings in muon)]
     return [Case(str(tiny_model(family)), sections, steps) for family, sections, steps in named]
 
 
@@ -80,6 +82,14 @@ def test_muon_over_rows_gives_the_same_bits_twice_and_learns(found) -> None:
     ranks = [of[len(CASES)] for of in found]
     assert all(rank["same"] and rank["handles"] for rank in ranks)
     assert ranks[0]["digests"] == ranks[1]["digests"] and len(set(ranks[0]["digests"])) == 3
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["moments", "all"])
+def test_muon_on_the_host_gives_the_bits_of_muon_on_the_gpus(found, number) -> None:
+    for of in found:
+        device, host = of[len(CASES)], of[len(CASES) + number]
+        assert host["same"] and host["handles"]
+        assert all(host[what] == device[what] for what in ("norms", "digests", "pieces"))
 
 
 def rounds_without_a_wait(group, model: str) -> list[bool]:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from qarl.config import OptimConfig
 from qarl.errors import UserError
-from qarl.training import offload, optim
+from qarl.training import host_state, optim
 from qarl.training.offload import OffloadedAdamW
 from qarl.training.optim import Optimizer, build_optimizer, round_masters
 
@@ -78,9 +78,9 @@ def test_buckets_hold_every_element_once_in_order() -> None:
 
 
 def test_the_host_s_tensors_do_not_overlap_and_fill_their_arenas(monkeypatch) -> None:
-    monkeypatch.setattr(offload, "ARENA_BYTES", 4 * 1024)
+    monkeypatch.setattr(host_state, "ARENA_BYTES", 4 * 1024)
     shapes = [torch.Size(shape) for shape in ((3, 5), (1100,), (200,), (900,), (0,), (64, 4))]
-    tensors = list(offload._host_tensors(shapes, False))
+    tensors = list(host_state.host_tensors(shapes, False))
     assert [tensor.shape for tensor in tensors] == shapes
     for value, tensor in enumerate(tensors):
         tensor.fill_(value)

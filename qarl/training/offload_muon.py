@@ -1,0 +1,129 @@
+"""Muon with its momentum in pinned memory of the host (`optim.offload`), 4 bytes a parameter, and the masters too.
+
+What a batch of equal shapes needs passes through the GPU while another one is orthogonalized
+(`qarl.training.host_state`). Batches are those of Muon on the GPU, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from qarl.distributed.exchange import Exchange
+from qarl.distributed.rows import RowPlan
+from qarl.training.host_state import HostState, Offloaded, Passing, in_order
+from qarl.training.muon import BATCH_BYTES, batches, update_batch
+from qarl.training.row_muon import RowMuon
+
+
+class _Momenta(Offloaded):
+    """The state that both have in common. rounded: what masters on the host are rounded to."""
+
+    rounded: torch.dtype
+
+    def _state(self, parameter: Parameter) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            (state["momentum_buffer"],) = (moment.zero_() for moment in self.host.moments[parameter])
+        return state
+
+    def _load(self, members: Sequence[Parameter]) -> list[Passing]:
+        for parameter in members:
+            self._state(parameter)
+        return in_order([self.host.of(parameter) for parameter in members])
+
+    def _there(
+        self, members: Sequence[Parameter], load: Sequence[Passing], slot: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """(momenta, masters) on the device, while a load is in its slot."""
+        found = [[row.view(p.shape) for row in own.on_device(slot)] for p, own in zip(members, load, strict=True)]
+        masters = [rows[-1] if self.values else p.detach() for p, rows in zip(members, found, strict=True)]
+        return [rows[0] for rows in found], masters
+
+    def _round(self, masters: Sequence[Tensor]) -> None:
+        if self.values and self.rounded != torch.float32:
+            for master in masters:
+                master.copy_(master.to(self.rounded))
+
+
+class OffloadedMuon(_Momenta, torch.optim.Muon):
+    """`qarl.training.muon.BatchedMuon`, on a CPU `torch.optim.Muon`, with `momentum_buffer` on the host.
+
+    groups, options: Muon's. masters, rounded: as of `OffloadedAdamW`. budget: see `BATCH_BYTES`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        masters: bool = False,
+        rounded: torch.dtype = torch.float32,
+        budget: int = BATCH_BYTES,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, **options)
+        self.host = HostState([p for group in self.param_groups for p in group["params"]], 1, masters)
+        self.rounded, self._budget = rounded, budget
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there before a step"
+        for group in self.param_groups:
+            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            together = [[members[i] for i in batch] for batch in batches([p.shape for p in members], self._budget)]
+            self._update(together, group)
+
+    def _update(self, together: Sequence[list[Parameter]], group: dict[str, Any]) -> None:
+        loads = [self._load(batch) for batch in together]
+
+        def work(place: int, slot: Tensor) -> None:
+            momenta, masters = self._there(together[place], loads[place], slot)
+            gradients = [parameter.grad for parameter in together[place] if parameter.grad is not None]
+            update_batch(masters, gradients, momenta, group)
+            self._round(masters)
+
+        self.host.pass_through(loads, work)
+
+
+class OffloadedRowMuon(_Momenta, RowMuon):
+    """`RowMuon` with the momentum of this rank's rows on the host.
+
+    groups, matrices, plan, exchange, budget, options: of `RowMuon`. masters, rounded: as of `OffloadedAdamW`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: Mapping[str, Parameter],
+        plan: RowPlan,
+        exchange: Exchange,
+        budget: int = BATCH_BYTES,
+        masters: bool = False,
+        rounded: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, matrices, plan, exchange, budget, **options)
+        (group,) = self.param_groups
+        self.host, self.rounded = HostState(group["params"], 1, masters), rounded
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there before a step"
+        (group,) = self.param_groups
+        waves = list(self._waves())
+        names = [self._own(wave) for wave in waves]
+        members = [[self._matrices[name] for name in own] for own in names]
+        loads = [self._load(own) for own in members]
+
+        def work(place: int, slot: Tensor) -> None:
+            momenta, masters = self._there(members[place], loads[place], slot)
+            own = names[place]
+            self._update(
+                waves[place], group, dict(zip(own, momenta, strict=True)), dict(zip(own, masters, strict=True))
+            )
+            self._round(masters)
+
+        self.host.pass_through(loads, work)

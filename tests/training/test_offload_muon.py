@@ -1,0 +1,162 @@
+"""`optim.offload` with Muon: momentum and masters on the host give the bits of those on the device.
+
+Without a GPU, its loads pass through slots of the CPU; `tests/distributed/test_row_updates.py` has Muon over rows.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from tiny_runs import live, parts
+from torch.nn import Parameter
+
+from qarl.config import OptimConfig
+from qarl.training import optim
+from qarl.training.muon import BatchedMuon
+from qarl.training.offload_muon import OffloadedMuon, OffloadedRowMuon
+from qarl.training.optim import build_optimizer, round_masters
+
+SHAPES = [(16, 48), (48, 16), (16, 48), (32, 32), (16, 48), (48, 16), (1, 5), (5, 1)]
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, whose state the host keeps")
+
+
+def matrices(seed: int, shapes: list[tuple[int, int]] = SHAPES) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(DEVICE)) for shape in shapes]
+
+
+def set_gradients(members: list[Parameter], seed: int, skip: int | None = None) -> None:
+    for place, (parameter, gradient) in enumerate(zip(members, matrices(100 + seed), strict=True)):
+        parameter.grad = None if place == skip else 1e-3 * gradient.detach()
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("change", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}], ids=str)
+def test_masters_and_momenta_have_the_bits_of_those_on_the_device(masters, change, rounded) -> None:
+    theirs, ours = matrices(0), matrices(0)
+    round_masters([*theirs, *ours], rounded)
+    reference = BatchedMuon(theirs, **OPTIONS | change)
+    optimizer = OffloadedMuon([{"params": ours}], masters=masters, rounded=rounded, **OPTIONS | change)
+    for step in range(4):
+        for members, one in ((theirs, reference), (ours, optimizer)):
+            set_gradients(members, step, skip=step)
+            for group in one.param_groups:
+                group["lr"] = 0.02 / (step + 1)
+            one.step()
+        round_masters(theirs, rounded)
+        round_masters([] if masters else ours, rounded)
+    optimizer.settle()
+    assert not masters or all(p.isnan().all() and p.untyped_storage().nbytes() == 4 for p in ours)
+    for mine, their, start in zip(ours, theirs, matrices(0), strict=True):
+        assert torch.equal(optimizer.values[mine].to(DEVICE) if masters else mine, their)
+        assert not torch.equal(their, start)
+        assert torch.equal(
+            optimizer.state[mine]["momentum_buffer"].cpu(), reference.state[their]["momentum_buffer"].cpu()
+        )
+
+
+def test_what_the_budget_does_not_hold_passes_in_several_loads(monkeypatch) -> None:
+    members, loads = matrices(1), []
+    one = 2 * (3 * 16 * 48 + 2 * 16 * 16)
+    optimizer = OffloadedMuon([{"params": members}], budget=2 * one, **OPTIONS)
+    real = optimizer.host.pass_through
+    monkeypatch.setattr(
+        optimizer.host, "pass_through", lambda found, work: loads.extend(map(len, found)) or real(found, work)
+    )
+    set_gradients(members, 0, skip=3)
+    optimizer.step()
+    assert loads == [2, 1, 2, 1, 1]  # three of (16, 48), two of (48, 16), and two alone
+    assert members[3] not in optimizer.state and torch.equal(members[3], matrices(1)[3])
+
+
+def test_without_a_gradient_nothing_happens() -> None:
+    members = matrices(2)
+    optimizer = OffloadedMuon([{"params": members}], masters=True, **OPTIONS)
+    optimizer.step()
+    assert not optimizer.state
+    assert all(
+        torch.equal(optimizer.values[p].to(DEVICE), start) for p, start in zip(members, matrices(2), strict=True)
+    )
+
+
+def named(members: list[Parameter]) -> list[tuple[str, Parameter]]:
+    """The last one is no hidden matrix, and AdamW's."""
+    names = [f"model.layers.{place}.weight" for place in range(len(members) - 1)] + ["lm_head.weight"]
+    return list(zip(names, members, strict=True))
+
+
+@pytest.mark.parametrize("way", ["moments to moments", "all to all", "moments to device", "device to all"])
+def test_a_saved_state_goes_on_bit_for_bit_wherever_it_was_kept(way, monkeypatch) -> None:
+    monkeypatch.setattr(optim, "_require_device", lambda parameters: None)  # a CPU does as well
+    source, _, target = way.split()
+    kept = {name: False if name == "device" else name for name in (source, target)}
+    settings = {name: OptimConfig(name="muon", lr=1e-2, momentum=0.9, offload=kept[name]) for name in kept}
+    members = matrices(0)
+    optimizer = build_optimizer(named(members), settings[source])
+    for step in range(2):
+        set_gradients(members, step, skip=1)
+        optimizer.step()
+    tensors, meta = optimizer.state_tensors()
+    tensors = load(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
+    assert f"{named(members)[0][0]}/momentum_buffer" in tensors and "lm_head.weight/exp_avg_sq" in tensors
+    copies = [Parameter(optimizer.masters()[name].detach().to(DEVICE, copy=True)) for name, _ in named(members)]
+    restored = build_optimizer(named(copies), settings[target])
+    restored.load_state_tensors(tensors, json.loads(json.dumps(meta)))
+    for these, one in ((members, optimizer), (copies, restored)):
+        set_gradients(these, 2)
+        one.step()
+        one.settle()
+    for name, _ in named(members):
+        assert torch.equal(optimizer.masters()[name].to(DEVICE), restored.masters()[name].to(DEVICE)), name
+    mine, theirs = restored.state_tensors()[0], optimizer.state_tensors()[0]
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[k].cpu(), theirs[k].cpu()) for k in mine)
+
+
+def test_a_learner_without_masters_on_its_device_learns_the_same_bits(tiny_model, monkeypatch) -> None:
+    monkeypatch.setattr(optim, "_require_device", lambda parameters: None)
+    found = []
+    for where in (False, "moments", "all"):
+        muon = {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3, "offload": where}
+        run = parts(tiny_model("qwen3"), quant={"group_size": 32}, train={"minibatch_size": 16}, optim=muon)
+        for seed in (1, 2):
+            run.learn(live(run, seed=seed))
+        pieces, _ = run.learner.updates.pieces()
+        found.append((run.policy.current.manifest().digest(), {(p.group, p.name): p.values.clone() for p in pieces}))
+        assert all(master.isnan().all() for _, master in run.policy.named_parameters()) == (where == "all")
+    for digest, tensors in found[1:]:
+        assert digest == found[0][0] and tensors.keys() == found[0][1].keys()
+        assert all(torch.equal(tensors[name], other) for name, other in found[0][1].items())
+
+
+def test_a_rank_without_rows_of_any_matrix_has_no_state() -> None:
+    optimizer = OffloadedRowMuon([{"params": []}], {}, plan=None, exchange=_Nobody(), masters=True, **OPTIONS)
+    optimizer.step()
+    assert not optimizer.state and not optimizer.values
+
+
+class _Nobody:
+    count, rank = 1, 0
+
+
+@needs_gpu
+def test_momenta_are_in_pinned_memory_and_many_loads_stream_while_others_compute() -> None:
+    """Steps that follow each other at once, so that the way out of one meets the way in of the next."""
+    shapes = [(1024, 3000)] * 6 + [(3000, 1024)] * 3
+    theirs, ours = matrices(3, shapes), matrices(3, shapes)
+    budget = 2 * (3 * 1024 * 3000 + 2 * 1024 * 1024)
+    reference = OffloadedMuon([{"params": theirs}], **OPTIONS, budget=budget)  # a matrix at a time, waited for
+    optimizer = OffloadedMuon([{"params": ours}], **OPTIONS, budget=budget, masters=True)
+    for step in range(5):
+        for members, one in ((theirs, reference), (ours, optimizer)):
+            for parameter, gradient in zip(members, matrices(50 + step, shapes), strict=True):
+                parameter.grad = gradient.detach()
+            one.step()
+            if one is reference:
+                torch.cuda.synchronize()
+    optimizer.settle()
+    assert all(m.is_pinned() for moments in optimizer.host.moments.values() for m in moments)
+    assert all(torch.equal(optimizer.values[mine].to(DEVICE), their) for mine, their in zip(ours, theirs, strict=True))
