@@ -230,6 +230,7 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
         case.publish()
         engine.sleep()
         assert engine.metrics["memory/sampler_freed_gib"] == 1000 / 2**30
+        assert 0 < engine.metrics["time/sampler_sleep_s"] < 30
         return engine
 
     return made

@@ -23,7 +23,8 @@ from step_bench.settings import step_sections
 from step_bench.shapes import REWARD, model_directory, write_questions
 
 PHASES = ("step", "rollout", "reward", "learner", "diagnostics", "publish")
-PARTS = ("publish_receive", "publish_load", "publish_check", "publish_score", "sampler_wake")  # of vLLM's publish
+# Of vLLM's publish, and of its sleep.
+PARTS = ("publish_receive", "publish_load", "publish_check", "publish_score", "sampler_wake", "sampler_sleep")
 PROOFS = ("proved_frac", "sent_frac", "sent_mib", "canary_abs_mean", "canary_abs_max")
 SPREAD = ("", "_min", "_mean", "_max")  # over ranks
 

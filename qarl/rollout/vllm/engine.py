@@ -159,6 +159,7 @@ class VLLMEngine:
             return
         try:
             self._wake()
+            begin = time.perf_counter()
             freed = self._sampler.call("sleep", level, ignore_progress)
         except SamplerFault as fault:
             self._put_off(fault)
@@ -166,6 +167,7 @@ class VLLMEngine:
         if freed is None:
             return
         self._asleep, self._freed = True, freed
+        self._measured["time/sampler_sleep_s"] = time.perf_counter() - begin
         self._measured["memory/sampler_freed_gib"] = freed / 2**30
         if level == 2:
             self.weights.forget()  # nothing, until it is published whole
