@@ -271,7 +271,7 @@ def sampler_items(
         if vllm.device is not None:
             return []
         process = PROCESS_BYTES if vllm.process == "separate" else 0
-        phase: Phase = "publish" if vllm.sleep_level else "always"
+        phase: Phase = "publish" if vllm.sleep else "always"
         held, share = published + kv_cache, f"vLLM weights and KV cache ({config.kv_cache_tokens:,} tokens)"
         if rollout.kv_cache_tokens is None:
             held = held if memory is None else int(vllm.memory_frac * memory)

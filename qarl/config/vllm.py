@@ -108,10 +108,11 @@ class VLLMConfig(Section):
     enforce_eager: bool | None = Field(
         None, description="No torch.compile and no CUDA graphs; null: true on the CPU, false on CUDA."
     )
-    sleep_level: Literal[0, 1, 2] = Field(
-        1,
+    sleep_level: Literal[0, 1, 2] | None = Field(
+        None,
         description="What the sampler frees on a GPU during the learner's step: nothing (0); the KV cache, with the "
-        "weights parked in host memory (1); the KV cache and the weights, which are then published whole (2).",
+        "weights parked in pinned memory of the host (1); the KV cache and the weights, which are then published whole "
+        "(2). null: 2, or with publish delta, which changes words of what is there, 1.",
     )
     publish: Literal["full", "changed", "delta"] = Field(
         "changed",
@@ -129,6 +130,13 @@ class VLLMConfig(Section):
         2, ge=0, le=FILES, description="Restarts of a failed sampler in a run; one more failure ends it."
     )
     args: dict[str, JsonValue] = Field({}, description="Further vLLM engine arguments by name, e.g. {block_size: 32}.")
+
+    @property
+    def sleep(self) -> int:
+        """`sleep_level`, decided."""
+        if self.sleep_level is not None:
+            return self.sleep_level
+        return 1 if self.publish == "delta" else 2
 
     def samplers(self, ranks: int) -> int:
         """How many of `ranks` ranks have a vLLM: the first ones."""

@@ -199,7 +199,7 @@ def test_vllm_on_the_learners_gpu_leaves_it_during_an_update_unless_it_never_sle
         return next(item.phase for item in items if item.name.startswith("vLLM weights and KV cache"))
 
     assert phase(sleep_level=0) == "always"
-    assert phase(sleep_level=1) == phase(sleep_level=2) == "publish"
+    assert phase() == phase(sleep_level=1) == phase(sleep_level=2) == "publish"
 
 
 def test_vllm_takes_its_share_of_a_gpu_whose_memory_is_known_and_never_what_would_fill_its_cache():

@@ -114,11 +114,14 @@ class FakeHost:
 
     def sleep(self, level: int) -> int | None:
         self._freed = None
+        with self._troubles.with_suffix(".sleeps").open("a") as sleeps:
+            sleeps.write(f"{level}\n")
         self._trouble("sleep")
         return self._freed
 
     def wake(self) -> None:
-        self._troubles.with_suffix(".wakes").open("a").write("woken\n")
+        with self._troubles.with_suffix(".wakes").open("a") as wakes:
+            wakes.write("woken\n")
         self._trouble("wake")
 
     def _write_rubbish(self, name: str) -> None:

@@ -236,6 +236,21 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
     return made
 
 
+@pytest.mark.parametrize(
+    ("vllm", "level"),
+    [({}, 2), ({"publish": "full"}, 2), ({"publish": "delta"}, 1), ({"publish": "delta", "sleep_level": 0}, 0)],
+    ids=str,
+)
+def test_weights_go_to_sleep_with_the_rest_unless_patches_need_them(case, asleep, vllm, level) -> None:
+    engine = asleep(free=0, **vllm)
+    assert case.troubles.with_suffix(".sleeps").read_text() == f"{level}\n"
+    assert engine.weights.holds == (level < 2)
+    case.learn(1)
+    case.publish()
+    assert engine.metrics["publish/sent_frac"] == 1.0 if level == 2 else engine.metrics["publish/sent_frac"] < 1.0
+    assert len(case.draw()) == 12
+
+
 def wakes(case: Case) -> int:
     """Orders to wake that were begun. Of one that is under way the sampler may know a little later."""
     noted = case.troubles.with_suffix(".wakes")

@@ -154,7 +154,7 @@ class VLLMEngine:
         return rollouts
 
     def sleep(self) -> None:
-        level = self.config.rollout.vllm.sleep_level
+        level = self.config.rollout.vllm.sleep
         if self._sampler is None or (self._asleep and not self._waking):
             return
         try:

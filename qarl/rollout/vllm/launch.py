@@ -42,7 +42,7 @@ def sampler_settings(config: Config, layout: ModelLayout, checkpoint: Path) -> S
         kv_cache_bytes=_of_one(kv_cache_bytes(config, layout), vllm.tensor_parallel),
         memory_frac=vllm.memory_frac,
         enforce_eager=not on_gpu if vllm.enforce_eager is None else vllm.enforce_eager,
-        sleep=shared and vllm.sleep_level > 0,
+        sleep=shared and vllm.sleep > 0,
         staging=vllm.publish == "delta" or (on_gpu and vllm.staging),
         linear_kernels=rollout.linear_products,
         numerics=rollout.numerics,
