@@ -20,8 +20,10 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.early import early_sampler
-from qarl.rollout.vllm.engine import MARGIN, SamplerError, VLLMEngine
+from qarl.rollout.vllm.engine import SamplerError, VLLMEngine
+from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import BegunProcess
+from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 from qarl.sizes import decide_sizes
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.sender import WeightSender
@@ -224,7 +226,7 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
     """An engine whose sampler sleeps, and gave 1,000 bytes back; so many bytes of the GPU are free now."""
 
     def made(*troubles: str, free: int, update_bytes: int | None = 500, **vllm: Any) -> VLLMEngine:
-        monkeypatch.setattr("qarl.rollout.vllm.engine.free_bytes", lambda device: free)
+        monkeypatch.setattr("qarl.rollout.vllm.sleep.free_bytes", lambda device: free)
         case.update_bytes = update_bytes
         engine = case.make("sleep frees 1000", *troubles, **vllm)
         case.publish()
@@ -272,21 +274,29 @@ def test_a_sampler_wakes_beside_the_learners_update_and_the_publish_finds_it_awa
 
 
 @pytest.mark.parametrize(
-    ("free", "update_bytes", "vllm"),
-    [(1499 + MARGIN, 500, {}), (2 * MARGIN, None, {}), (2 * MARGIN, 500, {"process": "inline"})],
-    ids=["no room", "nothing known", "in this process"],
+    ("free", "update_bytes"), [(1499 + MARGIN, 500), (2 * MARGIN, None)], ids=["no room", "nothing known"]
 )
-def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(
-    case, asleep, free, update_bytes, vllm
-) -> None:
+def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(case, asleep, free, update_bytes) -> None:
     engine = asleep(free=free, update_bytes=update_bytes)
-    own = engine.config.rollout.vllm.model_copy(update=vllm)
-    engine.config = engine.config.model_copy(update={"rollout": engine.config.rollout.model_copy(update={"vllm": own})})
     engine.wake()
-    assert not engine._waking
     case.learn(1)
+    time.sleep(0.3)
+    assert wakes(case) == 0
     case.publish()
     assert wakes(case) == 1 and len(case.draw()) == 12
+
+
+def test_one_in_this_process_does_nothing_beside_the_learner(monkeypatch) -> None:
+    monkeypatch.setattr("qarl.rollout.vllm.sleep.free_bytes", lambda device: 2 * MARGIN)
+    sampler, sleep, told = InlineSampler.__new__(InlineSampler), SamplerSleep(torch.device("cpu"), 0), []
+    monkeypatch.setattr(sampler, "call", lambda operation, payload, tick: told.append((operation, payload)) or 1000)
+    monkeypatch.setattr(sampler, "begin", lambda operation, payload: told.append((operation, payload)))
+    monkeypatch.setattr(sampler, "finish", lambda tick: None)
+    assert sleep.fall(sampler, 2) and not sleep.fall(sampler, 2)
+    sleep.begin_to_wake(sampler)
+    assert sleep.asleep and told == [("sleep", 2)]
+    sleep.wake(sampler)
+    assert not sleep.asleep and told == [("sleep", 2), ("wake", None)]
 
 
 def test_a_sampler_that_fails_as_it_wakes_is_replaced_by_the_publish(case, asleep) -> None:

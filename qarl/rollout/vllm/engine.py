@@ -30,12 +30,12 @@ from qarl.rollout.engine import (
     require_version,
 )
 from qarl.rollout.stopping import Stopping
-from qarl.rollout.vllm.asleep import free_bytes
 from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampler, not_started, see
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, request_seed
+from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
 from qarl.rollout.vllm.team import SamplerTeam
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.layout import ModelLayout
@@ -44,7 +44,6 @@ from qarl.weight_sync.sender import WeightSender
 from qarl.weight_sync.snapshot import Snapshot
 from qarl.weight_sync.transport import make_team
 
-MARGIN = 2**30  # bytes of a GPU for what no estimate counts, where vLLM wakes beside the learner
 MEASURED_OTHERS = "Error in memory profiling"  # of vLLM's worker, 0.24 to 0.32
 
 
@@ -80,21 +79,20 @@ class VLLMEngine:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
         self.log = place / LOG
-        self._early, self._look, self._update_bytes = early, look, update_bytes
+        self._early, self._look = early, look
+        self._sleep = SamplerSleep(layout.device, update_bytes)
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
-        self._sampler: SamplerProcess | SamplerTeam | InlineSampler | None = None
-        self._asleep = self._waking = False  # asleep until the order to wake, which was given, is answered
-        self._freed = 0  # bytes, by the last sleep
+        self._sampler: Sampler | None = None
         self._fault: SamplerFault | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the last publish and sleep, by metric name."""
-        return self._measured | self.weights.metrics
+        return self._measured | self._sleep.metrics | self.weights.metrics
 
     # --- the contract ------------------------------------------------------------------------------------------
 
@@ -124,7 +122,7 @@ class VLLMEngine:
         drawing = drawing_of(sampling, 0 if kind is None else kind[0].itemsize * math.prod(kind[1]))
 
         def draw() -> Any:
-            if self._sampler is None or self._asleep or not self.weights.holds:
+            if self._sampler is None or self._sleep.asleep or not self.weights.holds:
                 assert self._snapshot is not None
                 self._publish(self._snapshot)  # a new process, or one whose weights slept away
             assert self._sampler is not None
@@ -155,51 +153,23 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         level = self.config.rollout.vllm.sleep
-        if self._sampler is None or (self._asleep and not self._waking):
+        if self._sampler is None:
             return
         try:
-            self._wake()
-            begin = time.perf_counter()
-            freed = self._sampler.call("sleep", level, ignore_progress)
+            fell = self._sleep.fall(self._sampler, level)
         except SamplerFault as fault:
             self._put_off(fault)
             return
-        if freed is None:
-            return
-        self._asleep, self._freed = True, freed
-        self._measured["time/sampler_sleep_s"] = time.perf_counter() - begin
-        self._measured["memory/sampler_freed_gib"] = freed / 2**30
-        if level == 2:
+        if fell and level == 2:
             self.weights.forget()  # nothing, until it is published whole
 
     def wake(self) -> None:
-        vllm, needed = self.config.rollout.vllm, self._update_bytes
-        if self._sampler is None or needed is None or not self._asleep or self._waking:
-            return
-        if vllm.process == "inline" or vllm.tensor_parallel > 1:  # it cannot, or other GPUs are other ranks' too
-            return
-        if free_bytes(self.layout.device) < self._freed + needed + MARGIN:
+        if self._sampler is None:
             return
         try:
-            self._sampler.begin("wake", None)
+            self._sleep.begin_to_wake(self._sampler)
         except SamplerFault as fault:
             self._put_off(fault)
-            return
-        self._waking = True
-
-    def _wake(self) -> None:
-        assert self._sampler is not None
-        if not self._asleep:
-            return
-        if not self._waking:
-            torch.cuda.empty_cache()  # the learner's spare memory is what the sampler gave it
-        begin = time.perf_counter()
-        if not self._waking:
-            self._sampler.begin("wake", None)
-        self._waking = False
-        self._sampler.finish(ignore_progress)
-        self._measured["time/sampler_wake_s"] = time.perf_counter() - begin
-        self._asleep = False
 
     def _put_off(self, fault: SamplerFault) -> None:
         """Until the next publish, where a step is done."""
@@ -222,7 +192,7 @@ class VLLMEngine:
         if self._sampler is None:
             self._start(snapshot)
             return
-        self._wake()
+        self._sleep.wake(self._sampler)
         self.weights.send(self._sampler, snapshot, self.config.rollout.vllm.publish)
 
     # --- the process -------------------------------------------------------------------------------------------
@@ -298,7 +268,7 @@ class VLLMEngine:
             self._sampler.close()
         self.weights.close()
         self._sampler = None
-        self._asleep = self._waking = False
+        self._sleep.forget()
 
 
 def _told(routing: bytes, dtype: torch.dtype, of_token: tuple[int, int]) -> Tensor:
