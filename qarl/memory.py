@@ -220,7 +220,7 @@ def optimizer_item(config: Config, device: Device, share: Share) -> Item:
     if config.optim.offload and device == "cuda":
         passing, rows = OFFLOAD_BYTES, 2 if config.optim.offload == "all" else 1
         if name == "muon":  # two batches, whose matrices take 6 bytes an element and more while they are orthogonalized
-            passing = min(rows * whole, max(passing, 2 * rows * 4 * (MUON_BYTES // 6)))
+            passing = max(passing, 2 * rows * 4 * (MUON_BYTES // 6))
         line = f"optimizer state ({name}) on its way, the rest on the host"
         return Item(line, min(passing, rows * whole), "update", "optimizer")
     return Item(f"optimizer state ({name})", whole, "always", "optimizer")

@@ -6,6 +6,7 @@ its way out, each on a stream of its own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,7 @@ class HostState:
             here.wait_stream(outward)
 
 
-class Offloaded(torch.optim.Optimizer):
+class Offloaded(torch.optim.Optimizer, ABC):
     """An optimizer whose state is a `HostState`. Its kinds say what torch calls the state of a parameter."""
 
     host: HostState
@@ -126,9 +127,9 @@ class Offloaded(torch.optim.Optimizer):
             for name, tensor in self._state(members[place]).items():
                 tensor.copy_(found[name])
 
+    @abstractmethod
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
         """Of a parameter that has a gradient, by torch's names; zero, where it had none yet."""
-        raise NotImplementedError
 
 
 def in_order(members: Sequence[tuple[Tensor, ...]]) -> list[Passing]:

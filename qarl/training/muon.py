@@ -31,11 +31,15 @@ class BatchedMuon(torch.optim.Muon):
                 return
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in members:
-                if "momentum_buffer" not in self.state[parameter]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-            momenta = [self.state[parameter]["momentum_buffer"] for parameter in members]
-            batched_step(members, momenta, group)
+            batched_step(members, [momentum_of(parameter, self.state) for parameter in members], group)
+
+
+def momentum_of(parameter: Parameter, states: dict[Any, Any]) -> Tensor:
+    """Of a parameter with a gradient; zero where it had none yet. states: of the optimizer, by parameter."""
+    state = states[parameter]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(_gradient(parameter))
+    return state["momentum_buffer"]
 
 
 @torch.no_grad()

@@ -6,24 +6,35 @@ What a batch of equal shapes needs passes through the GPU while another one is o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from qarl.distributed.exchange import Exchange
-from qarl.distributed.rows import RowPlan
 from qarl.training.host_state import HostState, Offloaded, Passing, in_order
 from qarl.training.muon import BATCH_BYTES, batches, update_batch
 from qarl.training.row_muon import RowMuon
 
 
 class _Momenta(Offloaded):
-    """The state that both have in common. rounded: what masters on the host are rounded to."""
+    """What both have in common.
 
-    rounded: torch.dtype
+    groups, options: of the Muon that it is. masters: whether the parameters' values go to the host too, see
+    `HostState`; after an update they are rounded to `rounded`.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        masters: bool = False,
+        rounded: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, **options)
+        self.host = HostState([p for group in self.param_groups for p in group["params"]], 1, masters)
+        self._rounded = rounded
 
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -45,28 +56,20 @@ class _Momenta(Offloaded):
         return [rows[0] for rows in found], masters
 
     def _round(self, masters: Sequence[Tensor]) -> None:
-        if self.values and self.rounded != torch.float32:
+        if self.values and self._rounded != torch.float32:
             for master in masters:
-                master.copy_(master.to(self.rounded))
+                master.copy_(master.to(self._rounded))
 
 
 class OffloadedMuon(_Momenta, torch.optim.Muon):
     """`qarl.training.muon.BatchedMuon`, on a CPU `torch.optim.Muon`, with `momentum_buffer` on the host.
 
-    groups, options: Muon's. masters, rounded: as of `OffloadedAdamW`. budget: see `BATCH_BYTES`.
+    budget: see `BATCH_BYTES`. groups, options: of `_Momenta`.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        masters: bool = False,
-        rounded: torch.dtype = torch.float32,
-        budget: int = BATCH_BYTES,
-        **options: Any,
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], budget: int = BATCH_BYTES, **options: Any) -> None:
         super().__init__(groups, **options)
-        self.host = HostState([p for group in self.param_groups for p in group["params"]], 1, masters)
-        self.rounded, self._budget = rounded, budget
+        self._budget = budget
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -89,25 +92,7 @@ class OffloadedMuon(_Momenta, torch.optim.Muon):
 
 
 class OffloadedRowMuon(_Momenta, RowMuon):
-    """`RowMuon` with the momentum of this rank's rows on the host.
-
-    groups, matrices, plan, exchange, budget, options: of `RowMuon`. masters, rounded: as of `OffloadedAdamW`.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        matrices: Mapping[str, Parameter],
-        plan: RowPlan,
-        exchange: Exchange,
-        budget: int = BATCH_BYTES,
-        masters: bool = False,
-        rounded: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> None:
-        super().__init__(groups, matrices, plan, exchange, budget, **options)
-        (group,) = self.param_groups
-        self.host, self.rounded = HostState(group["params"], 1, masters), rounded
+    """`RowMuon` with the momentum of this rank's rows on the host. Its arguments, and those of `_Momenta`, by name."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import RowPlan
-from qarl.training.muon import BATCH_BYTES, adjusted, at_once, newton_schulz
+from qarl.training.muon import BATCH_BYTES, adjusted, at_once, momentum_of, newton_schulz
 
 
 class RowMuon(torch.optim.Muon):
@@ -39,7 +39,7 @@ class RowMuon(torch.optim.Muon):
         self._matrices, self._plan, self._exchange, self._budget = matrices, plan, exchange, budget
         self._everyone = range(exchange.count)
         self._owners = {name: self._everyone for name in matrices}  # a matrix is one's of these who has fewest
-        for block in plan.blocks if matrices else ():
+        for block in plan.blocks:
             for name in block if len(block) > 1 else ():  # each rank has as many of a stack's as any other
                 holders = [rank for rank, rows in enumerate(plan.cut(name)) if rows]
                 if len(holders) == 1 and name in matrices:
@@ -50,18 +50,12 @@ class RowMuon(torch.optim.Muon):
         assert closure is None, "gradients are there before a step"
         (group,) = self.param_groups
         for wave in self._waves():
-            momenta = {name: self._momentum(self._matrices[name]) for name in self._own(wave)}
-            self._update(wave, group, momenta, self._matrices)
+            own = {name: self._matrices[name] for name in self._own(wave)}
+            self._update(wave, group, {name: momentum_of(rows, self.state) for name, rows in own.items()}, own)
 
     def _own(self, wave: list[list[str]]) -> list[str]:
         """Those of which this rank has rows."""
         return [name for names in wave for name in names if self._matrices[name].numel()]
-
-    def _momentum(self, rows: Parameter) -> Tensor:
-        state = self.state[rows]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(rows)
-        return state["momentum_buffer"]
 
     def _waves(self) -> Iterator[list[list[str]]]:
         """Matrices of one shape with a gradient, a batch for each rank; some may be empty."""

@@ -63,7 +63,7 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
         engine.sleep()
         # "deployed" has a forward after the last update, whose memory is nobody else's.
         early = learner.updates.begun > 0 and "deployed" not in config.diagnostics.due(step + 1)
-        learn(learner, batch, step, watch, engine.wake if early else nothing)
+        learn(learner, batch, step, watch, engine.wake if early else None)
         watch.learned(batch, learner.metrics(batch))
         engine.wake()
 
@@ -104,12 +104,8 @@ def gather(
         return gather_rollouts(rollouts, ranks), gather_results(scores, ranks, max_failed_frac)
 
 
-def nothing() -> None:
-    """To be called where nothing is to be done."""
-
-
 def learn(
-    learner: Learner, batch: Batch, step: int, watch: Observer, before_last: Callable[[], None] = nothing
+    learner: Learner, batch: Batch, step: int, watch: Observer, before_last: Callable[[], None] | None = None
 ) -> None:
     """All optimizer steps on one batch; fills its log-probs.
 
@@ -154,7 +150,7 @@ def learn(
                 if found is not None:
                     learner.totals.add_loss(*found)
                 watch.progress(responses(round_))
-            if minibatch is last:
+            if minibatch is last and before_last is not None:
                 before_last()
             if live:
                 watch.update(learner.update())

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from qarl.rollout.vllm.asleep import GREW, Freed, beside_others
+from qarl.rollout.vllm.asleep import GREW, Freed, beside_others, has_room
 from qarl.rollout.vllm.engine import MEASURED_OTHERS
 
 
@@ -50,6 +50,17 @@ def test_vllm_says_what_is_looked_for() -> None:
     assert spec is not None and spec.origin is not None
     worker = (Path(spec.origin).parent / "v1/worker/gpu_worker.py").read_text()
     assert worker.count(GREW) == 1 and worker.count(MEASURED_OTHERS) == 1
+
+
+@pytest.mark.parametrize(("needed", "room", "emptied"), [(1300, True, 1), (1301, False, 1), (1401, False, 0)], ids=str)
+def test_the_cache_is_given_back_for_room_where_it_may_be_enough(monkeypatch, needed, room, emptied) -> None:
+    """Of 500 cached bytes 100 stay, in blocks of which a part is in use."""
+    free, times = {"bytes": 900}, []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 10_000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(free.update(bytes=1300)))
+    assert has_room(torch.device("cuda"), needed) == room and len(times) == emptied
 
 
 def test_what_a_sleep_freed_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ Without a GPU, its loads pass through slots of the CPU; `tests/distributed/test_
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,13 +134,10 @@ def test_a_learner_without_masters_on_its_device_learns_the_same_bits(tiny_model
 
 
 def test_a_rank_without_rows_of_any_matrix_has_no_state() -> None:
-    optimizer = OffloadedRowMuon([{"params": []}], {}, plan=None, exchange=_Nobody(), masters=True, **OPTIONS)
+    alone = {"matrices": {}, "plan": SimpleNamespace(blocks=()), "exchange": SimpleNamespace(count=1, rank=0)}
+    optimizer = OffloadedRowMuon([{"params": []}], masters=True, **alone, **OPTIONS)
     optimizer.step()
     assert not optimizer.state and not optimizer.values
-
-
-class _Nobody:
-    count, rank = 1, 0
 
 
 @needs_gpu

@@ -39,10 +39,14 @@ def beside_others(worker: Any) -> Iterator[None]:
         del worker.sleep
 
 
-def free_bytes(device: torch.device) -> int:
-    """Of a GPU, once torch's cache of this process is given back."""
+def has_room(device: torch.device, needed: int) -> bool:
+    """Whether so many bytes of a GPU are free once torch's cache of this process is given back, which it is unless that
+    cannot be enough."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.cuda.mem_get_info(device)[0] + cached < needed:
+        return False
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    return torch.cuda.mem_get_info(device)[0] >= needed
 
 
 class Freed:

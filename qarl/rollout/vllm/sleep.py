@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from qarl.rollout.vllm.asleep import free_bytes
+from qarl.rollout.engine import ignore_progress
+from qarl.rollout.vllm.asleep import has_room
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.team import SamplerTeam
@@ -40,7 +41,7 @@ class SamplerSleep:
             return False
         self.wake(sampler)
         begin = time.perf_counter()
-        freed = sampler.call("sleep", level, _ignore)
+        freed = sampler.call("sleep", level, ignore_progress)
         if freed is None:
             return False
         self.asleep, self._freed = True, freed
@@ -54,7 +55,7 @@ class SamplerSleep:
             return
         if isinstance(sampler, InlineSampler):  # which does nothing beside the learner
             return
-        if free_bytes(self._device) < self._freed + self._beside + MARGIN:
+        if not has_room(self._device, self._freed + self._beside + MARGIN):
             return
         sampler.begin("wake", None)
         self._waking = True
@@ -69,10 +70,6 @@ class SamplerSleep:
         if not self._waking:
             sampler.begin("wake", None)
         self._waking = False
-        sampler.finish(_ignore)
+        sampler.finish(ignore_progress)
         self.metrics["time/sampler_wake_s"] = time.perf_counter() - begin
         self.asleep = False
-
-
-def _ignore(responses: int, tokens: int) -> None:
-    """It draws nothing."""
