@@ -36,6 +36,7 @@ OFFLOAD = ("none", "moments", "all")
 ROOM = 0.95  # of a GPU's memory, that an estimate may reach: it leaves out CUDA's context and fragments
 LENGTH = 1024  # of a sequence
 PROMPT = 81  # tokens of the longest prompt of bench_step's learn
+BESIDE_TORCH = ("reserved_gib", "beside_gib")  # of a process whose GPU counted as smaller
 MEMORY_SIGNS = ("OutOfMemoryError", "CUDA out of memory")
 TRAINED, OUT_OF_MEMORY = "trained", "out of GPU memory"
 Record = dict[str, Any]
@@ -114,7 +115,8 @@ def overrides(offload: str) -> list[str]:
 
 
 def run(options: argparse.Namespace, shape: str, ranks: int, offload: str) -> tuple[Record, Record | None]:
-    """(outcome, seconds of all, and peak_gib of a shape that trained; the environment, where there is one)."""
+    """(outcome, seconds of all, and of a shape that trained peak_gib, of a capped one also what its allocator reserved
+    and what was beside it; the environment, where there is one)."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "out.json"
@@ -129,7 +131,8 @@ def run(options: argparse.Namespace, shape: str, ranks: int, offload: str) -> tu
         report = json.loads(out.read_text()) if out.exists() else {"records": [], "environment": None}
     found: Record = {"outcome": outcome(done.returncode, done.stdout), "seconds": time.perf_counter() - begin}
     if done.returncode == 0:
-        found["peak_gib"] = max(record["peak_gib"] for record in report["records"])
+        found["peak_gib"] = max(record["peak_gib"] for record in report["records"] if "peak_gib" in record)
+        found |= {key: record[key] for record in report["records"] for key in BESIDE_TORCH if key in record}
     elif found["outcome"] != OUT_OF_MEMORY:
         print(done.stdout[-4000:], file=sys.stderr)
     return found, report["environment"]

@@ -8,7 +8,6 @@ import re
 
 import pytest
 from pages import ROOT
-from qarl_formats.registry import scheme_names
 
 README = (ROOT / "README.md").read_text()
 ROW = re.compile(r"^\| (\w+) \| (\w+)[^|]*\| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -113,12 +112,14 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
 def test_the_steps_of_8b_on_two_gpus_are_the_record() -> None:
     runs = {run["name"]: run["records"] for run in results("step_8b_gpu")["runs"]}
     found = {name: {row["part"]: row for row in rows if row["what"] == "step"} for name, rows in runs.items()}
-    for row in runs["woken beside the update"]:
-        if row["what"] == "one_step":
-            found[f"step {row['step']}"] = {"step": row}
+    for name in ("woken beside the update", "fp8"):
+        for row in runs[name]:
+            if row["what"] == "one_step":
+                found[f"{row['scheme']} {row['step']}"] = {"step": row}
     order = [
         *(("beside TRL", "trl"), ("beside TRL", "step"), ("another machine", "step")),
-        *(("step 2", "step"), ("step 3", "step"), ("own GPU", "step")),
+        *((f"{scheme} {step}", "step") for scheme in ("w4a16", "fp8") for step in (2, 3)),
+        ("own GPU", "step"),
     ]
     for cells, (name, part) in zip(table("A whole step of the same shapes", "scaling"), order, strict=True):
         for key, cell in zip(("step_s", "rollout_s", "learner_s", "publish_s"), cells[1:], strict=False):
@@ -234,13 +235,30 @@ def test_the_table_of_exact_tokens_is_the_record() -> None:
 
 
 def test_the_exact_tokens_of_larger_shapes_are_the_record() -> None:
-    found = {(row["target"], row["scheme"]): row for row in results("exact_gpu")["found"]}
+    found = {(row["target"], row["scheme"], row["engine"]): row for row in results("exact_gpu")["found"]}
     behind = (ROOT / "docs/exact.md").read_text().partition("With Qwen3-1.7B's shapes and random weights")[2]
-    named = re.findall(r"(\w+) ([\d,]*\d)", behind.partition("none off")[0])
-    assert len(named) == len(found.keys() & {("models/qwen3-1.7b", name) for name in scheme_names()}) == 7
-    for scheme, tokens in named:
-        own = found["models/qwen3-1.7b", scheme]
-        assert (own["tokens"], own["differing"]) == (int(tokens.replace(",", "")), 0)
+    native, _, vllm = behind.partition("none off")
+    for engine, text in (("native", native), ("vllm", vllm.partition("none off")[0])):
+        named = re.findall(r"(\w+) ([\d,]*\d)", text)
+        assert len(named) == sum((target, of) == ("models/qwen3-1.7b", engine) for target, _, of in found)
+        for scheme, tokens in named:
+            own = found["models/qwen3-1.7b", scheme, engine]
+            assert (own["tokens"], own["differing"]) == (int(tokens.replace(",", "")), 0)
+
+
+def test_what_exactness_buys_in_four_bits_is_the_record() -> None:
+    found = results("reproduction_exactness_w4a16_gpu")
+    answers = {member["name"]: member["means_of_thirteen_steps"]["reward/math_mean"] for member in found["members"]}
+    exact = [answers[f"grpo-exact-seed{seed}"][1] for seed in range(3)]
+    others = [found[1] for name, found in answers.items() if name.startswith(("grpo-recompute", "grpo-bypass"))]
+    text = (
+        (ROOT / "docs/reproductions.md")
+        .read_text()
+        .partition("in steps 14 to 26 it answered")[2]
+        .partition("%, rec")[0]
+    )
+    named = [100 * share for share in (*exact, min(others), max(others))]
+    assert numbers(text) == [pytest.approx(share, abs=0.51) for share in named]
 
 
 def test_the_exports_of_mixtures_in_vllm_are_the_record() -> None:
@@ -260,7 +278,8 @@ def test_the_exports_of_mixtures_in_vllm_are_the_record() -> None:
 )
 def test_the_study_of_exactness_with_vllm_is_the_record(record: str, lead: str) -> None:
     found = results(f"reproduction_{record}_gpu")
-    groups = [group for group in found["groups"] if group["seeds"] == [0, 1, 2]]
+    groups = found.get("first_52_steps", found)["groups"]
+    assert [group["seeds"] for group in groups] == [[0, 1, 2]] * 5
     rows = table(lead, "reproductions")
     for (_, delta, k3, chi2, norm, reward, answered, step), own in zip(rows, groups, strict=True):
         of = {name: own[f"column:{name}"]["mean"] for name in ("mean |delta|", "KL (k3)", "chi2 of responses")}

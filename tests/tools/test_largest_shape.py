@@ -112,6 +112,7 @@ shape, out = sys.argv[1:]
 if shape == "qwen3-14b":
     sys.exit("torch.OutOfMemoryError: CUDA out of memory.")
 records = [{"what": "micro-batch", "peak_gib": 80.5}, {"what": "update", "peak_gib": 81.5}]
+records += [{"what": "capped", "reserved_gib": 77.0, "beside_gib": 0.6}]  # as of a GPU that counts as smaller
 open(out, "w").write(json.dumps({"environment": {"packages": {}}, "records": records}))
 """
 
@@ -124,6 +125,7 @@ def test_a_case_is_measured_until_a_shape_runs_out_of_memory(tmp_path: Path, mon
     report = json.loads(out.read_text())
     found = [(record["shape"], record["outcome"], record.get("peak_gib")) for record in report["records"]]
     assert found == [("qwen3-8b", TRAINED, 81.5), ("qwen3-14b", OUT_OF_MEMORY, None)]
+    assert [report["records"][0][kind] for kind in largest_shape.BESIDE_TORCH] == [77.0, 0.6]
     assert report["environment"] == {"packages": {}} and report["memory_gib"] == 140.0
     first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     assert first.startswith("2 none qwen3-8b 82") and first.endswith("81.5 trained")
