@@ -32,5 +32,6 @@ def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, rout
     grad = route_backward(grad_weights, routed, experts.normalize, kernels=kernels)
     if routes.balance is not None:
         losses = routes.balance
-        grad = grad + balance_grad(routed, losses.tokens, losses.aux, losses.z).grad_logits
+        shares = losses.shares_of(experts.number)
+        grad = grad + balance_grad(routed, losses.tokens, losses.aux, losses.z, shares).grad_logits
     return grad

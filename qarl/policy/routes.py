@@ -16,12 +16,18 @@ class Balance:
 
     aux: weight of the load-balancing loss, E * sum over experts of (share of the tokens' choices that are the expert) *
     (its mean probability). z: weight of the mean square of the logits' log-sum-exp. Both are means over the layers'
-    tokens, times the loss scale. tokens: the rows that are counted, 1 or more.
+    tokens, times the loss scale. tokens: the rows that are counted, 1 or more. shares: (L, E) float32, those in each
+    layer of a larger batch; None: these tokens' own.
     """
 
     aux: float
     z: float
     tokens: slice
+    shares: Tensor | None = None
+
+    def shares_of(self, layer: int) -> Tensor | None:
+        """(E,) of one layer, by its number among those with experts, or None."""
+        return None if self.shares is None else self.shares[layer]
 
 
 @dataclass

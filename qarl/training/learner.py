@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import torch
 from qarl_kernels.logprob import Truncation
+from qarl_kernels.moe.balance import choices
 from torch import Tensor
 
 from qarl.config import Config
-from qarl.distributed.ranks import Ranks
+from qarl.distributed.ranks import Ranks, total
 from qarl.errors import UserError
 from qarl.objectives import Constants, TokenLogProbs, build_objective
 from qarl.policy.policy import Policy
@@ -121,11 +122,12 @@ class Learner:
             column.fill(part, self.policy.reference_logprobs(*arguments))
         return column.read(part)
 
-    def token_logprobs(self, part: Part, rows: int) -> TokenLogProbs:
+    def token_logprobs(self, part: Part, rows: int, shares: Tensor | None = None) -> TokenLogProbs:
         """Everything that the objective needs of a training forward over `part`.
 
         rows: that all parts of its minibatch that need a backward count. The routers' own losses, whose gradient comes
         with that of this forward, are means over them: of a part's own losses, weighted by its share of the rows.
+        shares: as `of_all` has them.
         """
         needs = self.objective.needs
         routes = part.routes
@@ -133,7 +135,7 @@ class Learner:
             balance, section = None, self.config.objective
             if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
                 scale = self.config.loss_scale * part.counted_rows / rows
-                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, part.counted)
+                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, part.counted, shares)
             loads: dict[int, Tensor] | None = {} if part.counted_rows else None
             routes = replace(routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
         logp, entropy = self.logprobs(part, routes)
@@ -150,24 +152,40 @@ class Learner:
         )
 
     @torch.no_grad()
-    def constants(self, minibatch: Part, watch: Observer) -> Constants:
-        """The objective's constants of a whole minibatch, from a pass over it before its first backward.
+    def of_all(self, minibatch: Part, watch: Observer) -> tuple[Constants, Tensor | None]:
+        """What micro-batches need of their whole minibatch, from a pass over it before its first backward: the
+        objective's constants, and for the load-balancing loss the shares of the tokens' choices that each expert has,
+        (L, E) float32. No pass where neither is asked for, and no shares where one micro-batch is all there is.
 
-        Packed in the minibatch's order, they do not depend on how it is cut. While the weights are the snapshot's,
-        `logp_old` is that pass, where it is known.
+        Packed in the minibatch's order, the constants do not depend on how it is cut. While the weights are the
+        snapshot's, `logp_old` is that pass, where it is known; shares need no forward where all choices are replayed.
         """
-        needs, batch = self.objective.needs, minibatch.batch
-        if not needs.minibatch:
-            return Constants()
+        needs, batch, cut, experts = self.objective.needs, minibatch.batch, self.cut(minibatch), self.policy.experts
+        balanced = bool(experts and self.config.objective.router_aux_coef and len(cut) > 1)
+        if not needs.minibatch and not balanced:
+            return Constants(), None
         known = self.at_snapshot(batch) and batch.logp_old.known(minibatch)
         logp, shadow = Column.empty(len(batch)), Column.empty(len(batch))
-        for round_ in rounds(self.cut(minibatch), self.ranks.count):
+        counts = torch.zeros(len(experts), experts[0].count, dtype=torch.int64) if balanced else None
+        for round_ in rounds(cut, self.ranks.count):
             if (part := round_[self.ranks.rank]) is not None:
-                logp.fill(part, part.logp_old if known else self.logprobs(part)[0])
-                if needs.shadow:
-                    shadow.fill(part, self.shadow(part, logp.read(part)))
+                found = part.logp_old if known else None
+                if counts is not None:
+                    told, more = self._choices(part, forward=needs.minibatch and not known)
+                    found, counts = told if found is None else found, counts + more
+                elif found is None:
+                    found = self.logprobs(part)[0]
+                if needs.minibatch:
+                    assert found is not None
+                    logp.fill(part, found)
+                    if needs.shadow:
+                        shadow.fill(part, self.shadow(part, found))
             watch.progress(0)
-        for column in (logp, shadow, batch.logp_old):
+        batch.logp_old.share(self.ranks)
+        shares = None if counts is None else self._shares(counts)
+        if not needs.minibatch:
+            return Constants(), shares
+        for column in (logp, shadow):
             column.share(self.ranks)
         logps = TokenLogProbs(
             logp.read(minibatch),
@@ -175,7 +193,25 @@ class Learner:
             minibatch.logp_sampler,
             shadow.read(minibatch) if needs.shadow else None,
         )
-        return self.objective.constants(logps, minibatch.advantages, minibatch.segments)
+        return self.objective.constants(logps, minibatch.advantages, minibatch.segments), shares
+
+    def _choices(self, part: Part, forward: bool) -> tuple[Tensor | None, Tensor]:
+        """The log-probs of a part, and how often its counted rows go through each expert: (L, E) int64 on the host.
+
+        forward: whether log-probs are asked for; else None where no forward has to tell the choices.
+        """
+        routing = part.routing if part.batch.replays else None
+        if not forward and routing is not None and not bool((routing < 0).any()):
+            return None, choices(routing[part.counted], self.policy.experts[0].count).cpu()
+        loads: dict[int, Tensor] = {}
+        routes = replace(part.routes, rows=part.rows, repeated=part.repeated, loads=loads)
+        logp = self.logprobs(part, routes)[0]
+        return logp, torch.stack([loads[layer][0, :-1] for layer in sorted(loads)]).long().cpu()
+
+    def _shares(self, counts: Tensor) -> Tensor:
+        """Of what all ranks counted, (L, E) float32 on the device."""
+        every = torch.tensor(total(self.ranks, counts.flatten().tolist()), dtype=torch.float64).view(counts.shape)
+        return (every / every.sum(-1, keepdim=True)).to(self.policy.device, torch.float32)
 
     # --- gradients ---------------------------------------------------------------------------------------------
 

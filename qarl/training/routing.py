@@ -14,13 +14,14 @@ from qarl.distributed.ranks import Ranks
 class RoutingTotals:
     """Sums over forwards, on the learner's device until `metrics`; None where there was none.
 
-    chosen: (L, E) float64, how often each expert ran in the training forwards. losses: (L, 3) float64, of the tokens of
-    them: load-balancing loss, z-loss and entropy. rows: how many tokens. differing: (L + 1,) int64: tokens for which
-    the learner's own choice at the rollout's snapshot is not the sampler's, in each layer, and in any. compared: of how
-    many.
+    chosen: (L, E) float64, how often each expert ran in the training forwards. probability: (L, E) float64, of each
+    expert. losses: (L, 2) float64, z-loss and entropy. rows: of so many tokens. differing: (L + 1,) int64: tokens for
+    which the learner's own choice at the rollout's snapshot is not the sampler's, in each layer, and in any. compared:
+    of how many.
     """
 
     chosen: Tensor | None = None
+    probability: Tensor | None = None
     losses: Tensor | None = None
     rows: int = 0
     differing: Tensor | None = None
@@ -28,12 +29,10 @@ class RoutingTotals:
 
     def add_loads(self, loads: Tensor, rows: int) -> None:
         """Of a training forward over so many rows: (L, 2, E + 1), as `Routes.measure` has it."""
-        chosen, probability = loads[:, 0, :-1], loads[:, 1, :-1]
-        share = chosen / chosen.sum(-1, keepdim=True)
-        balance = share.shape[1] * (share * probability).sum(-1)  # E * sum of share and mean probability, times rows
-        losses = torch.stack((balance, loads[:, 1, -1], loads[:, 0, -1]), -1)
-        self.chosen = chosen if self.chosen is None else self.chosen + chosen
-        self.losses = losses if self.losses is None else self.losses + losses
+        chosen, probability, losses = loads[:, 0, :-1], loads[:, 1, :-1], loads.flip(1)[:, :, -1]  # z-loss, entropy
+        if (sums := self._sums()) is not None:
+            chosen, probability, losses = sums[0] + chosen, sums[1] + probability, sums[2] + losses
+        self.chosen, self.probability, self.losses = chosen, probability, losses
         self.rows += rows
 
     @torch.no_grad()
@@ -49,19 +48,17 @@ class RoutingTotals:
     def add_up(self, ranks: Ranks) -> None:
         """Of all ranks, in their order; a rank without responses has nothing to add."""
         own = {
-            "loads": None
-            if self.chosen is None or self.losses is None
-            else [self.chosen.tolist(), self.losses.tolist(), self.rows],
+            "loads": None if (sums := self._sums()) is None else [*(one.tolist() for one in sums), self.rows],
             "choices": None
             if self.differing is None or self.compared is None
             else [self.differing.tolist(), int(self.compared)],
         }
         every = ranks.gather(own)
         if loads := [rank["loads"] for rank in every if rank["loads"] is not None]:
-            self.chosen, self.losses = (
-                torch.tensor([row[i] for row in loads], dtype=torch.float64).cumsum(0)[-1] for i in range(2)
+            self.chosen, self.probability, self.losses = (
+                torch.tensor([row[i] for row in loads], dtype=torch.float64).cumsum(0)[-1] for i in range(3)
             )
-            self.rows = sum(row[2] for row in loads)
+            self.rows = sum(row[3] for row in loads)
         if choices := [rank["choices"] for rank in every if rank["choices"] is not None]:
             self.differing = torch.tensor([row[0] for row in choices]).sum(0)
             self.compared = torch.tensor(sum(row[1] for row in choices))
@@ -69,7 +66,7 @@ class RoutingTotals:
     def metrics(self) -> dict[str, float]:
         """Nothing of a model without experts; mismatch/* where the sampler was asked for its choice.
 
-        router/aux_loss     mean over layers and forwards' tokens of the load-balancing loss; 1 is balanced
+        router/aux_loss     mean over layers of the load-balancing loss of all these tokens; 1 is balanced
         router/z_loss       mean of the squared log-sum-exp of the logits
         router/load_max     the largest share of a layer's choices that one expert has, times the number of experts
         router/entropy      mean entropy of a token's distribution over the experts, nats
@@ -77,8 +74,10 @@ class RoutingTotals:
         mismatch/routing_tokens         share of the tokens with a difference in any layer
         """
         found: dict[str, float] = {}
-        if self.chosen is not None and self.losses is not None:
-            aux, z, entropy = (self.losses.mean(0) / self.rows).tolist()
+        if self.probability is not None and self.losses is not None:
+            z, entropy = (self.losses.mean(0) / self.rows).tolist()
+            share = self._share()
+            aux = float(share.shape[1] * (share * self.probability).sum(-1).mean() / self.rows)
             load = max(self._loads())
             found = {
                 "router/aux_loss": aux,
@@ -98,11 +97,16 @@ class RoutingTotals:
         if self.chosen is None or self.losses is None:
             return None
         load_min = (self._share().min(-1).values * self.chosen.shape[1]).tolist()
-        entropy = (self.losses[:, 2] / self.rows).tolist()
+        entropy = (self.losses[:, 1] / self.rows).tolist()
         found = {"load_max": self._loads(), "load_min": load_min, "entropy": entropy}
         if self.differing is not None and self.compared is not None and int(self.compared):
             found["disagreement"] = (self.differing[:-1].double() / self.compared).tolist()
         return found
+
+    def _sums(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.chosen is None or self.probability is None or self.losses is None:
+            return None
+        return self.chosen, self.probability, self.losses
 
     def _share(self) -> Tensor:
         assert self.chosen is not None, "no training forward went through experts"

@@ -161,6 +161,25 @@ def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens):
     assert len(rounds) == 1
 
 
+@pytest.mark.parametrize("routing", ["own", "replay"])
+def test_the_load_balancing_loss_is_that_of_the_minibatch_on_any_number_of_ranks(tiny_model, routing) -> None:
+    sections = {
+        "model": {"dtype": "float32", "routing": routing},
+        "quant": {"scheme": "bf16", "group_size": None},
+        "objective": {"name": "grpo", "router_aux_coef": 50.0},  # most of the gradient
+        "diagnostics": {"routing_every": 1},
+    }
+    model = tiny_model("mixtral")
+    _, alone = take(model, Alone(), train={"micro_batch_tokens": 4096}, **sections)
+    found = run_threads(2, lambda ranks: take(model, ranks, train={"micro_batch_tokens": 24}, **sections))
+    for run, watching in found:
+        assert run.updates.parts > 1
+        assert watching.norms == found[0][1].norms
+        assert watching.norms[0] == pytest.approx(alone.norms[0], rel=1e-4)
+        for name in ("router/aux_loss", "router/z_loss", "router/load_max", "router/entropy"):
+            assert watching.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-6), name
+
+
 def test_a_later_epochs_forward_is_kept_whichever_rank_had_the_response_before(llama):
     sections = {
         "train": {"micro_batch_tokens": 24, "epochs": 3},

@@ -7,7 +7,7 @@ import torch
 from products import random
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import routing
-from qarl_kernels.moe.balance import balance_grad
+from qarl_kernels.moe.balance import balance_grad, choices
 from qarl_kernels.moe.routed import Routed
 from qarl_kernels.moe.routing import route, route_backward
 from torch import Tensor
@@ -137,6 +137,26 @@ def test_balance_and_z_loss_are_those_of_the_tokens_that_are_counted(device) -> 
     assert not result.grad_logits[:3].any() and not result.grad_logits[18:].any()
     torch.testing.assert_close(result.balance.double(), balance.detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(result.z_loss.double(), z_loss.detach(), rtol=1e-5, atol=0)
+
+
+def test_a_gradient_in_parts_is_that_of_the_whole_with_its_shares(device) -> None:
+    x, weight = (random(n, 40, seed=n, device=device, dtype=BF16) for n in (19, 6))
+    routed = route(x, weight, 2, True)
+    whole = balance_grad(routed, slice(19), aux=0.3, z=0.02)
+    shares = choices(routed.experts[:, None], 6)[0].float() / 38
+    parts = [
+        balance_grad(routed, rows, aux=0.3 * n / 19, z=0.02 * n / 19, shares=shares)
+        for rows, n in ((slice(7), 7), (slice(7, 19), 12))
+    ]
+    torch.testing.assert_close(sum(p.grad_logits for p in parts), whole.grad_logits, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close((7 * parts[0].balance + 12 * parts[1].balance) / 19, whole.balance, rtol=1e-5, atol=0)
+    own = balance_grad(routed, slice(7), aux=0.3, z=0.02)
+    assert not torch.allclose(own.grad_logits[:7] * 7 / 19, whole.grad_logits[:7], rtol=1e-2, atol=0)
+
+
+def test_choices_are_counted_layer_by_layer(device) -> None:
+    experts = torch.tensor([[[0, 1], [2, 3]], [[0, 3], [2, 1]], [[0, 2], [1, 2]]], dtype=torch.int16, device=device)
+    assert choices(experts, 4).tolist() == [[3, 1, 1, 1], [0, 2, 3, 1]]
 
 
 def test_a_router_that_uses_all_experts_alike_has_balance_one(device) -> None:

@@ -96,10 +96,13 @@ def test_tokens_that_nobody_knows_choose_for_themselves(mixtral) -> None:
 
 @pytest.mark.parametrize(("coefficient", "metric"), [("router_aux_coef", "aux_loss"), ("router_z_coef", "z_loss")])
 def test_the_gradient_of_a_router_loss_is_that_of_its_metric(mixtral, coefficient: str, metric: str) -> None:
-    """A small step along the routers' gradient changes the metric by what the gradient says, over micro-batches."""
+    """A small step along the routers' gradient changes the metric by what the gradient says, over micro-batches.
+
+    Choices are replayed: a share of them, which has no gradient, would change by leaps.
+    """
     run = parts(
         mixtral,
-        model={"dtype": "float32"},
+        model={"dtype": "float32", "routing": "replay"},
         quant={"scheme": "bf16", "group_size": None},
         objective={"name": "grpo", coefficient: 0.5},
         optim={"loss_scale": 64.0},
@@ -128,22 +131,39 @@ def test_the_gradient_of_a_router_loss_is_that_of_its_metric(mixtral, coefficien
     assert 0.5 * layers * (before - after) == pytest.approx(step * square, rel=0.1)
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 30])
-def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens: int) -> None:
-    """Metrics and the z-loss's gradient are those of a minibatch in one piece, wherever it is cut."""
-    found, metrics = [], ("router/z_loss", "router/entropy", "router/load_max", "mismatch/routing_tokens")
+CORRECTED = {"level": "token", "signal": "corr", "mode": "truncate", "upper": 2.0, "normalize": True}
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "sections"),
+    [
+        ("router_z_coef", {}),
+        ("router_aux_coef", {}),
+        ("router_aux_coef", {"model": {"routing": "replay"}}),
+        ("router_aux_coef", {"correction": CORRECTED}),  # a pass for the objective's constants tells the choices too
+        ("router_aux_coef", {"correction": CORRECTED, "model": {"routing": "replay"}}),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens, coefficient, sections) -> None:
+    """Metrics and the routers' gradients are those of a minibatch in one piece, wherever it is cut."""
+    metrics = [f"router/{name}" for name in ("aux_loss", "z_loss", "entropy", "load_max")] + ["mismatch/routing_tokens"]
+    found = []
     for budget in (10_000, tokens):
         run = parts(
             mixtral,
-            model={"dtype": "float32"},
+            model={"dtype": "float32", **sections.get("model", {})},
             quant={"scheme": "bf16", "group_size": None},
-            objective={"name": "grpo", "router_z_coef": 0.5},
+            objective={"name": "grpo", coefficient: 0.5},
+            correction=sections.get("correction", {}),
             train={**SMALL, "micro_batch_tokens": budget},
             diagnostics={"routing_every": 1},
         )
         batch = run.batch(lambda tokens: 0.0)
         assert batch.routing is not None
-        batch.routing[0] = stored((numbers_of(batch.routing[0]) + 1) % 4, 4).sort(-1).values  # the prompt's too
+        start = len(batch.prompts[0]) if batch.replays else 0  # a prompt that is replayed is one for all its responses
+        batch.routing[0] = batch.routing[0].clone()
+        batch.routing[0][start:] = stored((numbers_of(batch.routing[0][start:]) + 1) % 4, 4).sort(-1).values
         gradients: list[torch.Tensor] = []
         run.learner.updates.step = lambda norm, own=run.policy, to=gradients: to.extend(
             p.grad.clone() for n, p in own.named_parameters() if n.endswith("gate.weight")

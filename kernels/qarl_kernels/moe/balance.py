@@ -25,16 +25,23 @@ class Balance:
     z_loss: Tensor
 
 
-def balance_grad(routed: Routed, counted: slice, aux: float, z: float) -> Balance:
+def choices(experts: Tensor, total: int) -> Tensor:
+    """(L, E) int64: how often each of E = `total` experts is in each layer of `experts` (T, L, k), integers from 0."""
+    layers = experts.shape[1]
+    places = (experts.long() + total * torch.arange(layers, device=experts.device)[:, None]).flatten()
+    counts = torch.zeros(layers * total, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, places, torch.ones_like(places)).view(layers, total)  # integers: in any order
+
+
+def balance_grad(routed: Routed, counted: slice, aux: float, z: float, shares: Tensor | None = None) -> Balance:
     """Both losses over the tokens `counted`, 1 or more, and what they add to the logits' gradient, there alone.
 
-    aux, z: what the losses are multiplied by. Does not wait for the device; the same inputs give the same bits.
+    aux, z: what the losses are multiplied by. shares: (E,) float32, the f of a batch that these tokens are a part of;
+    None: they are all of it. Does not wait for the device; the same inputs give the same bits.
     """
     logits, experts = routed.logits[counted], routed.experts[counted].long()
     tokens, total = logits.shape
-    pairs = torch.zeros(total, dtype=torch.int64, device=logits.device)
-    pairs.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())  # integers: in any order
-    share = pairs.float() / experts.numel()
+    share = choices(experts[:, None], total)[0].float() / experts.numel() if shares is None else shares
     p = probabilities(logits)
     normalizer = logits.logsumexp(1, keepdim=True)
     slope = (aux * total / tokens) * share  # of the loss by each probability
