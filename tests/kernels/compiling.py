@@ -215,6 +215,7 @@ def main() -> None:
         parser.error("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True  # a cached kernel has no log
+    triton.knobs.compilation.disable_line_info = True  # the same code, sooner
     if arguments.case == "serve":
         serve_cases()
     capabilities = [(int(major), int(minor)) for major, minor in (text.split(".") for text in arguments.capabilities)]
