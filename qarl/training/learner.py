@@ -181,11 +181,10 @@ class Learner:
                     if needs.shadow:
                         shadow.fill(part, self.shadow(part, found))
             watch.progress(0)
-        batch.logp_old.share(self.ranks)
         shares = None if counts is None else self._shares(counts)
         if not needs.minibatch:
             return Constants(), shares
-        for column in (logp, shadow):
+        for column in (logp, shadow, batch.logp_old):
             column.share(self.ranks)
         logps = TokenLogProbs(
             logp.read(minibatch),
