@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from qarl_kernels.moe.balance import choices
 from torch import Tensor
 
 from qarl.experts import ExpertNames
@@ -72,8 +73,7 @@ class Routes:
         log_sum = wide.logsumexp(-1, keepdim=True)
         probabilities = (wide - log_sum).exp()
         entropy = -torch.xlogy(probabilities, probabilities).sum()
-        every = torch.arange(wide.shape[1], device=wide.device)
-        chosen = (experts[measured, :, None] == every).sum((0, 1)).double()
+        chosen = choices(experts[measured, None], wide.shape[1])[0].double()
         rows = (torch.cat((chosen, entropy[None])), torch.cat((probabilities.sum(0), log_sum.square().sum()[None])))
         self.loads[layer] = torch.stack(rows)
 

@@ -47,9 +47,12 @@ def metrics_of(
     routing: str = "own",
     updates: int = 2,
     recompute: str = "elementwise",
+    micro_batch_tokens: int = 16_384,
+    balance: float = 0.0,
     **quant: str,
 ) -> list[dict[str, float]]:
-    """Of a short run of the native engine, a line a step. updates: of a step's 16 responses. quant: more of that."""
+    """Of a short run of the native engine, a line a step. updates: of a step's 16 responses. balance: what the experts'
+    load-balancing loss is multiplied by. quant: more of that."""
     from qarl.config import load_config
     from qarl.training.loop import train as run
 
@@ -62,12 +65,14 @@ def metrics_of(
                 "rollout": {"n": 4, "max_response_length": 24, "max_num_seqs": 8},
                 "data": {"source": "task:arithmetic", "chat_template": False, "max_prompt_length": 64},
                 "reward": {"functions": [{"name": "length"}]},
+                "objective": {"name": "grpo", "router_aux_coef": balance} if balance else {},
                 "optim": {"lr": 1e-4},
                 "train": {
                     "steps": 2,
                     "prompts_per_step": 4,
                     "minibatch_size": 16 // updates,
                     "recompute": recompute,
+                    "micro_batch_tokens": micro_batch_tokens,
                     "run_dir": str(run_dir),
                 },
                 "logging": {"tensorboard": False, "console": "none"},
@@ -137,6 +142,24 @@ def test_replay_of_an_exact_sampler_changes_nothing(tiny_model, tmp_path, family
     assert all(record.pop("mismatch/routing_disagreement") == 0.0 for record in replayed)
     assert all(record.pop("mismatch/routing_tokens") == 0.0 for record in replayed)
     assert unmeasured(own) == unmeasured(replayed)
+
+
+@pytest.mark.parametrize(("family", "scheme", "group_size"), MIXTURES)
+def test_the_balance_of_experts_is_that_of_the_minibatch_wherever_it_is_cut(
+    tiny_model, tmp_path, family, scheme, group_size
+) -> None:
+    """With a coefficient that makes it most of the gradient. Cuts change the order of gradients' sums alone."""
+    model, how = tiny_model(family), {"updates": 1, "balance": 50.0}
+    sizes = {"whole": 16_384, "cut": 200}
+    whole, cut = (
+        metrics_of(model, tmp_path / name, scheme, group_size, micro_batch_tokens=size, **how)[0]
+        for name, size in sizes.items()
+    )
+    without = metrics_of(model, tmp_path / "without", scheme, group_size, updates=1)[0]
+    for name in ("router/aux_loss", "router/load_max"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-6)
+    assert cut["policy/grad_norm"] == pytest.approx(whole["policy/grad_norm"], rel=1e-3)
+    assert whole["policy/grad_norm"] > 2 * without["policy/grad_norm"]
 
 
 def unmeasured(records: list[dict[str, float]]) -> list[dict[str, float]]:
