@@ -127,6 +127,38 @@ def test_the_steps_of_8b_on_two_gpus_are_the_record() -> None:
         assert numbers(cells[5]) == [pytest.approx(found[name][part]["peak_gib"], abs=0.6)]
 
 
+def test_the_largest_shapes_are_the_record() -> None:
+    found: dict[tuple, list[dict]] = {}
+    for run in results("largest_shape_gpu")["runs"]:
+        for row in run["records"]:
+            if "no time left" not in row["outcome"]:
+                capped = ", held to 78 GiB" if run["memory_gib"] == 78 else ""
+                found.setdefault((f"{row['gpus']}{capped}", row["offload"]), []).append(row)
+    rows = table("The largest Qwen3 shapes that train")
+    assert len(rows) == len(found)
+    for gpus, offload, trains, peak, expected, following in rows:
+        trained, *others = sorted(found[gpus, offload], key=lambda row: row["outcome"] != "trained")
+        assert trained["outcome"] == "trained" and trained["shape"] == f"qwen3-{trains.lower()}"
+        assert numbers(peak) == [pytest.approx(trained["peak_gib"], abs=0.051)]
+        assert numbers(expected) == [pytest.approx(trained["expected_gib"], abs=0.051)]
+        assert [row["outcome"] for row in others] == ["out of GPU memory"] * ("out of memory" in following)
+        for row in others:
+            assert numbers(following.partition(":")[2]) == [pytest.approx(row["expected_gib"], abs=0.051)]
+
+
+def test_the_steps_of_a_mixture_with_vllm_are_the_record() -> None:
+    runs = {run.get("name"): run["records"] for run in results("step_moe_gpu")["runs"]}
+    text = (ROOT / "docs/benchmarks.md").read_text().partition("256 responses of 512 tokens took ")[2]
+    bf16, low = (next(r for r in runs[f"vLLM samples, {s}"] if r["what"] == "step") for s in ("bf16", "w4a16"))
+    names = ("step_s", "rollout_s", "learner_s", "publish_s")
+    assert numbers(text.partition(" in bf16")[0]) == [pytest.approx(bf16["step_s"], abs=0.0051)]
+    assert numbers(text.partition(" in bf16")[2].partition(". In")[0]) == [
+        pytest.approx(bf16[name], abs=0.0051) for name in names[1:]
+    ]
+    behind = text.partition("the publish took ")[2].partition(" s,")[0]
+    assert numbers(behind) == [pytest.approx(low[name], abs=0.051) for name in ("publish_s", "step_s")]
+
+
 def test_the_learners_of_8b_beside_zero3_are_the_record() -> None:
     rows = next(run["records"] for run in results("ranks_gpu")["runs"] if "zero3" in run["command"])
     found = {(row["part"], row["scheme"], row["exchange"], row["what"]): row for row in rows}

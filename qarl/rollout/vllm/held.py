@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from qarl.rollout.vllm.linear_kernels import HoldsPublished
 
 EXPERTS = "routed_experts"  # the module in which vLLM holds the experts of a layer, inside what the checkpoint calls so
+# Of experts' parameters those that no published tensor stands for and no kernel reads: whatever was in their memory.
+UNSENT = ("_g_idx", "_sort_indices", "_input_scale", "_input_global_scale")
 SMALL = 1 << 20  # bytes of a tensor whose copy costs more to launch than to run
 
 
@@ -226,7 +228,10 @@ class HeldModel:
         return {unit: [expected[name] for name in self._names[unit]] for unit in self.opaque}
 
     def _held_prints(self) -> dict[str, list[Fingerprint]]:
-        own = {unit: _own_tensors(self._modules[unit]) for unit in self.opaque}
+        own = {
+            unit: {name: t for name, t in _own_tensors(self._modules[unit]).items() if not name.endswith(UNSENT)}
+            for unit in self.opaque
+        }
         named = ((f"{unit} {name}", tensor) for unit, tensors in own.items() for name, tensor in tensors.items())
         found = iter(fingerprints(named).values())
         return {unit: [next(found) for _ in tensors] for unit, tensors in own.items()}

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.held import HeldModel
-from qarl.rollout.vllm.marlin import workspaces
+from qarl.rollout.vllm.known_to_graphs import Attributes, index_lists_on, workspaces
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
@@ -53,7 +53,10 @@ class Loader:
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._members = {name: unit.members for name, unit in held.units.items() if unit.members}
-        self._workspaces = workspaces(worker.model_runner.get_model().modules())  # held, for the graphs of the start
+        # Held, for the graphs of the start.
+        self._workspaces = workspaces(worker.model_runner.get_model().modules())
+        repacked = set(self._units.values()) - self._plain if device.type == "cuda" else set()
+        self._attributes = Attributes(self._modules(repacked))
         if staging:
             wanted = [(name, p) for name, p in expected.items() if self._units[name] not in self._plain]
             self._staging = {name: torch.empty(p.shape, dtype=p.torch_dtype, device=device) for name, p in wanted}
@@ -101,10 +104,11 @@ class Loader:
         try:
             with torch.cuda.graph(graph):
                 self._reload(units, self._staging.items())
-        except RuntimeError as error:  # Marlin's repacking copies index lists from the host, which no graph can hold
+        except RuntimeError as error:  # a repacking that asks the device for something, as NVFP4's in Marlin
             logger.warning("a reload cannot be recorded, and runs as it is each time: %s", str(error).splitlines()[0])
             self._records = False
             _put_back(before)
+            self._reload(units, self._staging.items())  # kernels have what nothing was computed for
             return
         graph.replay()
         self._graph = graph
@@ -119,12 +123,32 @@ class Loader:
             return
         model = self._worker.model_runner.get_model()
         modules = self._modules({self._units[name] for name, _ in tensors})
-        with set_current_vllm_config(self._worker.vllm_config):
+        with set_current_vllm_config(self._worker.vllm_config), index_lists_on(self._worker.device):
             for module in modules:
                 initialize_layerwise_reload(module)
-            model.load_weights(part_experts(tensors, self._members))
+            if tensors := self._give_stacks(tensors):
+                model.load_weights(part_experts(tensors, self._members))
             for module in modules:
                 finalize_layerwise_reload(module, self._worker.model_config)
+        self._attributes.follow()
+
+    def _give_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Give the experts that vLLM's kernels repack to their layers, whose reload has begun. Returns what is left."""
+        if not self._members:
+            return tensors
+        from qarl.rollout.vllm.expert_stacks import give_stacks
+
+        model = self._worker.model_runner.get_model()
+        units = {name: self._held.unit_of(name) for name, _ in tensors}
+        alone = {unit.name for unit in units.values() if not unit.members}  # also of experts that are no stack
+        stacks: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors:
+            unit = units[name]
+            if unit.name not in alone:
+                stacks.setdefault(unit.name, {})[f"{unit.stem}{name.rpartition('.')[2]}"] = tensor
+        layers = {name: model.get_submodule(name) for name in stacks}
+        taken = {name for name, layer in layers.items() if give_stacks(layer, stacks[name])}
+        return [(name, tensor) for name, tensor in tensors if units[name].name not in taken]
 
     def _take_experts(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Load what qarl multiplies of layers' experts. Returns what is left."""

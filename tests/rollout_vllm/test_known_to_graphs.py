@@ -1,4 +1,4 @@
-"""Marlin's lock words outlive a reload: what holds them is found wherever vLLM hangs them."""
+"""What CUDA graphs know by address outlives a reload: lock words, and what hangs on layers as plain attributes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from qarl.rollout.vllm.known_to_graphs import Attributes, workspaces
 from qarl.rollout.vllm.loading import Loader
-from qarl.rollout.vllm.marlin import workspaces
 
 
 def layer(workspace: torch.Tensor | None, place: str) -> nn.Module:
@@ -53,3 +53,27 @@ def test_counters_are_0_after_a_sleep_that_kept_no_such_memory():
     old.fill_(7)
     loader.wake()
     assert not old.any()
+
+
+def test_what_replaces_a_plain_attribute_goes_into_the_first_one():
+    module, scales = nn.Linear(2, 2), torch.ones(3)
+    module.scales, module.count = scales, 3
+    attributes = Attributes([module, nn.Linear(2, 2)])
+    attributes.follow()
+    assert torch.equal(scales, torch.ones(3))
+    module.scales = torch.arange(3.0)
+    attributes.follow()
+    assert torch.equal(scales, torch.arange(3.0)) and module.scales is not scales
+    for other in (torch.zeros(4), torch.zeros(3, dtype=torch.int32), None):  # of another kind
+        module.scales = other
+        attributes.follow()
+        assert torch.equal(scales, torch.arange(3.0))
+
+
+def test_parameters_and_buffers_are_no_plain_attributes():
+    module = nn.BatchNorm1d(2)
+    weight = module.weight
+    attributes = Attributes([module])
+    module.weight = nn.Parameter(torch.zeros(2))
+    attributes.follow()
+    assert torch.equal(weight, torch.ones(2))
