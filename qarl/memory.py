@@ -259,8 +259,8 @@ def sampler_items(
     kv_cache: bytes of its tokens. published: bytes of a version's tensors. operands: what qarl's own products keep
     beside them. Native: the KV cache, on the learner's weights. vLLM has weights of its own, and on a GPU it takes its
     share of the `memory` at once, however little fills it, but where `rollout.kv_cache_tokens` says how many it holds;
-    a GPU of its own is not the learner's. Asleep it holds nothing there, so
-    that it counts beside a publish, but for what is staged: published tensors of layers that it repacks.
+    a GPU of its own is not the learner's, and of several each has a part. Asleep it holds nothing there, so that it
+    counts beside a publish, but for what is staged: published tensors of layers that it repacks.
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
@@ -272,7 +272,8 @@ def sampler_items(
             return []
         process = PROCESS_BYTES if vllm.process == "separate" else 0
         phase: Phase = "publish" if vllm.sleep else "always"
-        held, share = published + kv_cache, f"vLLM weights and KV cache ({config.kv_cache_tokens:,} tokens)"
+        held = (published + kv_cache) // vllm.tensor_parallel
+        share = f"vLLM weights and KV cache ({config.kv_cache_tokens:,} tokens)"
         if rollout.kv_cache_tokens is None:
             held = held if memory is None else int(vllm.memory_frac * memory)
             share = (

@@ -235,9 +235,6 @@ class Config(Section):
         model, quant, vllm = self.model, self.quant, self.rollout.vllm
         if model.device == "cpu" and vllm.device is not None:
             yield Fault(("rollout", "vllm", "device"), vllm.device, "model.device is cpu, and so is vLLM's; leave null")
-        if model.device == "cuda" and vllm.device is None and vllm.tensor_parallel > 1:
-            text = "a model on several GPUs needs GPUs of its own; set rollout.vllm.device"
-            yield Fault(("rollout", "vllm", "tensor_parallel"), vllm.tensor_parallel, text)
         if model.device == "cpu" and self.rollout.linear_products == "vllm" and not scheme_of(quant).vllm_cpu:
             text = f"vLLM has no {quant.scheme} on a CPU; use rollout.linear_kernels: qarl"
             yield Fault(("rollout", "linear_kernels"), self.rollout.linear_kernels, text)

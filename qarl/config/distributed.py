@@ -64,8 +64,10 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
     """
     with_ranks = f"with {count} ranks"
     vllm = config.rollout.vllm
-    if config.rollout.engine == "vllm" and vllm.samplers(count) > count:
-        text = f"each is beside a rank, and there are fewer ({count}); start more (qarl train --nproc), or leave null"
+    drawing = vllm.samplers(count)
+    if config.rollout.engine == "vllm" and vllm.data_parallel is not None and vllm.data_parallel > len(drawing):
+        beside = f"{vllm.tensor_parallel} ranks" if vllm.spans else "a rank"
+        text = f"each is beside {beside}, and there are fewer ({count}); start more (qarl train --nproc), or leave null"
         yield Fault(("rollout", "vllm", "data_parallel"), vllm.data_parallel, text)
     if count == 1:
         return
@@ -81,8 +83,12 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
         if vllm.process == "inline":
             text = f"vLLM would take the learner's process groups for its own {with_ranks}; use separate"
             yield Fault(("rollout", "vllm", "process"), vllm.process, text)
+        if gpus is not None and vllm.spans and (last := drawing[-1] + vllm.tensor_parallel - 1) >= gpus:
+            text = f"rank {drawing[-1]}'s vLLM would be on GPUs {drawing[-1]} to {last}, but this machine shows {gpus}"
+            text += f", from 0; start a multiple of {vllm.tensor_parallel} ranks"
+            yield Fault(("rollout", "vllm", "tensor_parallel"), vllm.tensor_parallel, text)
         if gpus is not None and vllm.device is not None:
-            last = vllm.device + vllm.samplers(count) * vllm.tensor_parallel - 1
+            last = vllm.device + len(drawing) * vllm.tensor_parallel - 1
             if vllm.device < count:
                 text = f"is a learner's GPU {with_ranks}, of which each has its own; must be {count} or more, or null"
                 yield Fault(("rollout", "vllm", "device"), vllm.device, text)

@@ -89,9 +89,14 @@ class RolloutConfig(Section):
         """Whose linear kernels run inside vLLM."""
         return "qarl" if self.numerics == "exact" else self.linear_kernels or "vllm"
 
-    def samplers(self, ranks: int) -> int:
-        """How many of `ranks` ranks draw responses: the first ones."""
-        return self.vllm.samplers(ranks) if self.engine == "vllm" else ranks
+    def samplers(self, ranks: int) -> range:
+        """Which of `ranks` ranks draw responses."""
+        return self.vllm.samplers(ranks) if self.engine == "vllm" else range(ranks)
+
+    @property
+    def spans(self) -> bool:
+        """Whether a rank's GPU may be another rank's sampler's too."""
+        return self.engine == "vllm" and self.vllm.spans
 
     @property
     def restarts_s(self) -> float:

@@ -96,13 +96,14 @@ class VLLMConfig(Section):
         None,
         ge=1,
         le=DEVICES,
-        description="vLLMs that draw side by side, on several ranks: the first so many ranks have one each; null: all.",
+        description="vLLMs that draw side by side, on several ranks: the first so many of the ranks that may have one; "
+        "null: all, or with tensor_parallel on their own GPUs the first of each so many ranks.",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=DEVICES,
-        description="GPUs that hold one vLLM's model together, from `device` on: its own, and no learner's.",
+        description="GPUs that hold one vLLM's model together: from `device` on, or the rank's and the next ones.",
     )
     memory_frac: float = Field(0.4, gt=0, lt=1, description="Share of the GPU for vLLM's weights and KV cache.")
     enforce_eager: bool | None = Field(
@@ -138,9 +139,15 @@ class VLLMConfig(Section):
             return self.sleep_level
         return 1 if self.publish == "delta" else 2
 
-    def samplers(self, ranks: int) -> int:
-        """How many of `ranks` ranks have a vLLM: the first ones."""
-        return ranks if self.data_parallel is None else self.data_parallel
+    @property
+    def spans(self) -> bool:
+        """Whether one vLLM is on the GPUs of several ranks, where there are several."""
+        return self.tensor_parallel > 1 and self.device is None
+
+    def samplers(self, ranks: int) -> range:
+        """Which of `ranks` ranks have a vLLM."""
+        every = range(0, ranks, self.tensor_parallel if self.spans else 1)
+        return every if self.data_parallel is None else every[: self.data_parallel]
 
     def faults(self) -> Iterator[Fault]:
         if self.process == "inline" and self.device is not None:

@@ -116,17 +116,17 @@ class Ranks(ABC):
         elif (last := self.fail(error)) is not error:
             raise last from error
 
-    def share(self, count: int, among: int | None = None) -> range:
+    def share(self, count: int, among: range | None = None) -> range:
         """This rank's of `count` things in a row, the first ranks having one more where they do not divide.
 
-        among: only the first so many ranks get any; None: all.
+        among: only these ranks get any; None: all.
         """
-        among = self.count if among is None else among
-        if self.rank >= among:
+        among = range(self.count) if among is None else among
+        if self.rank not in among:
             return range(count, count)
-        each, more = divmod(count, among)
-        start = self.rank * each + min(self.rank, more)
-        return range(start, start + each + (self.rank < more))
+        (each, more), place = divmod(count, len(among)), among.index(self.rank)
+        start = place * each + min(place, more)
+        return range(start, start + each + (place < more))
 
 
 class Alone(Ranks):

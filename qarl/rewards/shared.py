@@ -13,11 +13,15 @@ from qarl.types import Prompt, Rollout
 
 
 def score_share(
-    rewards: RewardPool, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], ranks: Ranks, among: int | None = None
+    rewards: RewardPool,
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    ranks: Ranks,
+    among: range | None = None,
 ) -> RewardResult:
     """The rewards of this rank's rollouts, of which there are the same number for each of its prompts, in order.
 
-    prompts: of all ranks. among: of how many ranks they are, see `Ranks.share`.
+    prompts: of all ranks. among: of which ranks they are, see `Ranks.share`.
     """
     own = ranks.share(len(prompts), among)
     n = len(rollouts) // len(own) if own else 0

@@ -1,6 +1,6 @@
 """Responses that several ranks draw: each its share of the prompts, and then all ranks have them all.
 
-Where there are fewer samplers than ranks, the first ranks have one each.
+Where there are fewer samplers than ranks, some ranks have one each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qarl.config.rollout import RolloutConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.rollout.engine import (
@@ -33,11 +34,11 @@ def generate_share(
     version: int,
     progress: Progress,
     ranks: Ranks,
-    samplers: int | None = None,
+    samplers: range | None = None,
 ) -> list[Rollout]:
     """sampling.n responses to each of this rank's prompts (`Ranks.share`); what is drawn does not depend on the ranks.
 
-    prompts: of all ranks. samplers: of the first so many ranks, None: of all.
+    prompts: of all ranks. samplers: the ranks that have one, None: all.
     """
     if ranks.count == 1:
         return engine.generate(prompts, sampling, version, progress)
@@ -89,7 +90,7 @@ class SharedEngine:
         engine: RolloutEngine,
         ranks: Ranks,
         check: Callable[[], None],
-        samplers: int | None = None,
+        samplers: range | None = None,
         longer_s: float = 0,
     ) -> None:
         self._engine, self._ranks, self._check = engine, ranks, check
@@ -105,6 +106,21 @@ class SharedEngine:
         progress(len(rollouts), sum(len(rollout.token_ids) for rollout in rollouts))
         self._check()
         return rollouts
+
+
+def publish_together(engine: RolloutEngine, snapshot: Snapshot, ranks: Ranks, rollout: RolloutConfig) -> None:
+    """Each rank's version to its sampler; a collective."""
+    if rollout.spans:
+        together(ranks, torch.cuda.empty_cache)  # another rank's vLLM starts or wakes on this one's GPU
+    together(ranks, lambda: engine.publish(snapshot), rollout.restarts_s)
+
+
+def sleep_together(engine: RolloutEngine, ranks: Ranks, rollout: RolloutConfig) -> None:
+    """Each rank's sampler sleeps; a collective where it is on other ranks' GPUs too, which then may be used."""
+    if rollout.spans:
+        together(ranks, engine.sleep)
+    else:
+        engine.sleep()
 
 
 def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:

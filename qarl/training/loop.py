@@ -20,6 +20,7 @@ from qarl.distributed.together import together
 from qarl.machine import gpu_bytes
 from qarl.out_of_memory import memory_errors
 from qarl.policy.load_config import load_architecture
+from qarl.rollout.shared import publish_together
 from qarl.sizes import decide_sizes, keep_sizes
 from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps
@@ -148,7 +149,7 @@ class Loop:
         config, run, keeper, ranks = self.config, self.run, self.keeper, self.ranks
         step = keeper.resume()
         with self.console.phase("sampler"):
-            together(ranks, lambda: run.engine.publish(run.policy.current), config.rollout.restarts_s)
+            publish_together(run.engine, run.policy.current, ranks, config.rollout)
         with together(ranks, self.recorder) as recorder:
             for change in self.directory.begin(run.inputs, keeper.history):
                 self.console.warn(f"since the last start {change}")

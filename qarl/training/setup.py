@@ -261,7 +261,7 @@ def require_mixture(config: Config, policy: Policy) -> None:
 
 def _draws(config: Config, ranks: Ranks) -> bool:
     """Whether this rank has a sampler."""
-    return ranks.rank < config.rollout.samplers(ranks.count)
+    return ranks.rank in config.rollout.samplers(ranks.count)
 
 
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:

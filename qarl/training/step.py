@@ -21,7 +21,7 @@ from qarl.objectives import Stats
 from qarl.rewards import RewardResult
 from qarl.rewards.shared import gather_results, score_share
 from qarl.rollout.engine import RolloutEngine, SamplingParams
-from qarl.rollout.shared import gather_rollouts, generate_share
+from qarl.rollout.shared import gather_rollouts, generate_share, publish_together, sleep_together
 from qarl.training.batch import Batch, Part, build_batch, rounds
 from qarl.training.decisions import minibatch_totals
 from qarl.training.learner import Learner
@@ -60,7 +60,7 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
     batch = build_batch(prompts, rollouts, scores.total, advantage, policy.version, policy.device, replays)
 
     with watch.phase("learner", learner.forwards(len(batch))):
-        engine.sleep()
+        sleep_together(engine, ranks, config.rollout)
         # "deployed" has a forward after the last update, whose memory is nobody else's.
         early = learner.updates.begun > 0 and "deployed" not in config.diagnostics.due(step + 1)
         learn(learner, batch, step, watch, engine.wake if early else None)
@@ -68,7 +68,7 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
         engine.wake()
 
     with watch.phase("publish"):
-        together(ranks, lambda: engine.publish(policy.current), config.rollout.restarts_s)
+        publish_together(engine, policy.current, ranks, config.rollout)
 
 
 def sample(
@@ -78,7 +78,7 @@ def sample(
     version: int,
     watch: Observer,
     ranks: Ranks,
-    samplers: int | None = None,
+    samplers: range | None = None,
 ) -> list[Rollout]:
     """sampling.n responses to each of this rank's prompts, in order, from policy `version`.
 

@@ -65,6 +65,34 @@ def test_every_rank_publishes_to_its_sampler(case: str, smollm2: str, tmp_path: 
             assert record["mismatch/delta_abs_max"] == 0.0
 
 
+CUT = {  # SmolLM2's nine heads are not cut in two
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8", "bf16"])
+def test_one_vllm_over_both_ranks_gpus_is_published_and_proved(scheme: str, tiny_model, tmp_path: Path) -> None:
+    changes = [
+        *(f"quant.scheme={scheme}", f"quant.group_size={64 if scheme == 'w4a16' else 'null'}"),
+        *("rollout.vllm.tensor_parallel=2", "data.max_prompt_length=96", "rollout.max_response_length=32"),
+        *("model.max_length=128", "reward.functions=[{name: length}]", "optim.lr=1e-4"),
+    ]
+    records, said = run(tmp_path, str(tiny_model("llama", **CUT)), changes)
+    assert "warning" not in said[0] and "vLLM failed" not in said[1]
+    assert not (tmp_path / "run/rank-001/sampler.log").exists()
+    loaded = records[0]["mismatch/delta_abs_mean"]  # by vLLM's own loader, before any publish
+    for record in records:
+        assert record["publish/canary_abs_mean"] < 0.5
+        assert record["mismatch/delta_abs_mean"] < 2 * loaded + 0.02
+        assert record["memory/sampler_freed_gib"] > 0.1
+        if scheme != "w4a16":  # whose kernels repack
+            assert record["publish/proved_frac"] > 0.99
+
+
 def test_a_sampler_that_is_killed_is_started_again_beside_its_rank(smollm2: str, tmp_path: Path) -> None:
     _, said = run(tmp_path, smollm2, ["quant.scheme=w4a16"], KILL)
     assert "vLLM failed" not in said[0] and said[1].count("vLLM failed: its process was ended by SIGKILL") == 1

@@ -52,12 +52,17 @@ def test_a_run_publishes_and_proves_every_version(case: str, smollm2: str, tmp_p
         assert record["memory/sampler_freed_gib"] > 1
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices; torch sees fewer")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; torch sees fewer")
 @pytest.mark.parametrize("scheme", ["w4a16", "fp8", "bf16"])
-def test_a_model_on_two_gpus_of_its_own_is_published_and_proved(scheme: str, tiny_model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_on_two_gpus_is_published_and_proved(first: int, scheme: str, tiny_model, tmp_path: Path) -> None:
+    """The learner's and the next one, or two of its own."""
+    if torch.cuda.device_count() < first + 2:
+        pytest.skip(f"needs {first + 2} CUDA devices")
     changes = [
         *(f"quant.scheme={scheme}", f"quant.group_size={64 if scheme == 'w4a16' else 'null'}"),
-        *("rollout.vllm.device=1", "rollout.vllm.tensor_parallel=2", "data.max_prompt_length=96"),
+        *([f"rollout.vllm.device={first}"] if first else []),
+        *("rollout.vllm.tensor_parallel=2", "data.max_prompt_length=96"),
         *("rollout.max_response_length=32", "model.max_length=128", "reward.functions=[{name: length}]"),
         "optim.lr=1e-4",
     ]
@@ -116,9 +121,10 @@ def test_experts_in_vllms_kernels_follow_every_version(case: str, tiny_model, tm
     assert "warning" not in output
     log = (tmp_path / "run/sampler.log").read_text()
     assert ("a reload cannot be recorded" in log) == (scheme == "nvfp4a16")
+    loaded = records[0]["mismatch/delta_abs_mean"]  # by vLLM's own loader, before any publish
     for record in records:
         assert record["publish/canary_abs_mean"] < 0.5
-        assert record["mismatch/delta_abs_mean"] < 0.3  # of the version before it would be more
+        assert record["mismatch/delta_abs_mean"] < 2 * loaded + 0.02
 
 
 def run(directory: Path, model: str, changes: list[str]) -> tuple[list[dict[str, float]], str]:

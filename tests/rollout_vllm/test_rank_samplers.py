@@ -146,6 +146,56 @@ def test_a_sampler_of_each_rank_draws_what_one_draws_and_is_started_again(fake, 
     assert [set(step) ^ set(other) for step, other in zip(done.metrics, one.metrics, strict=True)]
 
 
+# What touches GPUs that the first rank's vLLM is on, with how long it takes there.
+ORDER = """
+import time
+import torch
+from qarl.rollout.vllm.engine import VLLMEngine
+from qarl.training import step
+def noted(name, work):
+    def run(*given, **named):
+        if name == "sleep" and rank == "0":
+            time.sleep(1)  # the other rank is ready to learn
+        begin = time.monotonic()
+        found = work(*given, **named)
+        with open(f"{FOLDER}/order-{rank}", "a") as file:
+            print(name, begin, time.monotonic(), file=file)
+        return found
+    return run
+VLLMEngine.sleep, VLLMEngine.publish = noted("sleep", VLLMEngine.sleep), noted("publish", VLLMEngine.publish)
+step.learn, torch.cuda.empty_cache = noted("learn", step.learn), noted("give back", torch.cuda.empty_cache)
+"""
+
+
+@pytest.mark.slow
+def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(globals(), "FAKE", FAKE + ORDER)
+    done = fake([], forked=True, vllm={"tensor_parallel": 2})
+    assert done.code == 0, done.out
+    assert len(pids(done, 0)) == 2 and not (done.run / "rank-001" / "sampler.log").exists()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for rank in (0, 1):
+        for line in (tmp_path / f"order-{rank}").read_text().splitlines():
+            name, *times = line.rsplit(maxsplit=2)
+            found.setdefault(f"{name} {rank}", []).append((float(times[0]), float(times[1])))
+    assert len(found["sleep 0"]) == len(found["learn 0"]) == len(found["learn 1"]) == 2
+    assert len(found["publish 0"]) == 3 and "publish 1" not in found
+    for asleep, *learns, given, publish in zip(
+        *(found[name] for name in ("sleep 0", "learn 0", "learn 1")),
+        found["give back 1"][1:],
+        found["publish 0"][1:],
+        strict=True,
+    ):
+        assert asleep[1] < min(begin for begin, _ in learns)
+        assert learns[1][1] < given[1] < publish[0]
+    (tmp_path / "both").mkdir()
+    for name in ("run", "troubles-0", "troubles-0.pids"):
+        (tmp_path / name).rename(tmp_path / "both" / name)
+    each = fake([], [], forked=True, vllm={})
+    done.run = tmp_path / "both" / "run"
+    assert each.code == 0 and each.rollouts == done.rollouts and len(done.rollouts) == 2
+
+
 @pytest.mark.slow
 def test_a_sampler_that_stays_dead_ends_the_run_on_all_ranks_with_a_checkpoint(fake) -> None:
     done = fake([], ["generate none", "publish kill", "start fail"], vllm={"max_restarts": 0})
@@ -221,6 +271,20 @@ def test_a_sampler_sees_its_gpus_alone(visible, gpus, found) -> None:
 REFUSALS = [
     (1, None, {"data_parallel": 2}, "data_parallel", "there are fewer (1)"),
     (2, 2, {"data_parallel": 3}, "data_parallel", "there are fewer (2)"),
+    (
+        4,
+        4,
+        {"tensor_parallel": 2, "data_parallel": 3},
+        "data_parallel",
+        "each is beside 2 ranks, and there are fewer",
+    ),
+    (
+        3,
+        3,
+        {"tensor_parallel": 2},
+        "tensor_parallel",
+        "rank 2's vLLM would be on GPUs 2 to 3, but this machine shows",
+    ),
     (2, 4, {"process": "inline"}, "process", "use separate"),
     (2, 4, {"device": 1}, "device", "must be 2 or more, or null"),
     (2, 4, {"device": 3}, "device", "vLLMs would be on GPUs 3 to 4, but this machine shows 4"),
@@ -241,6 +305,9 @@ def test_what_several_samplers_cannot_have_is_refused(count, gpus, vllm, key, te
         (1, 2, {"device": 1}),
         (2, 4, {"device": 2}),
         (6, 8, {"device": 6, "data_parallel": 2}),
+        (2, 2, {"tensor_parallel": 2}),
+        (3, 4, {"tensor_parallel": 2}),
+        (4, 4, {"tensor_parallel": 2, "data_parallel": 1}),
     ],
 )
 def test_what_several_samplers_can_have(count, gpus, vllm) -> None:
@@ -259,14 +326,34 @@ def test_a_rank_without_a_sampler_has_no_prompts_and_no_stale_version() -> None:
     assert engine.generate([], sampling, 1) == []
 
 
-def test_things_are_dealt_to_the_first_ranks() -> None:
+def test_things_are_dealt_to_the_ranks_that_get_any() -> None:
     ranks = Alone()
     ranks.count = 4
     dealt = []
     for rank in range(4):
         ranks.rank = rank
-        dealt.append([list(ranks.share(5, among)) for among in (None, 2, 1)])
-    assert dealt == [[[0, 1], [0, 1, 2], [0, 1, 2, 3, 4]], [[2], [3, 4], []], [[3], [], []], [[4], [], []]]
+        dealt.append([list(ranks.share(5, among)) for among in (None, range(2), range(1), range(0, 4, 2))])
+    assert dealt == [
+        [[0, 1], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2]],
+        [[2], [3, 4], [], []],
+        [[3], [], [], [3, 4]],
+        [[4], [], [], []],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "count", "drawing"),
+    [
+        ({}, 3, [0, 1, 2]),
+        ({"data_parallel": 2}, 3, [0, 1]),
+        ({"tensor_parallel": 2}, 1, [0]),
+        ({"tensor_parallel": 2}, 4, [0, 2]),
+        ({"tensor_parallel": 2, "data_parallel": 1}, 4, [0]),
+        ({"tensor_parallel": 2, "device": 4}, 4, [0, 1, 2, 3]),
+    ],
+)
+def test_which_ranks_have_a_vllm(vllm, count, drawing) -> None:
+    assert list(configuration(vllm).rollout.samplers(count)) == drawing
 
 
 @pytest.mark.slow

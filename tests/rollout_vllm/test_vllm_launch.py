@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from qarl_kernels.logprob import Truncation
 from tiny_runs import parts
 
@@ -15,7 +16,7 @@ from qarl.policy.load_config import load_architecture
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.arguments import engine_arguments, graph_sizes
-from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_settings
+from qarl.rollout.vllm.launch import drawing_of, kv_cache_bytes, require_vllm, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.settings import KV_FP8, Drawing, request_seed
 from qarl.types import Prompt
 
@@ -159,6 +160,22 @@ def test_final_texts_are_the_native_engines_own(tiny) -> None:
         ends.add(type(ended_by))
         assert stopping.final_text(rollout.token_ids, ended_by) == rollout.text
     assert ends == {int, str, type(None)}
+
+
+@pytest.mark.parametrize(
+    ("vllm", "learner", "gpus"),
+    [
+        ({}, "cpu", [None]),
+        ({"tensor_parallel": 2}, "cpu", [None, None]),
+        ({}, "cuda:1", [None]),
+        ({"device": 3}, "cuda:0", [3]),
+        ({"device": 2, "tensor_parallel": 2}, "cuda:0", [2, 3]),
+        ({"tensor_parallel": 2}, "cuda:2", [2, 3]),
+    ],
+)
+def test_where_the_processes_of_a_vllm_are(tiny, vllm, learner, gpus):
+    found = changed(tiny, vllm=tiny.config.rollout.vllm.model_copy(update=vllm))
+    assert sampler_gpus(found, torch.device(learner)) == gpus
 
 
 def test_a_part_of_a_model_does_what_the_others_do(tiny):

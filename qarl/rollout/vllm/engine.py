@@ -32,7 +32,7 @@ from qarl.rollout.engine import (
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampler, not_started, see
 from qarl.rollout.vllm.inline import InlineSampler
-from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpu, sampler_settings
+from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
@@ -209,9 +209,7 @@ class VLLMEngine:
             if vllm.process == "inline":
                 self._sampler = InlineSampler(settings, expected, self.log)
             elif vllm.tensor_parallel > 1:
-                first = sampler_gpu(self.config)
-                gpus = [None if first is None else first + i for i in range(vllm.tensor_parallel)]
-                carrier, plans = make_team(self.layout.device, gpus)
+                carrier, plans = make_team(self.layout.device, sampler_gpus(self.config, self.layout.device))
                 self.weights.use(carrier)
                 self._sampler = SamplerTeam(settings, expected, plans, self.log, vllm.timeout_s)
             else:

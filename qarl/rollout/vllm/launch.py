@@ -89,16 +89,14 @@ def require_vllm(config: Config, device: torch.device, context: int, architectur
             f"rollout.kv_cache_tokens: {tokens} cannot hold one sequence of the whole context, as vLLM "
             f"demands; set {context} or more, or lower model.max_length"
         )
-    first, gpus = sampler_gpu(config), config.rollout.vllm.tensor_parallel
-    if experts and gpus > 1:
+    vllm = config.rollout.vllm
+    if experts and vllm.tensor_parallel > 1:
         raise UserError("rollout.vllm.tensor_parallel: experts are not cut over GPUs; use 1")
-    if device.type == "cuda" and first is None and gpus > 1:
-        raise UserError(f"rollout.vllm.device: with tensor_parallel {gpus} vLLM needs GPUs of its own; name the first")
-    if device.type == "cuda" and first is not None and first + gpus > torch.cuda.device_count():
-        raise UserError(
-            f"rollout.vllm.device: vLLM's last GPU is {first + gpus - 1}, but this machine shows "
-            f"{torch.cuda.device_count()} GPUs, from 0"
-        )
+    last = max((gpu for gpu in sampler_gpus(config, device) if gpu is not None), default=-1)
+    if device.type == "cuda" and last >= torch.cuda.device_count():
+        key = "tensor_parallel" if vllm.spans else "device"
+        shown = f"this machine shows {torch.cuda.device_count()} GPUs, from 0"
+        raise UserError(f"rollout.vllm.{key}: vLLM's last GPU is {last}, but {shown}")
 
 
 def sampler_gpu(config: Config) -> int | None:
@@ -106,6 +104,15 @@ def sampler_gpu(config: Config) -> int | None:
     vllm, rank = config.rollout.vllm, place()
     first = vllm.device
     return first if first is None or rank is None else first + rank.local * vllm.tensor_parallel
+
+
+def sampler_gpus(config: Config, learner: torch.device) -> list[int | None]:
+    """The CUDA index of each process of this rank's vLLM; None: the learner's GPU, or there is none."""
+    count, first = config.rollout.vllm.tensor_parallel, sampler_gpu(config)
+    if first is None and (count == 1 or learner.type == "cpu"):
+        return [None] * count
+    start = learner_gpu(learner) if first is None else first
+    return [start + index for index in range(count)]
 
 
 def sampler_threads(device: torch.device) -> int | None:

@@ -53,7 +53,7 @@ class SamplerSleep:
         """Wake it without waiting, where the GPU has room for it and an update. It may be called again."""
         if self._beside is None or not self.asleep or self._waking:
             return
-        if isinstance(sampler, InlineSampler):  # which does nothing beside the learner
+        if not isinstance(sampler, SamplerProcess):  # inline, or on GPUs whose room is other ranks'
             return
         if not has_room(self._device, self._freed + self._beside + MARGIN):
             return
