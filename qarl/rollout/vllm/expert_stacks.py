@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+    parameters: dict[str, Any] = {name: held for name, held in layer._parameters.items() if held is not None}
     laid: dict[str, Tensor] = {}
     for name, stack in stacks.items():
         found = laid_out(name, stack, parameters[name]) if name in parameters else None
@@ -33,7 +34,7 @@ def give_stacks(layer: nn.Module, stacks: Mapping[str, Tensor]) -> bool:
         laid[name] = found
     info = get_layerwise_info(layer)
     for name, parameter in parameters.items():
-        parameter.weight_loader = _put  # type: ignore[attr-defined]
+        parameter.weight_loader = _put
         info.loaded_weights.append((name, inspect.signature(_put).bind(parameter, laid.get(name))))
     info.load_numel = 1  # more than nothing, and less than all: what a reload repacks when it ends
     return True
