@@ -227,6 +227,16 @@ def test_an_update_takes_the_next_version_and_what_passes_through_the_gpu(offloa
     assert memory.update_bytes(own, TINY, "cuda", ranks=2) > messages + items["next version, beside the one in use"]
 
 
+def test_a_vllm_over_the_gpus_of_two_ranks_has_half_of_its_model_and_cache_on_each():
+    def held(**settings) -> int:
+        items = memory.estimate(
+            config(rollout=vllm(**settings) | {"kv_cache_tokens": 4096}), TINY, "cuda", memory=10**12
+        )
+        return next(item.bytes for item in items if item.name.startswith("vLLM weights and KV cache"))
+
+    assert held(tensor_parallel=2) == held() // 2
+
+
 def test_vllm_on_its_own_gpu_takes_nothing_of_the_learners():
     found = sizes("cuda", rollout=vllm(device=1))
     assert "KV cache" not in found and not any("vLLM" in name for name in found)
