@@ -17,7 +17,9 @@ from qarl_formats.quantize import quantize_weight
 from qarl_formats.registry import make_scheme
 from torch import Tensor, nn
 
+from qarl.rollout.vllm import loading
 from qarl.rollout.vllm.held import UNSENT, HeldModel
+from qarl.rollout.vllm.known_to_graphs import in_place_of_lists, scale_orders
 from qarl.rollout.vllm.loading import Loader
 from qarl.weight_sync.expert_tensors import join_experts, part_experts, stacks_of
 from qarl.weight_sync.fingerprints import fingerprints
@@ -192,3 +194,25 @@ def test_a_publish_gives_stacks_to_layers_and_calls_no_loader_of_experts(monkeyp
             assert torch.equal(layer.get_parameter(name), parameter), name
     with pytest.raises(PublishError, match="routed_experts"):
         held.check(2, expected[0])  # sent again, and the layer stays as it was
+
+
+@pytest.mark.parametrize("group", [32, -1])
+def test_marlin_orders_scales_by_tensors_that_were_there_before(group) -> None:
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    scales = torch.rand(HIDDEN // 32 if group > 0 else 1, HIDDEN)
+    expected = marlin_utils.marlin_permute_scales(scales, HIDDEN, HIDDEN, group)
+    lists, orders = marlin_utils.get_scale_perms, scale_orders(torch.device("cpu"))
+    with in_place_of_lists(orders):
+        assert marlin_utils.get_scale_perms() is orders  # nothing is made when it asks
+        assert torch.equal(marlin_utils.marlin_permute_scales(scales, HIDDEN, HIDDEN, group), expected)
+    assert marlin_utils.get_scale_perms is lists
+
+
+def test_a_reload_makes_the_orders_once(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(loading, "scale_orders", lambda device: made.append(device) or ())
+    worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=nn.Module))
+    loader = Loader(worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False)
+    assert not made  # a start may have nothing that is repacked
+    assert loader._orders is loader._orders and len(made) == 1

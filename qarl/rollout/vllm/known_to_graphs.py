@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,26 +49,31 @@ class Attributes:
                 first.copy_(now)
 
 
+Orders = tuple[Tensor, ...]
+
+
+def scale_orders(device: torch.device) -> Orders:
+    """The orders in which Marlin's repacking takes its scales, on a device; none of a vLLM that has no such lists.
+
+    To be made before a CUDA graph is recorded: it copies them from the host.
+    """
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    lists = getattr(marlin_utils, "get_scale_perms", tuple)()
+    return tuple(torch.tensor(order, device=device) for order in lists)
+
+
 @contextmanager
-def index_lists_on(device: torch.device) -> Iterator[None]:
-    """Inside, Marlin's repacking finds the order of its scales on a GPU. vLLM has it as lists, which each use copies to
-    the device: hundreds of waits in a mixture of experts, and nothing that a CUDA graph can hold."""
-    if device.type != "cuda":
+def in_place_of_lists(orders: Orders) -> Iterator[None]:
+    """Inside, Marlin's repacking has these `scale_orders`. vLLM's are lists, which each use copies to the device:
+    hundreds of waits in a mixture of experts, and nothing that a CUDA graph can hold."""
+    if not orders:
         yield
         return
     from vllm.model_executor.layers.quantization.utils import marlin_utils
 
-    lists: Any = getattr(marlin_utils, "get_scale_perms", None)
-    if lists is None:
-        yield
-        return
-
-    @cache
-    def tensors() -> tuple[Tensor, ...]:
-        return tuple(torch.tensor(order, device=device) for order in lists())
-
-    tensors()  # before anything is recorded
-    marlin_utils.get_scale_perms = tensors
+    lists: Any = marlin_utils.get_scale_perms
+    marlin_utils.get_scale_perms = lambda: orders
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.held import HeldModel
-from qarl.rollout.vllm.known_to_graphs import Attributes, index_lists_on, workspaces
+from qarl.rollout.vllm.known_to_graphs import Attributes, Orders, in_place_of_lists, scale_orders, workspaces
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
@@ -123,7 +124,7 @@ class Loader:
             return
         model = self._worker.model_runner.get_model()
         modules = self._modules({self._units[name] for name, _ in tensors})
-        with set_current_vllm_config(self._worker.vllm_config), index_lists_on(self._worker.device):
+        with set_current_vllm_config(self._worker.vllm_config), in_place_of_lists(self._orders):
             for module in modules:
                 initialize_layerwise_reload(module)
             if tensors := self._give_stacks(tensors):
@@ -132,45 +133,48 @@ class Loader:
                 finalize_layerwise_reload(module, self._worker.model_config)
         self._attributes.follow()
 
+    @cached_property
+    def _orders(self) -> Orders:
+        """Made by the first reload, which is never recorded."""
+        return scale_orders(self._worker.device)
+
+    def _stacks(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """The stacks of experts by layer, there by the name of vLLM's parameter; of layers that get nothing else."""
+        stacks: dict[str, dict[str, Tensor]] = {}
+        alone = set()
+        for name, tensor in tensors:
+            unit = self._held.unit_of(name)
+            if unit.members:
+                stacks.setdefault(unit.name, {})[f"{unit.stem}{name.rpartition('.')[2]}"] = tensor
+            else:
+                alone.add(unit.name)
+        return {name: found for name, found in stacks.items() if name not in alone}
+
     def _give_stacks(self, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Give the experts that vLLM's kernels repack to their layers, whose reload has begun. Returns what is left."""
         if not self._members:
             return tensors
         from qarl.rollout.vllm.expert_stacks import give_stacks
 
-        model = self._worker.model_runner.get_model()
-        units = {name: self._held.unit_of(name) for name, _ in tensors}
-        alone = {unit.name for unit in units.values() if not unit.members}  # also of experts that are no stack
-        stacks: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors:
-            unit = units[name]
-            if unit.name not in alone:
-                stacks.setdefault(unit.name, {})[f"{unit.stem}{name.rpartition('.')[2]}"] = tensor
-        layers = {name: model.get_submodule(name) for name in stacks}
-        taken = {name for name, layer in layers.items() if give_stacks(layer, stacks[name])}
-        return [(name, tensor) for name, tensor in tensors if units[name].name not in taken]
+        model, stacks = self._worker.model_runner.get_model(), self._stacks(tensors)
+        taken = {name for name, found in stacks.items() if give_stacks(model.get_submodule(name), found)}
+        return [(name, tensor) for name, tensor in tensors if self._units[name] not in taken]
 
     def _take_experts(self, units: set[str], tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Load what qarl multiplies of layers' experts. Returns what is left."""
+        given = list(tensors)
         if not self._members:
-            return list(tensors)
+            return given
         from qarl.rollout.vllm.expert_kernels import experts_method  # imports vLLM
 
-        model = self._worker.model_runner.get_model()
-        found = {name: experts_method(model.get_submodule(name)) for name in units}
-        methods = {name: method for name, method in found.items() if method is not None}
-        given: dict[str, dict[str, Tensor]] = {name: {} for name in methods}
-        rest = []
-        for name, tensor in tensors:
-            unit, suffix = self._held.unit_of(name), name.rpartition(".")[2]
-            if unit.name in methods:
-                assert unit.members, f"{name} comes without the other experts"
-                given[unit.name][f"{unit.stem}{suffix}"] = tensor
-            else:
-                rest.append((name, tensor))
-        for name, method in methods.items():
-            method.take(model.get_submodule(name), given[name])
-        return rest
+        model, stacks, taken = self._worker.model_runner.get_model(), self._stacks(given), set()
+        for name in units:
+            layer = model.get_submodule(name)
+            if (method := experts_method(layer)) is not None:
+                assert name in stacks, f"{name}: some of its experts come without the others"
+                method.take(layer, stacks[name])
+                taken.add(name)
+        return [(name, tensor) for name, tensor in given if self._units[name] not in taken]
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
         return [module for name, module in self._worker.model_runner.get_model().named_modules() if name in units]
