@@ -3,56 +3,108 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from qarl.rollout.vllm.known_to_graphs import Attributes, workspaces
+from qarl.rollout.vllm.held import Unit
+from qarl.rollout.vllm.known_to_graphs import SMALL, Attributes, KernelTensors
 from qarl.rollout.vllm.loading import Loader
 
 
-def layer(workspace: torch.Tensor | None, place: str) -> nn.Module:
+class Held:
+    """An object of a class of vLLM's, as far as its module's name says."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+
+class Other(Held):
+    pass
+
+
+Held.__module__ = "vllm.model_executor.layers"
+
+
+def words(value: int = 0) -> torch.Tensor:
+    return torch.full((4,), value, dtype=torch.int32)
+
+
+def restored(modules: list[nn.Module], tensor: torch.Tensor) -> bool:
+    """Whether a tensor has what it had, where its memory was lost between."""
+    kernels, before = KernelTensors(modules), tensor.clone()
+    kernels.save()
+    tensor.fill_(77)
+    kernels.restore()
+    return torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize(
+    "hung",
+    [
+        lambda t: {"workspace": t},
+        lambda t: {"scheme": Held(kernel=Held(workspace=t))},
+        lambda t: {"quant_method": Held(moe_kernel=Held(impl=Held(fused_experts=Held(ab_strides1=t, c_strides2=t))))},
+    ],
+    ids=["layer", "scheme", "experts"],
+)
+def test_what_a_kernel_has_beside_weights_outlives_a_sleep(hung):
+    module, tensor = nn.Linear(2, 2), words(5)
+    for name, value in hung(tensor).items():
+        setattr(module, name, value)
+    assert restored([nn.Linear(2, 2), module], tensor)
+    assert restored([module], words(3).expand(2, 4)) is False  # of no module
+
+
+def test_views_are_restored_with_all_that_they_are_views_of():
+    module, whole = nn.Linear(2, 2), torch.arange(6)
+    module.scheme = Held(column=whole.view(2, 3)[:, :1], one=whole[5:].expand(4))
+    assert restored([module], whole)
+
+
+def test_weights_and_what_is_no_kernels_are_left_alone():
+    module, large = nn.Linear(2, 2), torch.zeros(SMALL + 1, dtype=torch.uint8)
+    other = words()
+    module.scheme = Held(scale=module.weight.data[0], large=large, below=Other(words=other), model=nn.Linear(2, 2))
+    module.scheme.itself = module.scheme
+    kernels = KernelTensors([module])
+    kernels.save()
+    for tensor in (module.weight.data, large, other, module.scheme.model.weight.data):
+        tensor.fill_(9)
+    kernels.restore()
+    assert all(bool((t == 9).all()) for t in (module.weight, large, other, module.scheme.model.weight))
+
+
+def test_they_outlive_the_reload_that_replaces_them_as_graphs_go_on_with_them():
     module = nn.Linear(2, 2)
-    if place == "layer":
-        module.workspace = workspace
-    else:
-        setattr(module, place, SimpleNamespace(kernel=SimpleNamespace(workspace=workspace)))
-    return module
-
-
-def test_workspaces_are_found_on_layers_and_on_the_kernels_of_schemes_and_methods():
-    own, scheme, method = (torch.zeros(4, dtype=torch.int32) for _ in range(3))
-    modules = [layer(own, "layer"), layer(scheme, "scheme"), layer(method, "quant_method"), nn.Linear(2, 2)]
-    modules.append(layer(scheme, "scheme"))  # shared with another layer: once is enough
-    modules.append(layer(None, "scheme"))  # a kernel that has none, as before its weights are processed
-    found = workspaces(modules)
-    assert [w.data_ptr() for w in found] == [w.data_ptr() for w in (own, scheme, method)]
-
-
-def test_a_held_workspace_outlives_the_reload_that_replaces_it():
-    module = layer(torch.zeros(4, dtype=torch.int32), "scheme")
-    old = weakref.ref(module.scheme.kernel.workspace)
-    held = workspaces([module])
-    module.scheme.kernel.workspace = torch.zeros(4, dtype=torch.int32)  # as process_weights_after_loading does
+    module.scheme = Held(kernel=Held(workspace=words()))
+    address = module.scheme.kernel.workspace.data_ptr()
+    kernels = KernelTensors([module])
+    module.scheme.kernel.workspace = words(1)  # as process_weights_after_loading does
     gc.collect()
-    assert old() is held[0]
-    del held
-    gc.collect()
-    assert old() is None
+    again = [words() for _ in range(64)]  # none of which gets the old memory
+    assert address not in [tensor.data_ptr() for tensor in again]
+    del kernels
 
 
-def test_counters_are_0_after_a_sleep_that_kept_no_such_memory():
-    old = torch.zeros(4, dtype=torch.int32)
-    model = nn.ModuleList([layer(old, "scheme")])
+def test_a_loader_restores_what_its_layers_had_first():
+    old = words(4)
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+    model["layer"].scheme = Held(kernel=Held(workspace=old))
     worker = SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(get_model=lambda: model))
-    loader = Loader(worker, SimpleNamespace(plain=frozenset(), units={}), {}, Path("no checkpoint"), staging=False)
-    model[0].scheme.kernel.workspace = torch.zeros(4, dtype=torch.int32)  # graphs go on with the old one
+    held = SimpleNamespace(plain=frozenset(), units={}, unit_of=lambda name: Unit("layer", ("layer",)))
+    loader = Loader(worker, held, {"layer.weight": None}, Path("no checkpoint"), staging=False)
+    model["layer"].scheme.kernel.workspace = words(1)  # graphs go on with the old one
+    loader.sleep()
     old.fill_(7)
     loader.wake()
-    assert not old.any()
+    assert torch.equal(old, words(4)) and torch.equal(model["layer"].scheme.kernel.workspace, words(1))
+    old.fill_(8)
+    loader.wake()  # after no sleep
+    assert torch.equal(old, words(8))
 
 
 def test_what_replaces_a_plain_attribute_goes_into_the_first_one():

@@ -273,6 +273,7 @@ class Host:
         """
         if not self.settings.sleep:
             return None
+        self._loader.sleep()
         freed = Freed()
         with beside_others(self._worker):
             self._llm.sleep(level=level)

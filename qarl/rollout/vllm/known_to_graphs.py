@@ -16,21 +16,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SMALL = 1 << 20  # bytes of what a kernel has beside weights
 
-def workspaces(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The workspaces that the modules' kernels have now. Who holds them keeps their memory from being used again.
 
-    A Marlin kernel object has counters with which its blocks wait for each other, all 0 between launches. They hang on
-    the layer itself (FP8), or on the kernel of its scheme or quantization method (packed int4).
+class KernelTensors:
+    """The small tensors that vLLM's kernels have beside the parameters and buffers of modules.
+
+    modules: layers that were just loaded. Such are the lock words of Marlin, all 0 between launches, and the strides of
+    CUTLASS's experts. They hang on the layer, or on objects of vLLM's below it (method, scheme, kernel, its experts).
+    They are held, so that their memory is not used again; and saved for a sleep of level 2, which gives back the memory
+    of all that was made while the model was loaded, and of that restores the buffers alone.
     """
-    found: list[Tensor] = []
-    for module in modules:
-        methods = [module, *(getattr(module, name, None) for name in ("scheme", "quant_method"))]
-        for holder in (*methods, *(getattr(method, "kernel", None) for method in methods)):
-            workspace = getattr(holder, "workspace", None)
-            if isinstance(workspace, Tensor) and not any(workspace is other for other in found):
-                found.append(workspace)
-    return found
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        known = {
+            _bytes(tensor).data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers())
+        }
+        own = (_bytes(tensor) for module in modules for tensor in _hanging(module) if not tensor.is_meta)
+        found = {t.data_ptr(): t for t in own if 0 < t.nbytes <= SMALL and t.data_ptr() not in known}
+        self._held = list(found.values())
+        self._saved: list[Tensor] = []
+
+    def save(self) -> None:
+        self._saved = [tensor.clone() for tensor in self._held]
+
+    def restore(self) -> None:
+        """Put back what was saved, once."""
+        if self._saved:
+            torch._foreach_copy_(self._held, self._saved)
+        self._saved = []
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory that a tensor is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _hanging(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that are attributes of a module, or of objects of vLLM's classes that it has and that those have."""
+    seen: set[int] = set()
+    holders: list[Any] = [module]
+    while holders:
+        for value in getattr(holders.pop(), "__dict__", {}).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif id(value) not in seen and _of_vllm(value):
+                seen.add(id(value))
+                holders.append(value)
+
+
+def _of_vllm(value: object) -> bool:
+    return type(value).__module__.startswith("vllm.") and not isinstance(value, nn.Module)
 
 
 class Attributes:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from qarl.rollout.vllm.held import HeldModel
-from qarl.rollout.vllm.known_to_graphs import Attributes, Orders, in_place_of_lists, scale_orders, workspaces
+from qarl.rollout.vllm.known_to_graphs import Attributes, KernelTensors, Orders, in_place_of_lists, scale_orders
 from qarl.weight_sync.expert_tensors import part_experts
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.shards import METADATA, WHOLE, Shard, shard_of
@@ -54,8 +54,7 @@ class Loader:
         self._records = staging and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._members = {name: unit.members for name, unit in held.units.items() if unit.members}
-        # Held, for the graphs of the start.
-        self._workspaces = workspaces(worker.model_runner.get_model().modules())
+        self._kernels = KernelTensors(self._modules(set(self._units.values())))
         repacked = set(self._units.values()) - self._plain if device.type == "cuda" else set()
         self._attributes = Attributes(self._modules(repacked))
         if staging:
@@ -70,10 +69,13 @@ class Loader:
         """A published tensor as it was at the last publish. expected: fingerprints, for their dtypes."""
         return self._staging[name] if name in self._staging else next(self._held.read([name], expected))[1]
 
+    def sleep(self) -> None:
+        """Before a sleep; see `KernelTensors`."""
+        self._kernels.save()
+
     def wake(self) -> None:
-        """After a sleep: at level 2 vLLM keeps parameters and buffers alone, and the counters may hold anything."""
-        for workspace in self._workspaces:
-            workspace.zero_()
+        """After a sleep."""
+        self._kernels.restore()
 
     def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
         """Put new tensors in checkpoint layout, by published name, into the model's layers."""
