@@ -13,6 +13,7 @@ from qarl.config import Config
 from qarl.diagnostics.mismatch import log_prob_gap
 from qarl.policy.policy import Policy
 from qarl.rollout.engine import truncation_of
+from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch
 from qarl.training.observer import Observer
 
@@ -30,9 +31,10 @@ class Agreement(Observer):
     def learned(self, batch: Batch, metrics: dict[str, float]) -> None:
         if not self._watching:
             return
-        whole = batch.whole(CPU)
-        gap = log_prob_gap(whole.logp_old.double(), whole.logp_sampler.double())[0].abs()
-        differing = gap.ne(0.0).nonzero()[:, 0]  # NaN differs
+        with one_thread():
+            whole = batch.whole(CPU)
+            gap = log_prob_gap(whole.logp_old.double(), whole.logp_sampler.double())[0].abs()
+            differing = gap.ne(0.0).nonzero()[:, 0]  # NaN differs
         if not len(differing):
             return
         self._watching = False

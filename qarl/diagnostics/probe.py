@@ -23,6 +23,7 @@ from qarl.diagnostics.record import StepTokens
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.objectives import Objective, TokenLogProbs
 from qarl.policy.policy import Policy
+from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch, Column, Part, rounds
 from qarl.training.observer import Observer
 
@@ -97,7 +98,8 @@ class Probe(Observer):
         if self.ranks.count > 1:
             self._share()
         if "shadow" in self.due:
-            self.metrics |= self._precision(batch)
+            with one_thread():
+                self.metrics |= self._precision(batch)
         if "deployed" in self.due:
             self.metrics |= self._deployed(batch)
 

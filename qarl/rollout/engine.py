@@ -98,7 +98,7 @@ class RolloutEngine(Draws, Protocol):
 
     def wake(self) -> None:
         """Begin to take that memory back, where the learner's next update leaves room for it; otherwise the next
-        publish does. It may be called again."""
+        publish does. It may be called again; a collective where a sampler is on several ranks' GPUs."""
         ...
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from qarl.rollout.engine import (
     ignore_progress,
     require_version,
 )
+from qarl.rollout.vllm.room import Room
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
@@ -47,9 +48,13 @@ def generate_share(
 
 
 class NoSampler:
-    """The engine of a rank that draws nothing: others draw for it. See `RolloutEngine` for the contract."""
+    """The engine of a rank that draws nothing: others draw for it. See `RolloutEngine` for the contract.
 
-    def __init__(self) -> None:
+    room: what those others ask before they wake on its GPU.
+    """
+
+    def __init__(self, room: Room | None = None) -> None:
+        self._room = room
         self.version: int | None = None
         self.metrics: dict[str, float] = {}
 
@@ -72,7 +77,8 @@ class NoSampler:
         return
 
     def wake(self) -> None:
-        return
+        if self._room is not None:
+            self._room(None)
 
     def close(self) -> None:
         self.version = None

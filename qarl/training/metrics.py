@@ -18,6 +18,7 @@ from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.distributed.ranks import Ranks
 from qarl.rewards import RewardResult
+from qarl.threads import one_thread
 from qarl.training.batch import CPU, Batch
 from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
@@ -80,11 +81,12 @@ def response_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 def token_metrics(batch: Batch) -> dict[str, float]:
     """What the sampled tokens show: `mismatch/*`, the learner at the rollout's snapshot against what the sampler
     reported, and `error_tokens/*`."""
-    whole = batch.whole(CPU)
-    ids = torch.tensor([token for response in batch.responses for token in response])
-    sampler, segments = whole.logp_sampler, whole.segments
-    mismatch = mismatch_metrics(whole.logp_old, sampler, segments)
-    return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
+    with one_thread():
+        whole = batch.whole(CPU)
+        ids = torch.tensor([token for response in batch.responses for token in response])
+        sampler, segments = whole.logp_sampler, whole.segments
+        mismatch = mismatch_metrics(whole.logp_old, sampler, segments)
+        return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
 
 
 def over_ranks(metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:

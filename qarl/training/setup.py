@@ -36,6 +36,7 @@ from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.shared import NoSampler
+from qarl.rollout.vllm.room import Room, ranks_room
 from qarl.storage.saved_state import Digests
 from qarl.text import visible
 from qarl.training.allocator import keep_freed_memory
@@ -118,7 +119,7 @@ def build_run(
             lambda: (
                 build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early, ranks)
                 if _draws(config, ranks)
-                else NoSampler()
+                else NoSampler(_room(config, device, ranks))
             ),
         )
         stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
@@ -264,6 +265,13 @@ def _draws(config: Config, ranks: Ranks) -> bool:
     return ranks.rank in config.rollout.samplers(ranks.count)
 
 
+def _room(config: Config, device: torch.device, ranks: Ranks) -> Room | None:
+    """Of the GPUs of several ranks, where a sampler is on them."""
+    if not config.rollout.spans or ranks.count == 1:
+        return None
+    return ranks_room(device, ranks, config.rollout.vllm.tensor_parallel)
+
+
 def _early_sampler(config: Config, device: torch.device, place: Path, ranks: Ranks) -> BegunSampler | None:
     if config.rollout.engine == "native" or not _draws(config, ranks):
         return None
@@ -299,7 +307,8 @@ def build_engine(
     shape = load_architecture(config.model)
     device: Device = "cuda" if layout.device.type == "cuda" else "cpu"
     beside = None if shape is None else update_bytes(config, shape, device, ranks.count)
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look, beside)
+    room = _room(config, layout.device, ranks)
+    return VLLMEngine(config, layout, tokenizer, weights, run_dir, say, early, ranks.look, beside, room)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -16,6 +16,7 @@ from qarl.diagnostics.error_tokens import decoder, error_examples
 from qarl.diagnostics.probe import Probe
 from qarl.diagnostics.record import StepTokens, diagnostics_record
 from qarl.rewards import RewardResult
+from qarl.threads import one_thread
 from qarl.training.batch import Batch
 from qarl.training.metrics import (
     peak_memory_gib,
@@ -51,9 +52,10 @@ class Trace:
             recorder.rollouts(step, self.rows, self.tensors)
         if self.tokens is not None:
             kept, seed = config.diagnostics.tokens, config.train.seed
-            record = diagnostics_record(
-                step, metrics, self.tokens, self.layers, self.examples, kept, seed, self.backward, self.routing
-            )
+            with one_thread():
+                record = diagnostics_record(
+                    step, metrics, self.tokens, self.layers, self.examples, kept, seed, self.backward, self.routing
+                )
             recorder.diagnostics(step, record)
 
 

@@ -226,7 +226,7 @@ def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
     """An engine whose sampler sleeps, and gave 1,000 bytes back; so many bytes of the GPU are free now."""
 
     def made(*troubles: str, free: int, update_bytes: int | None = 500, **vllm: Any) -> VLLMEngine:
-        monkeypatch.setattr("qarl.rollout.vllm.sleep.has_room", lambda device, needed: free >= needed)
+        monkeypatch.setattr("qarl.rollout.vllm.room.has_room", lambda device, needed: free >= needed)
         case.update_bytes = update_bytes
         engine = case.make("sleep frees 1000", *troubles, **vllm)
         case.publish()
@@ -287,8 +287,8 @@ def test_where_it_cannot_wake_beside_the_learner_it_wakes_for_the_publish(case, 
 
 
 def test_one_in_this_process_does_nothing_beside_the_learner(monkeypatch) -> None:
-    monkeypatch.setattr("qarl.rollout.vllm.sleep.has_room", lambda device, needed: needed <= 2 * MARGIN)
-    sampler, sleep, told = InlineSampler.__new__(InlineSampler), SamplerSleep(torch.device("cpu"), 0), []
+    sampler, told = InlineSampler.__new__(InlineSampler), []
+    sleep = SamplerSleep(lambda needed: needed is not None and needed <= 2 * MARGIN, 0)
     monkeypatch.setattr(sampler, "call", lambda operation, payload, tick: told.append((operation, payload)) or 1000)
     monkeypatch.setattr(sampler, "begin", lambda operation, payload: told.append((operation, payload)))
     monkeypatch.setattr(sampler, "finish", lambda tick: None)

@@ -196,6 +196,47 @@ def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, mon
     assert each.code == 0 and each.rollouts == done.rollouts and len(done.rollouts) == 2
 
 
+# A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.
+ROOMS = """
+from qarl.rollout.vllm import room
+from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
+started = fake_sampler.FakeHost.__init__
+def start(self, settings, expected, phases):
+    started(self, settings, expected, phases)
+    self.freed = 10**12 * (1 + settings.shard)
+fake_sampler.FakeHost.__init__ = start
+fake_sampler.FakeHost.sleep = lambda self, level: self.freed
+def has_room(device, needed):
+    with open(f"{FOLDER}/asked-{rank}", "a") as file:
+        print(needed - MARGIN, file=file)
+    return rank not in NONE
+room.has_room = has_room
+begin = SamplerSleep.begin_to_wake
+def told(self, sampler):
+    begin(self, sampler)
+    with open(f"{FOLDER}/waking", "a") as file:
+        print(self._waking, file=file)
+SamplerSleep.begin_to_wake = told
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("without", ["", "0", "1"])
+def test_a_vllm_over_two_ranks_wakes_beside_their_updates_where_both_have_room(
+    fake, tmp_path, monkeypatch, without
+) -> None:
+    monkeypatch.setitem(globals(), "FAKE", FAKE + ROOMS.replace("NONE", repr(without)))
+    done = fake([], forked=True, vllm={"tensor_parallel": 2})
+    assert done.code == 0, done.out
+    asked = [[int(line) for line in (tmp_path / f"asked-{rank}").read_text().split()] for rank in (0, 1)]
+    # In the first step after its update alone, for which more may be made than for later ones; in the second before it.
+    woken = ["False"] * 3 if without else ["True"] * 3
+    assert (tmp_path / "waking").read_text().split() == woken
+    assert asked[0] == asked[1] and len(asked[0]) == (3 if without else 2)  # again after the update, if it did not fit
+    assert all(2 * 10**12 < each < 3 * 10**12 for each in asked[0])  # the most that a part gave back, and an update
+    assert (tmp_path / "troubles-0.wakes").read_text().split() == ["woken"] * 4  # two parts, two steps
+
+
 @pytest.mark.slow
 def test_a_sampler_that_stays_dead_ends_the_run_on_all_ranks_with_a_checkpoint(fake) -> None:
     done = fake([], ["generate none", "publish kill", "start fail"], vllm={"max_restarts": 0})

@@ -39,16 +39,6 @@ def beside_others(worker: Any) -> Iterator[None]:
         del worker.sleep
 
 
-def has_room(device: torch.device, needed: int) -> bool:
-    """Whether so many bytes of a GPU are free once torch's cache of this process is given back, which it is unless that
-    cannot be enough."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if torch.cuda.mem_get_info(device)[0] + cached < needed:
-        return False
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0] >= needed
-
-
 class Freed:
     """Bytes that a sleep gives back; made before it."""
 

@@ -34,6 +34,7 @@ from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampl
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.room import Room, own_room
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
 from qarl.rollout.vllm.team import SamplerTeam
@@ -58,7 +59,8 @@ class VLLMEngine:
     while vLLM loads it, the exported policy. say: gets one line about what the user should know. restarts: used up so
     far. phases: seconds of the parts of vLLM's last start, by name. early: what the first start takes over. look: is
     called while vLLM starts, and ends the start by what it raises. update_bytes: of the GPU, that an update of the
-    learner takes, beside which vLLM may wake; None: it wakes for the next publish. tracer: is told what the forwards of
+    learner takes, beside which vLLM may wake; None: it wakes for the next publish. room: None: of the learner's GPU
+    alone. tracer: is told what the forwards of
     `generate` compute, where vLLM is in this process with exact numerics.
     """
 
@@ -75,12 +77,13 @@ class VLLMEngine:
         early: BegunSampler | None = None,
         look: Callable[[], None] = _see_nothing,
         update_bytes: int | None = None,
+        room: Room | None = None,
     ) -> None:
         self.config, self.layout, self.tokenizer, self.place = config, layout, tokenizer, place
         self.weights, self.say = weights, say
         self.log = place / LOG
         self._early, self._look = early, look
-        self._sleep = SamplerSleep(layout.device, update_bytes)
+        self._sleep = SamplerSleep(room or own_room(layout.device), update_bytes)
         self.version: int | None = None
         self.restarts = 0
         self.phases: dict[str, float] = {}
@@ -164,8 +167,6 @@ class VLLMEngine:
             self.weights.forget()  # nothing, until it is published whole
 
     def wake(self) -> None:
-        if self._sampler is None:
-            return
         try:
             self._sleep.begin_to_wake(self._sampler)
         except SamplerFault as fault:

@@ -7,9 +7,9 @@ import time
 import torch
 
 from qarl.rollout.engine import ignore_progress
-from qarl.rollout.vllm.asleep import has_room
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import SamplerProcess
+from qarl.rollout.vllm.room import Room
 from qarl.rollout.vllm.team import SamplerTeam
 
 Sampler = SamplerProcess | SamplerTeam | InlineSampler
@@ -20,13 +20,13 @@ MARGIN = 2**30  # bytes of a GPU for what no estimate counts, where vLLM wakes b
 class SamplerSleep:
     """Of one sampler at a time. What it raises is the sampler's, SamplerFault.
 
-    device: the learner's. beside: bytes of it that an update of the learner takes, beside which vLLM may wake already;
-    None: it wakes for the next publish. asleep: until it has woken, whether it is told to or not. metrics: of the last
-    sleep and waking, by name.
+    room: of the learners' GPUs. beside: bytes of one that an update of the learner takes, beside which vLLM may wake
+    already; None: it wakes for the next publish. asleep: until it has woken, whether it is told to or not. metrics: of
+    the last sleep and waking, by name.
     """
 
-    def __init__(self, device: torch.device, beside: int | None) -> None:
-        self._device, self._beside = device, beside
+    def __init__(self, room: Room, beside: int | None) -> None:
+        self._room, self._beside = room, beside
         self.asleep = self._waking = False
         self.metrics: dict[str, float] = {}
         self._freed = 0  # bytes, by the last sleep
@@ -49,16 +49,16 @@ class SamplerSleep:
         self.metrics["memory/sampler_freed_gib"] = freed / 2**30
         return True
 
-    def begin_to_wake(self, sampler: Sampler) -> None:
-        """Wake it without waiting, where the GPU has room for it and an update. It may be called again."""
-        if self._beside is None or not self.asleep or self._waking:
-            return
-        if not isinstance(sampler, SamplerProcess):  # inline, or on GPUs whose room is other ranks'
-            return
-        if not has_room(self._device, self._freed + self._beside + MARGIN):
-            return
-        sampler.begin("wake", None)
-        self._waking = True
+    def begin_to_wake(self, sampler: Sampler | None) -> None:
+        """Wake it without waiting, where its GPUs have room for it and an update. It may be called again.
+
+        Not one that is in this process. Other ranks that have a part in the room ask at the same time.
+        """
+        waits = self.asleep and not self._waking and not isinstance(sampler, InlineSampler)
+        needed = self._freed + self._beside + MARGIN if waits and self._beside is not None else None
+        if self._room(needed) and sampler is not None:
+            sampler.begin("wake", None)
+            self._waking = True
 
     def wake(self, sampler: Sampler) -> None:
         """Wait until it is awake."""
