@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 
 import pytest
 from pages import ROOT
@@ -330,3 +331,22 @@ def test_the_study_of_exactness_with_vllm_is_the_record(record: str, lead: str) 
         assert numbers(step) == [pytest.approx(own["step_s"]["mean"], abs=0.006)]
     exact = [member for member in found["members"] if member["name"].startswith(("reinforce-exact", "grpo-exact"))]
     assert len(exact) == 6 and all(member["column:exact"] == 0 for member in exact)
+
+
+def test_the_mixtures_of_the_study_are_the_record() -> None:
+    found = results("reproduction_mixture_gpu")
+    groups, curves = found["first_29_steps"]["groups"], found["by_step"]
+    rows = table("At the GPU's size", "reproductions")
+    for (_, *cells), group in zip(rows, groups, strict=True):
+        other, delta, kl = (group[f"column:{head}"]["mean"] for head in ("other experts", "mean |delta|", "KL (k3)"))
+        assert numbers(cells[0]) == [pytest.approx(100 * other, abs=0.051)]
+        assert numbers(cells[1]) == [pytest.approx(delta, abs=0.00051)]
+        assert numbers(cells[2]) == [pytest.approx(kl, abs=0.000051)]
+        of_seeds = [curves[f"{group['name']}-seed{seed}"] for seed in group["seeds"]]
+        for cell, name, steps, unit in (
+            (cells[3], "reward/math_mean", slice(7, 14), 100),
+            (cells[4], "reward/math_mean", slice(22, 29), 100),
+            (cells[5], "response/length_mean", slice(22, 29), 1),
+        ):
+            means = [unit * statistics.fmean(curve[name][steps]) for curve in of_seeds]
+            assert numbers(cell) == [pytest.approx(mean, abs=0.51) for mean in means]
