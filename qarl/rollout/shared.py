@@ -23,7 +23,7 @@ from qarl.rollout.engine import (
     ignore_progress,
     require_version,
 )
-from qarl.rollout.vllm.room import Room
+from qarl.rollout.room import Room
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 

@@ -35,8 +35,8 @@ from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
 from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.room import Room, ranks_room
 from qarl.rollout.shared import NoSampler
-from qarl.rollout.vllm.room import Room, ranks_room
 from qarl.storage.saved_state import Digests
 from qarl.text import visible
 from qarl.training.allocator import keep_freed_memory

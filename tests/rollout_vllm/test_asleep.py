@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from qarl.rollout.room import has_room
 from qarl.rollout.vllm.asleep import GREW, Freed, beside_others
 from qarl.rollout.vllm.engine import MEASURED_OTHERS
-from qarl.rollout.vllm.room import has_room
 
 
 class Worker:

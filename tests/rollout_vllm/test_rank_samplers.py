@@ -198,7 +198,7 @@ def test_a_vllm_over_two_ranks_is_asleep_while_either_learns(fake, tmp_path, mon
 
 # A vLLM over both ranks that sleeps, and what each of them then says of the room on its GPU.
 ROOMS = """
-from qarl.rollout.vllm import room
+from qarl.rollout import room
 from qarl.rollout.vllm.sleep import MARGIN, SamplerSleep
 started = fake_sampler.FakeHost.__init__
 def start(self, settings, expected, phases):

@@ -29,12 +29,12 @@ from qarl.rollout.engine import (
     require_finite,
     require_version,
 )
+from qarl.rollout.room import Room, own_room
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.early import LOG, BegunSampler, SamplerError, begin_sampler, not_started, see
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.launch import drawing_of, routing_of, sampler_gpus, sampler_settings
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.room import Room, own_room
 from qarl.rollout.vllm.settings import Request, request_seed
 from qarl.rollout.vllm.sleep import Sampler, SamplerSleep
 from qarl.rollout.vllm.team import SamplerTeam

@@ -7,9 +7,9 @@ import time
 import torch
 
 from qarl.rollout.engine import ignore_progress
+from qarl.rollout.room import Room
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import SamplerProcess
-from qarl.rollout.vllm.room import Room
 from qarl.rollout.vllm.team import SamplerTeam
 
 Sampler = SamplerProcess | SamplerTeam | InlineSampler

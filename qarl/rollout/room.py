@@ -1,7 +1,4 @@
-"""Whether a vLLM that sleeps on GPUs of learners may wake beside them already.
-
-Importing this module does not import vLLM.
-"""
+"""Whether a sampler that sleeps on learners' GPUs may wake beside them already."""
 
 from __future__ import annotations
 
