@@ -350,3 +350,14 @@ def test_the_mixtures_of_the_study_are_the_record() -> None:
         ):
             means = [unit * statistics.fmean(curve[name][steps]) for curve in of_seeds]
             assert numbers(cell) == [pytest.approx(mean, abs=0.51) for mean in means]
+
+
+def test_the_rates_of_the_mixture_are_the_record() -> None:
+    runs = [run["by_step"] for run in results("reproduction_mixture_rates_cpu")["runs"]]
+    rows = table("At the CPU's size", "reproductions")
+    for (_, rate, early, late, most, last), run in zip(rows, runs, strict=True):
+        assert float(rate) == run["optim/lr"][-1]
+        right, far = run["reward/math_mean"], run["policy/kl_k3"]
+        found = [100 * statistics.fmean(right[:4]), 100 * statistics.fmean(right[4:])]
+        assert numbers(early) + numbers(late) == [pytest.approx(mean, abs=0.51) for mean in found]
+        assert numbers(most) + numbers(last) == [pytest.approx(kl, abs=0.000051) for kl in (max(far), far[-1])]
