@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -78,16 +80,26 @@ def test_weights_and_what_is_no_kernels_are_left_alone():
     assert all(bool((t == 9).all()) for t in (module.weight, large, other, module.scheme.model.weight))
 
 
+def test_one_that_layers_share_and_one_that_is_not_there_yet():
+    shared, modules = words(5), [nn.Linear(2, 2) for _ in range(3)]
+    for module, workspace in zip(modules, (shared, shared, None), strict=True):
+        module.scheme = Held(kernel=Held(workspace=workspace))
+    assert restored(modules, shared)
+    assert [tensor.data_ptr() for tensor in KernelTensors(modules)._held] == [shared.data_ptr()]
+
+
 def test_they_outlive_the_reload_that_replaces_them_as_graphs_go_on_with_them():
-    module = nn.Linear(2, 2)
-    module.scheme = Held(kernel=Held(workspace=words()))
-    address = module.scheme.kernel.workspace.data_ptr()
+    module, memory = nn.Linear(2, 2), np.zeros(4, dtype=np.int32)
+    module.scheme = Held(kernel=Held(workspace=torch.from_numpy(memory)))
+    old = weakref.ref(memory)
+    del memory
     kernels = KernelTensors([module])
     module.scheme.kernel.workspace = words(1)  # as process_weights_after_loading does
     gc.collect()
-    again = [words() for _ in range(64)]  # none of which gets the old memory
-    assert address not in [tensor.data_ptr() for tensor in again]
+    assert old() is not None
     del kernels
+    gc.collect()
+    assert old() is None
 
 
 def test_a_loader_restores_what_its_layers_had_first():
