@@ -15,6 +15,7 @@ from torch import Tensor
 from qarl.config.rollout import RolloutConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
+from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import (
     Progress,
     RolloutEngine,
@@ -50,15 +51,17 @@ def generate_share(
 class NoSampler:
     """The engine of a rank that draws nothing: others draw for it. See `RolloutEngine` for the contract.
 
-    room: what those others ask before they wake on its GPU.
+    sampler: the policy's own forward, which follows what is published, and so keeps no older version's memory. room:
+    what those others ask before they wake on its GPU.
     """
 
-    def __init__(self, room: Room | None = None) -> None:
-        self._room = room
+    def __init__(self, sampler: Sampler, room: Room | None = None) -> None:
+        self._sampler, self._room = sampler, room
         self.version: int | None = None
         self.metrics: dict[str, float] = {}
 
     def publish(self, snapshot: Snapshot) -> None:
+        self._sampler.install(snapshot)
         self.version = snapshot.version
 
     def generate(

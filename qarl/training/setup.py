@@ -119,7 +119,7 @@ def build_run(
             lambda: (
                 build_engine(config, policy, asked.tokenizer, asked.prompts, place, say, early, ranks)
                 if _draws(config, ranks)
-                else NoSampler(_room(config, device, ranks))
+                else NoSampler(policy.sampler, _room(config, device, ranks))
             ),
         )
         stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)

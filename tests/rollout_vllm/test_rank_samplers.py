@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent
@@ -17,6 +19,7 @@ from typing import Any
 import fake_sampler
 import pytest
 import torch
+from policy_models import make_policy
 from ranks import PATHS, ROOT
 from test_train_ranks import on_two
 from tiny_runs import settings, write_config
@@ -359,11 +362,21 @@ def configuration(vllm: dict[str, Any]) -> Config:
     return Config.model_validate(settings(Path("here"), rollout={"engine": "vllm", "vllm": vllm}))
 
 
-def test_a_rank_without_a_sampler_has_no_prompts_and_no_stale_version() -> None:
-    engine, sampling = NoSampler(), SamplingParams(1, 0, 4)
+def test_a_rank_without_a_sampler_has_no_prompts_and_keeps_no_older_version(tiny_model) -> None:
+    policy, sampling = make_policy(tiny_model("qwen2"), "w8a8", torch.float32), SamplingParams(1, 0, 4)
+    engine = NoSampler(policy.sampler)
     with pytest.raises(PublishError):
-        engine.generate([], sampling, 1)
-    engine.version = 1
+        engine.generate([], sampling, 0)
+    old = policy.current
+    policy.refresh(1)
+    with pytest.raises(PublishError, match="the learner is at version 1"):
+        engine.publish(old)
+    weight = weakref.ref(next(iter(old.published.values())))
+    del old
+    assert weight() is not None
+    engine.publish(policy.current)
+    gc.collect()
+    assert weight() is None and policy.sampler.current
     assert engine.generate([], sampling, 1) == []
 
 
