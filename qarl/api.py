@@ -125,23 +125,26 @@ def quantize(
     ignore: Sequence[str] = (),
     max_shard_size: str = "5GB",
     unpacked: bool = False,
+    verify_digests: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportResult:
     """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline.
 
     model: a directory, a hub name, or package:NAME. out: a new directory. scheme, group_size, symmetric, grid: as in
-    the configuration's `quant` section. ignore: layers to leave unquantized besides lm_head. The others: see `export`.
+    the configuration's `quant` section. ignore: layers to leave unquantized besides lm_head. verify_digests: compare a
+    model that qarl exported in bf16 with its qarl_export.json. The others: see `export`.
     """
     from qarl.inference.target import resolve_target
 
     quant: dict[str, Any] = {"scheme": scheme, "symmetric": symmetric, "ignore": ["lm_head", *ignore]}
     quant |= {key: value for key, value in (("group_size", group_size), ("grid", grid)) if value is not None}
     name = os.fspath(model)
-    kind = resolve_target(name).kind
+    kind = resolve_target(name, verify_digests=verify_digests).kind
     if kind != "model":
         what = "is a run; use qarl export, or" if kind == "run" else "is quantized already;"
         raise UserError(f"MODEL: {name} {what} give the model that it was made from")
-    return _write(resolve_target(name, quant=quant), user_path(out, "OUT"), max_shard_size, unpacked, False, progress)
+    target = resolve_target(name, quant=quant, verify_digests=verify_digests)
+    return _write(target, user_path(out, "OUT"), max_shard_size, unpacked, False, progress)
 
 
 def verify_export(
@@ -150,24 +153,32 @@ def verify_export(
     *,
     step: int | None = None,
     model: str | None = None,
+    verify_digests: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Compare an exported directory with the run that it was made from, and write its verification.json.
 
-    run, step, model: as for `export`. say: gets a line for each reader. Returns what verification.json holds; its `ok`
-    is False where a reader failed or differs.
+    Args:
+        run, step, model: As for `export`.
+        out: The exported directory.
+        verify_digests: Compare configuration and tokenizer with qarl_export.json too.
+        say: Gets a line for each reader.
+
+    Returns:
+        The contents of verification.json. Its `ok` is False if a reader failed or differs.
     """
     from qarl.inference.target import resolve_target
 
-    return _verified(resolve_target(os.fspath(run), step=step, model=model), user_path(out, "OUT"), say)
+    target = resolve_target(os.fspath(run), step=step, model=model)
+    return _verified(target, user_path(out, "OUT"), say, verify_digests)
 
 
-def _verified(target: Target, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def _verified(target: Target, out: Path, say: Callable[[str], None], verify_digests: bool = True) -> dict[str, Any]:
     from qarl.exporting.verify import verify_export as verified
     from qarl.training.noise import quiet_libraries
 
     with quiet_libraries(say):
-        return verified(target, out, device="auto", say=say)
+        return verified(target, out, device="auto", verify_digests=verify_digests, say=say)
 
 
 def _write(
@@ -217,6 +228,7 @@ def evaluate(
     model: str | None = None,
     out: AnyPath | None = None,
     device: Device = "auto",
+    verify_digests: bool = True,
     console: Literal["rich", "plain", "none"] = "rich",
 ) -> EvaluationResult:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % intervals. An interrupted evaluation goes on.
@@ -231,7 +243,7 @@ def evaluate(
     from qarl.inference.target import given, resolve_target
 
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     ks = None if pass_at is None else tuple(pass_at)
     sets = (data,) if isinstance(data, str) else tuple(data)
     request = Request(sets, samples, ks, temperature, max_response_length, max_prompts, seed)
@@ -262,6 +274,7 @@ def generate(
     step: int | None = None,
     model: str | None = None,
     device: Device = "auto",
+    verify_digests: bool = True,
     seed: int = 0,
 ) -> list[Completion]:
     """Complete prompts with a policy, on the quantized tensors that it is served with; in the order (prompt, sample).
@@ -274,7 +287,7 @@ def generate(
     from qarl.inference.target import given, resolve_target
 
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
 
@@ -312,6 +325,7 @@ def verify_exact(
     step: int | None = None,
     model: str | None = None,
     device: Device = "auto",
+    verify_digests: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Exactness:
     """Draw tokens with an engine, recompute their log-probs with the learner's forward, and compare them bit for bit.
@@ -325,7 +339,7 @@ def verify_exact(
     from qarl.inference.target import given, resolve_target
 
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model)
+    found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     wait_politely()
     from qarl.exactness.command import check_exactness  # torch: only once the target is known
     from qarl.exactness.request import Request

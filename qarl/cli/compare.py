@@ -113,6 +113,14 @@ def compare(
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --offline; default auto.", show_default=False)
     ] = None,
+    verify_digests: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify-digests/--no-verify-digests",
+            help="With --offline: compare an exported model with its qarl_export.json; default on.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Compare schemes, learners and seeds of a configuration, a study's variants, or runs that are there.
 
@@ -120,6 +128,7 @@ def compare(
     """
     only_offline: dict[str, object] = {"--text": text, "--group-size": group_size, "--max-tokens": max_tokens}
     only_offline |= {"--kv-cache-dtype": kv_cache_dtype, "--device": device}
+    only_offline |= {"--verify-digests": verify_digests}
     only_config = {"--learners": learners, "--seeds": seeds, "--reuse": reuse or None, "--jobs": jobs}
     only_study = {"--profile": profile, "--only": only}
     if offline is not None:
@@ -139,6 +148,7 @@ def compare(
             max_tokens=max_tokens or OFFLINE_TOKENS,
             out=out,
             device=device or "auto",
+            verify_digests=verify_digests is not False,
         )
         raise typer.Exit(done.exit_code)
     refuse(only_offline, "is for --offline; leave it out")

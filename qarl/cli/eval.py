@@ -9,7 +9,7 @@ import typer
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
 from qarl.config.evaluation_presets import PRESETS
 from qarl.config.limits import ITEMS, ROWS
 from qarl.config.messages import shown
@@ -48,6 +48,7 @@ def evaluate(
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Of the random streams; default 0.")] = None,
     step: Step = None,
     model: MovedModel = None,
+    verify_digests: VerifyDigests = True,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -72,6 +73,7 @@ def evaluate(
         seed=seed,
         step=step,
         model=model,
+        verify_digests=verify_digests,
         out=out,
         device=device,
     )

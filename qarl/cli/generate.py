@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qarl.cli.arguments import name_of, path_of, text_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
 from qarl.config.limits import SAMPLES, TOKENS, VOCABULARY
 from qarl.inference.target import given, resolve_target
 from qarl.threads import wait_politely
@@ -64,6 +64,7 @@ def generate(
     kv_cache_dtype: KVCache = None,
     step: Step = None,
     model: MovedModel = None,
+    verify_digests: VerifyDigests = True,
     device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random stream.")] = 0,
     as_json: Annotated[
@@ -75,7 +76,7 @@ def generate(
     A prompt is taken as it is: a run's data.prompt_template is not applied to it.
     """
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(target, step=step, quant=quant, model=model)
+    found = resolve_target(target, step=step, quant=quant, model=model, verify_digests=verify_digests)
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
     from qarl.training.console import RunConsole

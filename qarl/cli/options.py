@@ -31,4 +31,11 @@ MovedModel = Annotated[
         "--model", parser=name_of("--model"), metavar="MODEL", help="Where the run's base model is now, if it moved."
     ),
 ]
+VerifyDigests = Annotated[
+    bool,
+    typer.Option(
+        "--verify-digests/--no-verify-digests",
+        help="Compare an exported directory with its qarl_export.json: tensors, configuration, tokenizer.",
+    ),
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA where there is one.")]

@@ -11,6 +11,7 @@ from qarl_formats.registry import scheme_names
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.export import ShardSize, Unpacked, bar, show
+from qarl.cli.options import VerifyDigests
 from qarl.config.quant import GROUPED, ZERO_POINTS
 
 SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
@@ -50,6 +51,7 @@ def quantize(
     ] = None,
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,
+    verify_digests: VerifyDigests = True,
 ) -> None:
     """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline."""
     with bar(str(out)) as progress:
@@ -63,6 +65,7 @@ def quantize(
             ignore=ignore or (),
             max_shard_size=max_shard_size,
             unpacked=unpacked,
+            verify_digests=verify_digests,
             progress=progress,
         )
     show(written)

@@ -11,7 +11,7 @@ import typer
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
 from qarl.config.limits import SEQUENCES, TOKENS, VOCABULARY
 from qarl.inputs.json import strict
 from qarl.results import Difference, Exactness
@@ -56,6 +56,7 @@ def verify_exact(
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of prompts and draws.")] = 0,
     step: Step = None,
     model: MovedModel = None,
+    verify_digests: VerifyDigests = True,
     device: Device = "auto",
     out: Annotated[
         Path | None,
@@ -85,6 +86,7 @@ def verify_exact(
         seed=seed,
         step=step,
         model=model,
+        verify_digests=verify_digests,
         device=device,
         say=lambda line: typer.echo(f"{line} ...", err=True),
     )

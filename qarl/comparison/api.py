@@ -81,6 +81,7 @@ def compare_offline(
     max_tokens: int = OFFLINE_TOKENS,
     out: AnyPath | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    verify_digests: bool = True,
 ) -> ComparisonResult:
     """Compare a model's schemes without RL: weight error, divergence from bf16, perplexity, bytes and speed.
 
@@ -110,6 +111,7 @@ def compare_offline(
         kv_cache_dtype=kv_cache_dtype,
         max_tokens=max_tokens,
         device=device,
+        verify_digests=verify_digests,
     )
     return _compared(where, code)
 

@@ -1,6 +1,7 @@
 """Proof that an exported checkpoint is the run's policy: its codes, and what other programs make of them.
 
-    codes          compressed-tensors' own unpacking of the files gives the codes and scales of the run
+    codes          compressed-tensors' own unpacking of the files gives the codes and scales of the run, and
+                   configuration and tokenizer are those that qarl_export.json records
     qarl           the native engine on the files: on the CPU the same tokens and the same bits of log-prob
     transformers   greedy text and log-probs; it drops activation quantization, so there the weights alone
     vllm           greedy text and log-probs, through vLLM's own kernels
@@ -36,6 +37,7 @@ from qarl.exporting.readers import (
     read_vllm,
     release_memory,
 )
+from qarl.inference.export_record import read_export_record
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.json import read_json_object
@@ -83,11 +85,23 @@ class Agreement:
         return f"{name}: {self.status}: {found}" + (f"; {self.reason}" if self.reason else "")
 
 
-def verify_export(target: Target, out: Path, *, device: str = "auto", say: Callable[[str], None]) -> dict[str, Any]:
+def verify_export(
+    target: Target, out: Path, *, device: str = "auto", verify_digests: bool = True, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Compare the checkpoint in `out` with the policy of `target`, and write `out`/verification.json.
 
-    say: gets a line for each reader. Returns what is written; its `ok` is False when a reader failed or differs.
-    Raises UserError when the target itself cannot be opened.
+    Args:
+        target: The run, or the model that was quantized.
+        out: The exported directory.
+        device: auto, cpu or cuda.
+        verify_digests: Whether configuration and tokenizer are compared with qarl_export.json.
+        say: Gets a line for each reader.
+
+    Returns:
+        The contents of verification.json. Its `ok` is False if a reader failed or differs.
+
+    Raises:
+        UserError: The target itself cannot be opened.
     """
     stored = read_json_object(out / "config.json", nonfinite=True)
     if "quantization_config" not in stored:
@@ -98,7 +112,7 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     prompts = [
         Prompt(index, opened.tokenizer(text)["input_ids"], text) for index, text in enumerate(_prompt_texts(target))
     ]
-    found = [_codes(opened.policy.current, out)]
+    found = [_codes(opened.policy.current, out, verify_digests)]
     say(found[0].line())
     reference = greedy(opened, prompts, MAX_TOKENS)
     exact, where, dtype = opened.policy.device.type == "cpu", opened.policy.device, stored["dtype"]
@@ -186,8 +200,11 @@ def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Ag
     )
 
 
-def _codes(snapshot: Snapshot, out: Path) -> Agreement:
-    """The library's own unpacking of the files against the run's tensors, every one of them."""
+def _codes(snapshot: Snapshot, out: Path, verify_digests: bool) -> Agreement:
+    """The library's own unpacking of the files against the run's tensors, every one of them.
+
+    verify_digests: Compare configuration and tokenizer with qarl_export.json too; tensors are compared with the run's.
+    """
     import compressed_tensors
 
     files = OpenTensors(stored_tensors(out))
@@ -206,6 +223,13 @@ def _codes(snapshot: Snapshot, out: Path) -> Agreement:
     for name, tensor in snapshot.tensors.items():
         if name not in quantized and (name not in files or not torch.equal(files[name], tensor.cpu())):
             return Agreement("codes", "differs", f"{name}: not the run's", version)
+    record = read_export_record(out) if verify_digests else None
+    if record is not None:
+        try:
+            record.check_documents()
+            record.check_names(stored_tensors(out))
+        except UserError as error:
+            return Agreement("codes", "differs", str(error), version)
     unpacked = f"{len(snapshot.weights)} layers as compressed-tensors unpacks them, {len(snapshot.tensors)} tensors"
     return Agreement("codes", "agrees", unpacked, version)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.staging import require_space, staged
+from qarl.inference.export_record import FORMAT_VERSION, RECORD, FileDigest, Prompting, body_digest, file_digest
 from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target
@@ -28,8 +29,6 @@ from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_do
 from qarl.storage.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_tensors
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ def export_checkpoint(
     same_as_run = same_codes_expected(target) and DTYPES[target.run.model.dtype] == dtype
     with staged(out) as directory:
         save_tokenizer(load_tokenizer(target.model), directory)
+        tokenizer_files = {str(path.relative_to(directory)): file_digest(path) for path in files_in(directory)}
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_space(out, needed)
         with disk_errors(out, needed, place="OUT"):
@@ -86,8 +86,10 @@ def export_checkpoint(
             documents = {
                 "config.json": config_document(masters.config, dtype, scheme, target.quant.ignore, unpacked),
                 "generation_config.json": json.loads(masters.generation.to_json_string()),
-                "qarl_export.json": _provenance(target, masters, written.stored, digest, same_as_run),
             }
+            documents[RECORD] = _record(
+                _provenance(target, masters, digest, same_as_run), written.stored, documents, tokenizer_files
+            )
             if len(shards) > 1:
                 documents["model.safetensors.index.json"] = shard_index(shards)
             for name, document in documents.items():
@@ -150,12 +152,9 @@ def _read_back(directory: Path, shards: list[Shard], records: dict[str, TensorRe
             raise UserError(f"{out}: {changed[0]} came back from {shard.file} with other bytes; check the disk")
 
 
-def _provenance(
-    target: Target, masters: Masters, records: dict[str, TensorRecord], digest: str, same_as_run: bool
-) -> dict[str, Any]:
-    """qarl_export.json: where the tensors come from, and what they must be."""
+def _provenance(target: Target, masters: Masters, digest: str, same_as_run: bool) -> dict[str, Any]:
+    """Where the tensors come from."""
     return {
-        "format_version": FORMAT_VERSION,
         "packages": package_versions(),
         "run": None if target.run_dir is None else target.run_dir.resolve().name,
         "step": target.step,
@@ -165,5 +164,30 @@ def _provenance(
         "run_snapshot_sha256": masters.digest,
         "snapshot_sha256": digest,
         "codes_are_the_runs": same_as_run,
-        "tensors": {name: asdict(record) for name, record in records.items()},
+        "prompting": None if target.run is None else Prompting.of(target.run).model_dump(),
     }
+
+
+def _record(
+    provenance: Mapping[str, Any],
+    tensors: Mapping[str, TensorRecord],
+    documents: Mapping[str, dict[str, Any]],
+    files: Mapping[str, FileDigest],
+) -> dict[str, Any]:
+    """Contents of qarl_export.json.
+
+    Args:
+        provenance: Where the tensors come from, and how the run was prompted.
+        tensors: Digests of the stored tensors by name.
+        documents: config.json and generation_config.json.
+        files: Digests of the tokenizer's files.
+    """
+    body = {
+        "format_version": FORMAT_VERSION,
+        **provenance,
+        "config": documents["config.json"],
+        "generation_config": documents["generation_config.json"],
+        "files": {name: digest.model_dump() for name, digest in files.items()},
+        "tensors": {name: asdict(record) for name, record in tensors.items()},
+    }
+    return body | {"sha256": body_digest(body)}

@@ -17,6 +17,7 @@ from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.fused import shared_scales
+from qarl.inference.export_record import ExportRecord, TensorDigest
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
 from qarl.policy.load import load_model, model_weights
@@ -24,7 +25,7 @@ from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.saved_state import PolicyState, saved_state
-from qarl.weight_sync.snapshot import quantize_parameter
+from qarl.weight_sync.snapshot import describe, quantize_parameter
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def open_masters(target: Target) -> Masters:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     common = (config, load_generation_config(target.model), shapes, frozenset(linear_names(model)))
     if target.checkpoint is None:
-        return Masters(*common, _model_reader(target.model))
+        return Masters(*common, _model_reader(target.model, target.digests))
     checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
     tensors, state = checkpoint.tensors["masters"], saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
     if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tensors.shape(n) != shapes[n]]:
@@ -129,19 +130,40 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(values)
 
 
-def _model_reader(model: ModelConfig) -> Callable[[str], Tensor]:
-    """Reads safetensors files tensor by tensor; a GGUF file is loaded whole. Raises UserError as `load_model` does."""
+def _model_reader(model: ModelConfig, record: ExportRecord | None) -> Callable[[str], Tensor]:
+    """Reader of a model's parameters as float32: safetensors files tensor by tensor, a GGUF file as a whole.
+
+    Args:
+        model: The model.
+        record: Of a model that qarl exported: each tensor is compared with it the first time it is read.
+
+    Raises:
+        UserError: As `load_model`, and for tensors that `record` does not have or has and are not there.
+    """
     files = model_weights(model)
     if files is None:
         loaded = dict(load_model(model).named_parameters())
         return lambda name: loaded[name].detach()
 
     opened = OpenTensors(files)
+    unchecked = set() if record is None else set(record.tensors)
+    if record is not None:
+        record.check_names(files)
 
     def read(name: str) -> Tensor:
         try:
-            return opened[name].float()
+            tensor = opened[name]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise UserError(f"{files[name].file}: not a readable safetensors file ({error}); restore it") from error
+        if record is not None and name in unchecked:
+            record.check_tensor(files[name].file, name, digest_of(tensor))
+            unchecked.discard(name)
+        return tensor.float()
 
     return read
+
+
+def digest_of(tensor: Tensor) -> TensorDigest:
+    """Shape, dtype and SHA-256 of a tensor, as qarl_export.json records them."""
+    found = describe(tensor)
+    return TensorDigest(shape=list(found.shape), dtype=found.dtype, sha256=found.sha256)

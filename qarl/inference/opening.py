@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from qarl_formats.compressed import from_state_dict
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import is_ignored
 from qarl_kernels.logprob import Truncation
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -19,8 +21,11 @@ from qarl.config import RolloutConfig
 from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.config.weights import EMBEDDING, HEAD, require_weights
 from qarl.errors import UserError
-from qarl.inference.masters import Masters, open_masters, plain_config
+from qarl.inference.export_record import ExportRecord
+from qarl.inference.masters import Masters, digest_of, open_masters, plain_config
 from qarl.inference.target import Target, quantization_of
+from qarl.inputs.open_tensors import OpenTensors
+from qarl.inputs.tensors import StoredTensor
 from qarl.policy.device import DTYPES, pick_device
 from qarl.policy.load import load_tokenizer, require_tied
 from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, stop_token_ids
@@ -157,18 +162,22 @@ def _stored_forms(
 
 
 def _read_export(target: Target) -> dict[str, Tensor]:
-    """Every tensor of the files, which are proved to be those of the configuration; numbers alone."""
+    """Every tensor of an exported directory by name, on the CPU.
+
+    Raises:
+        UserError: Tensors are missing, damaged, not finite, or not those that config.json and, unless
+            `target.verify_digests` is off, qarl_export.json describe.
+    """
     directory = Path(target.model.path)
     architecture = load_architecture(target.model)
     if architecture is None:
         check_family(load_model_config(target.model))
         raise AssertionError(f"{directory}: a family that is known, of an architecture that is not")
     found = require_weights(directory, architecture, quantization_of(directory))
-    tensors: dict[str, Tensor] = {}
+    if target.digests is not None:
+        target.digests.check_names(found)
     try:
-        for path in sorted({stored.file for stored in found.values()}):
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        tensors = _verified_tensors(found, target.digests)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise UserError(f"{directory}: damaged: {' '.join(str(error).split())}; export it again") from error
     for name, tensor in tensors.items():
@@ -177,4 +186,23 @@ def _read_export(target: Target) -> dict[str, Tensor]:
             raise UserError(f"{found[name].file}: {name} holds values that are NaN or infinite; export it again")
     if architecture.tied_embeddings and HEAD in found:
         require_tied(found[EMBEDDING], found[HEAD])
+    return tensors
+
+
+def _verified_tensors(found: Mapping[str, StoredTensor], record: ExportRecord | None) -> dict[str, Tensor]:
+    """Read tensors, and compare each with `record` in another thread while the next ones are read.
+
+    Hashing takes about as long as reading, releases the interpreter's lock, and needs no copy of the tensor.
+    Raises UserError for a tensor that differs, and what the safetensors library raises.
+    """
+    opened, tensors = OpenTensors(found), {}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = {}
+        for name in found:
+            tensors[name] = opened[name]
+            if record is not None:
+                digests[name] = pool.submit(digest_of, tensors[name])
+        for name, digest in digests.items():
+            assert record is not None
+            record.check_tensor(found[name].file, name, digest.result())
     return tensors

@@ -13,6 +13,7 @@ from qarl.config import Config, ModelConfig, QuantConfig, check_model
 from qarl.config.messages import fault_lines
 from qarl.config.quant import OF_TRAINING
 from qarl.errors import UserError
+from qarl.inference.export_record import ExportRecord, Prompting, read_export_record
 from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import shown_names, stored_tensors
@@ -24,9 +25,15 @@ from qarl.storage.runs import read_run_config
 class Target:
     """A policy that can be opened.
 
-    kind: `run` (masters of a checkpoint), `export` (a compressed-tensors checkpoint), `model` (a Hugging Face model or
-    GGUF). name: as the user gave it. model: where config and tokenizer are; for `model` the weights too. quant: scheme
-    and layout to run in. run, run_dir, step, checkpoint: of a run, else None.
+    Attributes:
+        kind: `run` (masters of a checkpoint), `export` (a compressed-tensors checkpoint), or `model` (a Hugging Face
+            model or GGUF, which includes an export in bf16).
+        name: The name that the user gave.
+        model: Where config and tokenizer are; for `model` and `export` the weights too.
+        quant: Scheme and layout to run in.
+        run, run_dir, step, checkpoint: Of a run, else None.
+        record: What qarl_export.json says of an exported directory; None for everything else.
+        verify_digests: Whether tensors are compared with `record` when they are read.
     """
 
     kind: Literal["run", "export", "model"]
@@ -37,6 +44,20 @@ class Target:
     run_dir: Path | None = None
     step: int | None = None
     checkpoint: Path | None = None
+    record: ExportRecord | None = None
+    verify_digests: bool = True
+
+    @property
+    def prompting(self) -> Prompting | None:
+        """How the run prompts its policy, or the run that was exported; None for a model of unknown prompting."""
+        if self.run is not None:
+            return Prompting.of(self.run)
+        return None if self.record is None else self.record.prompting
+
+    @property
+    def digests(self) -> ExportRecord | None:
+        """What tensors must be compared with when they are read; None if there is nothing to compare."""
+        return self.record if self.verify_digests else None
 
     @property
     def label(self) -> str:
@@ -51,13 +72,26 @@ def given(**quant: Any) -> dict[str, Any]:
 
 
 def resolve_target(
-    name: str, *, step: int | None = None, quant: Mapping[str, Any] | None = None, model: str | None = None
+    name: str,
+    *,
+    step: int | None = None,
+    quant: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    verify_digests: bool = True,
 ) -> Target:
     """Find out what `name` is. Reads no weights.
 
-    step: which checkpoint of a run; default the newest. quant: `quant.*` keys that replace the run's own, or for a
-    model the default (scheme bf16). model: where a run's base model is now, if it moved.
-    Raises UserError: nothing there, a run without (that) checkpoint, options that do not fit the kind.
+    Args:
+        name: A run, one of its checkpoints, an exported directory, or a model.
+        step: Which checkpoint of a run; default the newest.
+        quant: `quant.*` keys that replace the run's own, or for a model the default (scheme bf16).
+        model: Where a run's base model is now, if it moved.
+        verify_digests: Compare an exported directory with its qarl_export.json: configuration and tokenizer now,
+            tensors when they are read.
+
+    Raises:
+        UserError: Nothing there, a run without (that) checkpoint, options that do not fit the kind, or an exported
+            directory that was changed.
     """
     path = user_path(name, "TARGET")
     with path_errors(name):
@@ -77,13 +111,18 @@ def resolve_target(
             "checkpoints, or a model"
         )
     base = _model({"path": str(path) if path.is_dir() else name})
+    record = read_export_record(path)
+    if record is not None and verify_digests:
+        record.check_documents()
     check_model(base)
     stored = quantization_of(path)
     if stored is None:
-        return Target("model", name, base, _quant({"scheme": "bf16"} | dict(quant or {})))
+        own = _quant({"scheme": "bf16"} | dict(quant or {}))
+        return Target("model", name, base, own, record=record, verify_digests=verify_digests)
     if set(quant or {}) - {"kv_cache_dtype"}:
         raise UserError(f"--scheme: {name} is quantized already; leave it out, or give the model it was made from")
-    return Target("export", name, base, _quant_of_export(path, stored, quant or {}))
+    own = _quant_of_export(path, stored, quant or {})
+    return Target("export", name, base, own, record=record, verify_digests=verify_digests)
 
 
 def _quant_of_export(path: Path, stored: Mapping[str, Any], others: Mapping[str, Any]) -> QuantConfig:

@@ -93,6 +93,15 @@ def test_a_changed_norm_is_found(tiny_model, tmp_path):
     assert not ok and "model.norm.weight" in found["codes"]["reason"]
 
 
+def test_an_edited_configuration_is_found_even_if_log_probs_stay(tiny_model, tmp_path):
+    run, out = exported(tiny_model, tmp_path, "w8a8")
+    generation = json.loads((out / "generation_config.json").read_text())
+    (out / "generation_config.json").write_text(json.dumps(generation | {"max_length": 7}))
+    ok, found = verified(run, out)
+    assert not ok and "generation_config.json: max_length is 7, and was absent" in found["codes"]["reason"]
+    assert found["qarl"]["status"] == "agrees"
+
+
 def test_an_unreadable_export_is_a_reader_that_failed(tiny_model, tmp_path):
     run, out = exported(tiny_model, tmp_path, "fp8")
     stored = json.loads((out / "config.json").read_text())

@@ -35,25 +35,38 @@ def compare_offline(
     window: int = 256,
     speed: SpeedTest | None = None,
     device: str = "auto",
+    verify_digests: bool = True,
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> int:
     """Compare a model's schemes on weight error, divergence from bf16, perplexity, checkpoint size and speed.
 
-    model: a run, one of its checkpoints, or a model; not a quantized checkpoint. schemes: names; bf16, which the others
-    are compared with, gets a row only if it is among them. out: directory of the results, made, or with the same
-    arguments continued. text: UTF-8 file, default the text that comes with qarl. group_size: for schemes with groups.
-    kv_cache_dtype: of all of them, see `scheme_targets`; never of the reference. max_tokens: how much of the text is
-    used. window: tokens that see each other, fewer where the context is shorter. speed: sizes of the speed test
-    (default `SpeedTest()`). device: auto, cpu or cuda. seed: of the tokens drawn in the speed test. say: shows one line
-    of progress.
-    Writes comparison.json, comparison.html and plots/*.png, and prints a table on stdout. Returns 0, or 1 where a
-    scheme could not be measured: its row says why, the others are there.
-    Raises UserError: a model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
-    that holds something else.
+    Writes comparison.json, comparison.html and plots/*.png, and prints a table on stdout.
+
+    Args:
+        model: A run, one of its checkpoints, or a model; not a quantized checkpoint.
+        schemes: Names. bf16, which the others are compared with, gets a row only if it is among them.
+        out: Directory of the results. It is made, or continued if the arguments are the same.
+        text: UTF-8 file; default the text that comes with qarl.
+        group_size: Of the schemes that have groups.
+        kv_cache_dtype: Of all schemes, see `scheme_targets`; never of the reference.
+        max_tokens: Tokens of the text that are used.
+        window: Tokens that attend to each other; fewer if the context is shorter.
+        speed: Sizes of the speed test; default `SpeedTest()`.
+        device: auto, cpu or cuda.
+        verify_digests: See `resolve_target`.
+        seed: Of the tokens in the speed test.
+        say: Shows one line of progress.
+
+    Returns:
+        0, or 1 if a scheme could not be measured: its row says why, the others are there.
+
+    Raises:
+        UserError: A model or text that cannot be read, an unknown scheme, a text shorter than one window, an `out`
+            that holds something else.
     """
-    targets = scheme_targets(model, schemes, group_size, kv_cache_dtype)
-    base = reference_target(model)
+    targets = scheme_targets(model, schemes, group_size, kv_cache_dtype, verify_digests)
+    base = reference_target(model, verify_digests)
     cache = next(iter(targets.values())).quant.kv_cache_dtype
     source = read_text(text)
     where = pick_device(device)

@@ -16,13 +16,24 @@ REFERENCE = "bf16"
 
 
 def scheme_targets(
-    model: str, schemes: list[str], group_size: int | None, kv_cache_dtype: str | None
+    model: str,
+    schemes: list[str],
+    group_size: int | None,
+    kv_cache_dtype: str | None,
+    verify_digests: bool = True,
 ) -> dict[str, Target]:
     """The target of each scheme, in the order given. Reads no weights.
 
-    kv_cache_dtype: of all of them; None: as the run was trained, for a model auto.
-    Raises UserError: no scheme, an unknown one, one named twice, a group size that no scheme here has, a quantized
-    checkpoint.
+    Args:
+        model: A run, one of its checkpoints, or a model.
+        schemes: Their names.
+        group_size: Of the schemes that have groups.
+        kv_cache_dtype: Of all schemes; None: as the run was trained, for a model auto.
+        verify_digests: See `resolve_target`.
+
+    Raises:
+        UserError: No scheme, an unknown scheme, one named twice, a group size that no scheme here has, a quantized
+            checkpoint.
     """
     for place, name in enumerate(schemes):
         if name not in scheme_names():
@@ -33,15 +44,16 @@ def scheme_targets(
         raise UserError(f"--schemes: names no scheme; choose from {','.join(scheme_names())}")
     if group_size is not None and not set(schemes) & set(grouped_names()):
         raise UserError(f"--group-size {group_size}: none of the schemes {','.join(schemes)} has groups; leave it out")
-    if resolve_target(model).kind == "export":
+    if resolve_target(model, verify_digests=verify_digests).kind == "export":
         raise UserError(f"{model}: is quantized already; give the model that it was made from")
     cache = given(kv_cache_dtype=kv_cache_dtype)
-    return {name: resolve_target(model, quant={"scheme": name} | _group(name, group_size) | cache) for name in schemes}
+    quants = {name: {"scheme": name} | _group(name, group_size) | cache for name in schemes}
+    return {name: resolve_target(model, quant=quant, verify_digests=verify_digests) for name, quant in quants.items()}
 
 
-def reference_target(model: str) -> Target:
+def reference_target(model: str, verify_digests: bool = True) -> Target:
     """The model with nothing quantized, nor its KV cache. Reads no weights. Raises UserError: see `resolve_target`."""
-    return resolve_target(model, quant={"scheme": REFERENCE, "kv_cache_dtype": "auto"})
+    return resolve_target(model, quant={"scheme": REFERENCE, "kv_cache_dtype": "auto"}, verify_digests=verify_digests)
 
 
 def _group(scheme: str, group_size: int | None) -> dict[str, int]:

@@ -1,0 +1,237 @@
+"""qarl_export.json: what an exported directory must hold, and how the run behind it was prompted. Imports no torch.
+
+Format 2:
+
+    {"format_version": 2,
+     "tensors": {NAME: {"shape": [...], "dtype": "torch.int32", "sha256": ...}},    as they stand in the files
+     "config": {...}, "generation_config": {...},    config.json and generation_config.json by value
+     "files": {"tokenizer.json": {"bytes": ..., "sha256": ...}},    tokenizer and chat template
+     "prompting": {...},    see `Prompting`; null if no run was exported
+     ...,    where the tensors come from: see `qarl.exporting.writer`
+     "sha256": of all this}
+
+Format 1 has the tensors alone, so only they are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.inputs.files import NoSuchFile, Unreadable, open_regular
+from qarl.inputs.json import read_json_object
+from qarl.inputs.schema import Bytes, Record, Sha256, checked
+
+RECORD = "qarl_export.json"
+RECORD_BYTES = 2**30  # a mixture's hundred thousand tensors take a fiftieth of it
+FORMAT_VERSION = 2
+OPTION = "--no-verify-digests"
+SKIP = f"pass {OPTION} to skip this check"
+
+# Files that change tokens or prompts if they are added to an export. transformers reads each of them if it is there.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+class TensorDigest(Record):
+    """A stored tensor. dtype: as torch prints it. sha256: of its bytes in row-major order."""
+
+    shape: list[int]
+    dtype: str
+    sha256: Sha256
+
+
+class FileDigest(Record):
+    """A file beside the tensors."""
+
+    bytes: Bytes
+    sha256: Sha256
+
+
+class Prompting(Record):
+    """How a run prompted its policy and ended responses: keys of its `data` and `rollout` sections."""
+
+    chat_template: bool
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    stop: list[str] = Field([])
+    stop_token_ids: list[int] = Field([])
+
+    @classmethod
+    def of(cls, run: Config) -> Prompting:
+        """The prompting of a run."""
+        data = run.data.model_dump(include={"chat_template", "system_prompt", "prompt_template"})
+        return cls(**data, stop=list(run.rollout.stop), stop_token_ids=list(run.rollout.stop_token_ids))
+
+
+class _Tensors(Record):
+    """Format 1."""
+
+    format_version: int
+    tensors: dict[str, TensorDigest]
+
+
+class _Whole(_Tensors):
+    """Format 2."""
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    files: dict[str, FileDigest]
+    prompting: Prompting | None
+    sha256: Sha256
+
+
+class ExportRecord:
+    """qarl_export.json of a directory.
+
+    Attributes:
+        path: The file.
+        tensors: Digests of the stored tensors by name.
+        prompting: How the run was prompted; None if there was no run, and for format 1.
+    """
+
+    def __init__(self, path: Path, contents: Mapping[str, Any]) -> None:
+        self.path, self._contents = path, contents
+        version = contents.get("format_version")
+        self._whole = None if version == 1 else checked(_Whole, contents, str(path))
+        self.tensors = (self._whole or checked(_Tensors, contents, str(path))).tensors
+        self.prompting = None if self._whole is None else self._whole.prompting
+
+    def check_documents(self) -> None:
+        """Compare config.json, generation_config.json and the tokenizer's files with the record.
+
+        Raises:
+            UserError: The record itself, a document or a file is not as it was written, is missing, or was added.
+        """
+        if self._whole is None:
+            return
+        directory = self.path.parent
+        if body_digest(self._contents) != self._whole.sha256:
+            raise UserError(f"{self.path}: was changed after the export; export it again, or {SKIP}")
+        for name, recorded in (
+            ("config.json", self._whole.config),
+            ("generation_config.json", self._whole.generation_config),
+        ):
+            found = _document(directory / name)
+            for key, was, now in _differences(recorded, found):
+                raise UserError(
+                    f"{directory / name}: {key} is {_shown(now)}, and was {_shown(was)} in the export; restore the "
+                    f"file, export it again, or {SKIP}"
+                )
+        self._check_files(directory, self._whole.files)
+
+    def _check_files(self, directory: Path, files: Mapping[str, FileDigest]) -> None:
+        for name, recorded in files.items():
+            try:
+                found = file_digest(directory / name)
+            except NoSuchFile as error:
+                raise UserError(f"{directory / name}: is missing; restore it, export it again, or {SKIP}") from error
+            if found != recorded:
+                raise UserError(
+                    f"{directory / name}: is not the file that was exported (another SHA-256); restore it, export it "
+                    f"again, or {SKIP}"
+                )
+        templates = (f"additional_chat_templates/{path.name}" for path in directory.glob("additional_chat_templates/*"))
+        for name in (*_TOKENIZER_FILES, *sorted(templates)):
+            if name not in files and (directory / name).exists():
+                raise UserError(
+                    f"{directory / name}: was added after the export; remove it, export it again, or {SKIP}"
+                )
+
+    def check_names(self, stored: Iterable[str]) -> None:
+        """Raises UserError unless `stored` has the names of the recorded tensors and no other."""
+        stored = set(stored)
+        for name in self.tensors:
+            if name not in stored:
+                raise UserError(
+                    f"{self.path.parent}: {name} is in {RECORD} and in no .safetensors file; export it again, or {SKIP}"
+                )
+        for name in sorted(stored - self.tensors.keys()):
+            raise UserError(
+                f"{self.path.parent}: {name} is not in {RECORD}: it was added after the export; export it again, or "
+                f"{SKIP}"
+            )
+
+    def check_tensor(self, file: Path, name: str, found: TensorDigest) -> None:
+        """Raises UserError unless `found`, the digest of tensor `name` of `file`, is the recorded one."""
+        if found != self.tensors[name]:
+            raise UserError(
+                f"{file}: {name} is not the tensor that was exported (another SHA-256); export it again, or {SKIP}"
+            )
+
+
+def read_export_record(directory: Path) -> ExportRecord | None:
+    """The record of an exported directory; None if there is none, as for models that others made.
+
+    Raises:
+        UserError: There is one and it cannot be read.
+    """
+    path = directory / RECORD
+    try:
+        contents = read_json_object(path, limit=RECORD_BYTES, nonfinite=True, big_integers=True)
+        return ExportRecord(path, contents)
+    except NoSuchFile:
+        return None
+    except Unreadable as error:
+        raise UserError(f"{error}; export it again, or remove the file: without it nothing is checked") from error
+
+
+def body_digest(contents: Mapping[str, Any]) -> str:
+    """SHA-256 of a record's contents without its own `sha256`."""
+    body = {key: value for key, value in contents.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> FileDigest:
+    """Size and SHA-256 of a file. Raises NoSuchFile, Unreadable."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileDigest(bytes=file.tell(), sha256=digest)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path, nonfinite=True, big_integers=True)
+    except NoSuchFile as error:
+        raise UserError(f"{path}: is missing; restore it, export it again, or {SKIP}") from error
+
+
+_ABSENT = object()
+
+
+def _differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of each place where two JSON values differ."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in [*was, *(key for key in now if key not in was)]:
+            yield from _differences(was.get(key, _ABSENT), now.get(key, _ABSENT), f"{place}.{key}".lstrip("."))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, (one, other) in enumerate(zip(was, now, strict=True)):
+            yield from _differences(one, other, f"{place}.{index}".lstrip("."))
+    elif was is _ABSENT or now is _ABSENT or json.dumps(was) != json.dumps(now):  # 1, 1.0 and true are not the same
+        yield place, was, now
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,288 @@
+"""An exported directory that was changed after the export is refused by name, whatever was changed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from qarl import cli
+from qarl.errors import UserError
+from qarl.exporting.job import export_target
+from qarl.inference.export_record import RECORD, body_digest
+from qarl.inference.opening import open_policy
+from qarl.inference.target import resolve_target
+from qarl.inputs.tensors import stored_tensors
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "w4a16": {"scheme": "w4a16", "group_size": 32},
+    "asymmetric": {"scheme": "w4a16", "group_size": 32, "symmetric": False},
+    "w8a8": {"scheme": "w8a8"},
+    "fp8": {"scheme": "fp8"},
+    "nvfp4a16": {"scheme": "nvfp4a16"},
+    "unpacked": {"scheme": "w4a8", "group_size": 32},
+    "bf16": {"scheme": "bf16"},
+}
+KINDS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
+
+
+@pytest.fixture(scope="module")
+def exports(tiny_model, tmp_path_factory):
+    """exports(name) -> an export in that scheme of a model with lm_head and q/k norms, in several files."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("exports") / name
+            target = resolve_target(str(tiny_model("qwen3")), quant=SCHEMES[name])
+            options = {"dtype": torch.bfloat16, "max_shard_bytes": 60_000, "unpacked": name == "unpacked"}
+            export_target(target, made[name], **options)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def copied(exports, tmp_path):
+    return lambda name: Path(shutil.copytree(exports(name), tmp_path / name))
+
+
+def opened(directory: Path, verify_digests: bool = True) -> None:
+    open_policy(resolve_target(str(directory), verify_digests=verify_digests), device="cpu").close()
+
+
+def refusal(directory: Path) -> str:
+    """The line with which the directory is refused."""
+    with pytest.raises(UserError) as caught:
+        opened(directory)
+    line = str(caught.value)
+    assert "\n" not in line and "export it again" in line and "--no-verify-digests" in line
+    return line
+
+
+def kind_of(name: str) -> str:
+    """Codes, scales, zero points, embeddings, norms, output layer."""
+    suffix = name.rpartition(".")[2]
+    if suffix in KINDS:
+        return suffix
+    return next((part for part in ("embed_tokens", "lm_head", "norm") if part in name), "weight")
+
+
+@contextmanager
+def changed(path: Path, content: bytes | None) -> Iterator[None]:
+    """The file with other content, or none, until the block ends."""
+    before = path.read_bytes() if path.exists() else None
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    yield
+    path.unlink(missing_ok=True)
+    if before is not None:
+        path.write_bytes(before)
+
+
+def flipped(path: Path, name: str, bit: int) -> bytes:
+    """The file with one bit of a tensor flipped. bit: counted from the tensor's first byte, modulo its size."""
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    start, stop = json.loads(content[8 : 8 + size])[name]["data_offsets"]
+    bit %= 8 * (stop - start)
+    content[8 + size + start + bit // 8] ^= 1 << bit % 8
+    return bytes(content)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_bit_of_any_kind_of_tensor(copied, scheme):
+    directory, rng = copied(scheme), random.Random(scheme)
+    by_kind: dict[str, list[str]] = {}
+    for name in (found := stored_tensors(directory)):
+        by_kind.setdefault(kind_of(name), []).append(name)
+    assert {"embed_tokens", "lm_head", "norm"} < by_kind.keys()
+    opened(directory)
+    for names in by_kind.values():
+        name = rng.choice(names)
+        with changed(found[name].file, flipped(found[name].file, name, rng.randrange(2**32))):
+            assert f"{found[name].file.name}: {name} is not the tensor" in refusal(directory)
+    embedding = "model.embed_tokens.weight"  # its lowest bit, so that all values stay finite
+    with changed(found[embedding].file, flipped(found[embedding].file, embedding, 0)):
+        refusal(directory)
+        opened(directory, verify_digests=False)
+    opened(directory)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON document, objects and lists included."""
+    if path:
+        yield path
+    if isinstance(value, (dict, list)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from leaves(value[key], (*path, key))
+
+
+def edits(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(dotted key, the document with that value changed or removed, or with one added)."""
+    others = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, str: lambda v: v + "x"}
+    for path in leaves(document):
+        for remove in (False, True):
+            edited = json.loads(json.dumps(document))
+            owner = edited
+            for key in path[:-1]:
+                owner = owner[key]
+            value = owner[path[-1]]
+            if remove and isinstance(owner, dict):
+                del owner[path[-1]]
+            elif not isinstance(value, (dict, list)):
+                owner[path[-1]] = others.get(type(value), lambda v: 1)(value)
+            else:
+                continue
+            yield ".".join(map(str, path)), edited
+    yield "is_causal", document | {"is_causal": False}
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "nvfp4a16", "bf16"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_every_value_of_the_configuration(copied, scheme, file):
+    directory = copied(scheme)
+    path = directory / file
+    document = json.loads(path.read_text())
+    seen = 0
+    for key, edited in edits(document):
+        with changed(path, json.dumps(edited).encode()), pytest.raises(UserError) as caught:
+            resolve_target(str(directory))
+        assert str(caught.value).startswith(f"{path}: {key}") and "--no-verify-digests" in str(caught.value)
+        seen += 1
+    assert seen > (40 if file == "config.json" else 4)
+    with changed(path, json.dumps(document).encode()):  # the same values, written differently
+        opened(directory)
+
+
+def test_a_configuration_that_was_edited_on_purpose_opens_with_the_option(copied):
+    directory = copied("w8a8")
+    document = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(document | {"rms_norm_eps": 1e-3}))
+    assert "rms_norm_eps is 0.001, and was 1e-06 in the export" in refusal(directory)
+    opened(directory, verify_digests=False)
+
+
+def test_tokenizer_and_template_changed_removed_or_added(copied):
+    directory = copied("fp8")
+    files = json.loads((directory / RECORD).read_text())["files"]
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= files.keys()
+    for name in files:
+        content = (directory / name).read_bytes()
+        for other in (content.replace(b"s", b"z", 1), content + b" ", None):
+            with changed(directory / name, other):
+                assert f"{name}: is " in refusal(directory)
+    (directory / "additional_chat_templates").mkdir()
+    for name in ("special_tokens_map.json", "added_tokens.json", "merges.txt", "additional_chat_templates/tool.jinja"):
+        with changed(directory / name, b"{}"):
+            assert f"{name}: was added after the export" in refusal(directory)
+    for name in ("generation_config.json", "config.json"):
+        with changed(directory / name, None), pytest.raises(UserError, match=f"{name}"):
+            opened(directory)
+    (directory / "README.md").write_text("a card of my own")
+    (directory / "notes.json").write_text("{}")
+    opened(directory)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
+def test_every_digest_is_used(copied, scheme):
+    """Each digest of the record, replaced by another one, makes the untouched files differ from it."""
+    directory = copied(scheme)
+    contents = json.loads((directory / RECORD).read_text())
+    places = [path for path in leaves(contents) if path[-1] == "sha256" and len(path) > 1]
+    assert len(places) > 26
+    for place in places:
+        edited = json.loads(json.dumps(contents))
+        edited[place[0]][place[1]]["sha256"] = "0" * 64
+        with changed(directory / RECORD, json.dumps(edited).encode()):
+            assert f"{directory / RECORD}: was changed" in refusal(directory)
+        edited["sha256"] = body_digest(edited)
+        with changed(directory / RECORD, json.dumps(edited).encode()):
+            assert place[1] in refusal(directory)
+    opened(directory)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"])
+def test_a_tensor_that_was_added(tiny_model, tmp_path, name):
+    """Also one that is otherwise passed over, or that equals the embedding it is tied to."""
+    target = resolve_target(str(tiny_model()), quant=SCHEMES["w8a8"])
+    export_target(target, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=10**9)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    assert f"{name} is not in {RECORD}" in refusal(tmp_path / "out")
+    opened(tmp_path / "out", verify_digests=False)
+
+
+def test_a_tensor_that_is_missing(copied):
+    directory = copied("w8a8")
+    file = sorted(directory.glob("*.safetensors"))[-1]
+    with safe_open(file, "pt") as stored:
+        name = sorted(stored.keys())[0]
+    file.unlink()
+    with pytest.raises(UserError, match=file.name):
+        opened(directory)
+    contents = json.loads((directory / RECORD).read_text())
+    assert name in contents["tensors"]
+
+
+def test_exports_without_digests_open(copied):
+    """An export of format 1 has those of the tensors alone; one of another program has no record."""
+    directory = copied("w4a16")
+    contents = json.loads((directory / RECORD).read_text())
+    old = {key: contents[key] for key in ("packages", "run", "step", "model", "quant", "tensors")}
+    (directory / RECORD).write_text(json.dumps({"format_version": 1, **old}))
+    document = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(document | {"rms_norm_eps": 1e-3}))
+    opened(directory)
+    found = stored_tensors(directory)["lm_head.weight"].file
+    with changed(found, flipped(found, "lm_head.weight", 0)):
+        assert "lm_head.weight is not the tensor" in refusal(directory)
+        (directory / RECORD).unlink()
+        opened(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format_version": 2, "tensors": {}}', b'{"tensors": 5}'])
+def test_a_record_that_cannot_be_read_is_one_line(copied, content):
+    directory = copied("w4a16")
+    (directory / RECORD).write_bytes(content)
+    for verify in (True, False):
+        with pytest.raises(UserError, match=rf"{RECORD}: .*remove the file") as caught:
+            opened(directory, verify)
+        assert "\n" not in str(caught.value)
+
+
+def qarl(capsys, *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    return int(end.value.code or 0), capsys.readouterr().err
+
+
+def test_every_command_checks_and_can_be_told_not_to(copied, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
+    evaluation = ["--data", f"gsm8k={rows}", "--max-response-length", 4, "--samples", 1, "--out", tmp_path / "eval"]
+    quantized, plain = copied("w8a8"), copied("bf16")
+    for directory, command in (
+        (quantized, ["generate", quantized, "--prompt", "hi", "--max-new-tokens", 2]),
+        (quantized, ["eval", quantized, *evaluation]),
+        (quantized, ["verify-exact", quantized, "--tokens", 8, "--longest", 16]),
+        (plain, ["quantize", plain, tmp_path / "again", "--scheme", "w8a8"]),
+    ):
+        found = stored_tensors(directory)["model.norm.weight"].file
+        with changed(found, flipped(found, "model.norm.weight", 0)):
+            code, err = qarl(capsys, *command)
+            (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+            assert code == 2 and "model.norm.weight is not the tensor" in line, command
+            assert qarl(capsys, *command, "--no-verify-digests")[0] == 0, command
