@@ -221,6 +221,8 @@ def evaluate(
     samples: int | None = None,
     pass_at: Sequence[int] | None = None,
     temperature: float | None = None,
+    chat: bool | None = None,
+    system: str | None = None,
     max_response_length: int | None = None,
     max_prompts: int | None = None,
     seed: int | None = None,
@@ -233,26 +235,42 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % intervals. An interrupted evaluation goes on.
 
-    target: a run, one of its checkpoints, an exported checkpoint, or a model. data: a set, or several, as NAME, or
-    NAME=PATH for a local file with that set's columns; without it a run's evaluation.tasks, or else its training data.
-    samples: responses a prompt, default 4, greedy 1. pass_at: every k, default 1 and samples. temperature: 0 is greedy,
-    default 1. max_response_length: tokens. max_prompts: the first ones of each set. out: default RUN/eval/... or
-    eval/...
+    Args:
+        target: A run, one of its checkpoints, an exported checkpoint, or a model.
+        data: A set, or several, as NAME, or NAME=PATH for a local file with that set's columns. Without it: a run's
+            evaluation.tasks, or else its training data.
+        scheme, group_size, kv_cache_dtype: Replace the run's own; for a model the default is bf16.
+        samples: Responses per prompt; default 4, greedy 1.
+        pass_at: Every k of pass@k; default 1 and `samples`.
+        temperature: 0 is greedy; default 1.
+        chat: Wrap prompts in the chat template. None: with `data` as the run did, or the run that was exported, and for
+            another model if its tokenizer has a template; without `data` as each task says.
+        system: System message; None: with `data` the run's own, without it each task's.
+        max_response_length: Tokens.
+        max_prompts: The first prompts of each set.
+        seed: Of the random streams.
+        step: Which checkpoint of a run; default the newest.
+        model: Where a run's base model is now, if it moved.
+        out: Results directory; default RUN/eval/... or eval/...
+        device: auto, cpu or cuda.
+        verify_digests: Compare an exported directory with its qarl_export.json.
+        console: rich, plain or none.
     """
-    from qarl.evaluation.request import Request, evaluation_section
+    from qarl.evaluation.request import Request, evaluation_section, prompting
     from qarl.inference.target import given, resolve_target
 
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     ks = None if pass_at is None else tuple(pass_at)
     sets = (data,) if isinstance(data, str) else tuple(data)
-    request = Request(sets, samples, ks, temperature, max_response_length, max_prompts, seed)
+    request = Request(sets, samples, ks, temperature, max_response_length, max_prompts, seed, chat, system)
     section, notes = evaluation_section(found, request)
+    shaped = prompting(found, request)
     wait_politely()
     from qarl.evaluation.command import evaluate_target  # torch: only once the request is known to be good
 
     where = None if out is None else user_path(out, "--out")
-    results, path = evaluate_target(found, section, not data, where, device, notes, console)
+    results, path = evaluate_target(found, section, not data, where, device, notes, console, shaped)
     return EvaluationResult(path, results)
 
 
@@ -262,6 +280,7 @@ def generate(
     *,
     chat: bool | None = None,
     system: str | None = None,
+    stop: Sequence[str] | None = None,
     n: int = 1,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -277,12 +296,28 @@ def generate(
     verify_digests: bool = True,
     seed: int = 0,
 ) -> list[Completion]:
-    """Complete prompts with a policy, on the quantized tensors that it is served with; in the order (prompt, sample).
+    """Complete prompts with a policy, on the quantized tensors that it is served with.
 
-    target: a run, one of its checkpoints, an exported checkpoint, or a model. prompts: one, or several. chat: wrap them
-    in the chat template; None does what the run did, and for a model uses the template that its tokenizer has. system:
-    the system message. n: samples a prompt. temperature: 0 takes the likeliest token every time. top_k, top_p, min_p:
-    what is drawn from, as `rollout` has them; 0, 1 and 0 are off.
+    Args:
+        target: A run, one of its checkpoints, an exported checkpoint, or a model.
+        prompts: One prompt, or several.
+        chat: Wrap prompts in the chat template. None: as the run did, or the run that was exported; for another model
+            if its tokenizer has a template.
+        system: System message; None: the run's own.
+        stop: Strings that end a completion, beside the model's end of sequence; None: the run's own.
+        n: Samples per prompt.
+        temperature: 0 takes the likeliest token every time.
+        top_k, top_p, min_p: Truncation, as in `rollout`; 0, 1 and 0 are off.
+        max_new_tokens: Longest completion.
+        scheme, group_size, kv_cache_dtype: Replace the run's own; for a model the default is bf16.
+        step: Which checkpoint of a run; default the newest.
+        model: Where a run's base model is now, if it moved.
+        device: auto, cpu or cuda.
+        verify_digests: Compare an exported directory with its qarl_export.json.
+        seed: Of the random stream.
+
+    Returns:
+        The completions in the order (prompt, sample).
     """
     from qarl.inference.target import given, resolve_target
 
@@ -292,7 +327,8 @@ def generate(
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
 
     texts = gather_texts([prompts] if isinstance(prompts, str) else list(prompts), None)
-    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed)
+    stops = None if stop is None else tuple(stop)
+    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops)
     completed = complete(found, texts, look, device, lambda line: None)
     return [
         Completion(
@@ -330,11 +366,25 @@ def verify_exact(
 ) -> Exactness:
     """Draw tokens with an engine, recompute their log-probs with the learner's forward, and compare them bit for bit.
 
-    target: a run, one of its checkpoints, an exported checkpoint, or a model. engine: vllm runs with exact numerics.
-    tokens: to draw, at least. longest: tokens of a prompt and its response. sequences: under way at once, at most.
-    prompts: texts, or a file with one a line, taken as they are; None: random tokens. say: gets a line before what
-    takes long. Where something differs, `first` of the result names the token, and the layer and operation at which the
-    two forwards part.
+    Args:
+        target: A run, one of its checkpoints, an exported checkpoint, or a model.
+        scheme, group_size, kv_cache_dtype: Replace the run's own; for a model the default is bf16.
+        engine: native, or vllm with exact numerics.
+        tokens: Tokens to draw, at least.
+        longest: Tokens of a prompt and its response.
+        sequences: Sequences in flight at once, at most.
+        prompts: Texts, or a file with one per line, taken as they are; None: random tokens.
+        temperature, top_k, top_p, min_p: Of the draws; 0, 1 and 0 turn the last three off.
+        seed: Of prompts and draws.
+        step: Which checkpoint of a run; default the newest.
+        model: Where a run's base model is now, if it moved.
+        device: auto, cpu or cuda.
+        verify_digests: Compare an exported directory with its qarl_export.json.
+        say: Gets a line before each part that takes long.
+
+    Returns:
+        What was found. If something differs, its `first` names the token, and the layer and operation at which the two
+        forwards part.
     """
     from qarl.inference.target import given, resolve_target
 

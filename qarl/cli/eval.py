@@ -39,6 +39,23 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help="Responses per prompt; default 4, greedy 1.")] = None,
     k: Annotated[str | None, typer.Option(help="Every k of pass@k, as in 1,4; default 1 and --samples.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Wrap prompts in the chat template. Default: with --data as the run, or the exported run, was "
+            "trained, for another model if it has one; without --data as each task says.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system",
+            parser=text_of("--system"),
+            metavar="TEXT",
+            help="System message. Default: with --data the run's data.system_prompt.",
+        ),
+    ] = None,
     max_response_length: Annotated[
         int | None, typer.Option(help="Tokens; default: as the run evaluates, 1024 with --data.")
     ] = None,
@@ -68,6 +85,8 @@ def evaluate(
         samples=samples,
         pass_at=ks,
         temperature=temperature,
+        chat=chat,
+        system=system,
         max_response_length=max_response_length,
         max_prompts=max_prompts,
         seed=seed,

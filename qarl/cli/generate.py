@@ -39,7 +39,8 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Wrap prompts in the chat template. Default: as the run was trained; for a model, if it has one.",
+            help="Wrap prompts in the chat template. Default: as the run, or the exported run, was trained; for "
+            "another model, if it has one.",
         ),
     ] = None,
     system: Annotated[
@@ -49,6 +50,15 @@ def generate(
             parser=text_of("--system"),
             metavar="TEXT",
             help="System message. Default: the run's data.system_prompt.",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            parser=text_of("--stop"),
+            metavar="TEXT",
+            help="Text that ends a completion; may be given again. Default: the run's rollout.stop; '' is none.",
         ),
     ] = None,
     n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Samples per prompt.")] = 1,
@@ -82,7 +92,8 @@ def generate(
     from qarl.training.console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)
-    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed)
+    stops = None if not stop else tuple(text for text in stop if text)
+    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops)
     say = RunConsole("plain", stream=sys.stderr).message
     console = RunConsole("plain")
     for number, completed in enumerate(complete(found, texts, look, device, say)):

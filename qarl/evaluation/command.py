@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,25 @@ def evaluate_target(
     device: str,
     notes: list[str],
     show: str = "rich",
+    prompting: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Path]:
-    """Evaluate, or finish an evaluation that was interrupted. Returns the results and their directory.
+    """Evaluate, or finish an evaluation that was interrupted; a KeyboardInterrupt leaves what is finished.
 
-    own_data: the tasks are the run's, so that its rollout section says how a response ends. out: default below the
-    run, or ./eval. show: rich, plain or none, as `logging.console`.
-    Raises UserError; a KeyboardInterrupt leaves what is finished.
+    Args:
+        target: The policy.
+        section: What to evaluate.
+        own_data: The tasks are the run's, so its rollout section says how a response ends.
+        out: Results directory; default below the run, or ./eval.
+        device: auto, cpu or cuda.
+        notes: Lines for the user.
+        show: rich, plain or none, as `logging.console`.
+        prompting: Keys of `data` that replace those of every task.
+
+    Returns:
+        The results and their directory.
+
+    Raises:
+        UserError: Something cannot be read or does not fit.
     """
     rollout = target.run.rollout if target.run else None
     ends = rollout if own_data else None  # what says how a response ends
@@ -51,7 +65,7 @@ def evaluate_target(
         for note in notes:
             console.message(note)
         with console.phase("tokenizer and data"):
-            tasks = _loaded(section, target)
+            tasks = _loaded(section, target, dict(prompting or {}), console.message)
         for task in tasks:
             if task.dropped:
                 console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
@@ -140,6 +154,13 @@ def _default_directory(target: Target, tasks: list[LoadedTask], identity: dict[s
     return Path("eval") / f"{slug}-{quant}-{names}-{mark}"
 
 
-def _loaded(section: EvaluationConfig, target: Target) -> list[LoadedTask]:
-    shape = load_architecture(target.model)
-    return load_tasks(section.tasks, load_tokenizer(target.model), shape.vocab_size if shape else None)
+def _loaded(
+    section: EvaluationConfig, target: Target, prompting: dict[str, Any], say: Callable[[str], None]
+) -> list[LoadedTask]:
+    """The tasks. A model of unknown prompting, whose tokenizer has no chat template, gets plain text, and `say` so."""
+    shape, tokenizer = load_architecture(target.model), load_tokenizer(target.model)
+    if target.prompting is None and not tokenizer.chat_template:
+        prompting.setdefault("chat_template", False)
+    if "chat_template" in prompting:
+        say(f"prompts {'in the chat template' if prompting['chat_template'] else 'as plain text, without a template'}")
+    return load_tasks(section.tasks, tokenizer, shape.vocab_size if shape else None, prompting)

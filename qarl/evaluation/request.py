@@ -21,7 +21,7 @@ DEFAULT_TRAINING_PROMPTS = 128
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. None: not given."""
+    """What the command line asks for. None: not given. chat, system: see `prompting`."""
 
     data: tuple[str, ...] = ()  # NAME or NAME=PATH
     samples: int | None = None
@@ -30,6 +30,8 @@ class Request:
     max_response_length: int | None = None
     max_prompts: int | None = None
     seed: int | None = None
+    chat: bool | None = None
+    system: str | None = None
 
 
 def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConfig, list[str]]:
@@ -73,6 +75,24 @@ def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConf
     except ValidationError as error:
         lines = fault_lines(error, EvaluationConfig, section, _option)
         raise UserError("\n".join(lines)) from None
+
+
+def prompting(target: Target, request: Request) -> dict[str, Any]:
+    """Keys of `data` that replace those of every task: the request's, then for --data those of the run.
+
+    A run's own tasks say themselves how they are prompted. Raises UserError for a system message without a template.
+    """
+    own = target.prompting if request.data else None
+    found = {} if own is None else own.model_dump(include={"chat_template", "system_prompt"})
+    if request.chat is not None:
+        found["chat_template"] = request.chat
+    if request.system is not None:
+        found["system_prompt"] = request.system
+    if found.get("chat_template") is False:
+        if request.system is not None:
+            raise UserError("--system: is part of the chat template; leave it out, or give --chat")
+        found["system_prompt"] = None
+    return found
 
 
 def _option(loc: Loc) -> str:

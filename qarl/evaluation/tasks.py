@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qarl.config import EvalTask, RewardConfig, RewardFunction
 from qarl.data import build_prompts
@@ -50,16 +50,28 @@ class LoadedTask:
 
 
 def load_tasks(
-    tasks: Sequence[EvalTask], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None = None
+    tasks: Sequence[EvalTask],
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int | None = None,
+    prompting: Mapping[str, Any] | None = None,
 ) -> list[LoadedTask]:
-    """Read each task's rows and tokenize them. Raises UserError naming the task. vocabulary: see `build_prompts`.
+    """Read the rows of each task and tokenize them.
 
-    A preset is taken whole: no prompt of it is dropped for its length. Of its columns only `answer` is kept, all that
-    its reward reads, so that presets share their reward workers.
+    All rows of a preset are kept, however long. Of its columns only `answer` is kept, which is all that its reward
+    reads, so presets share their reward workers.
+
+    Args:
+        tasks: The tasks.
+        tokenizer: Of the policy.
+        vocabulary: See `build_prompts`.
+        prompting: Keys of `data` that replace those of every task.
+
+    Raises:
+        UserError: A task cannot be read; the message names it.
     """
     loaded = []
     for task in tasks:
-        data = task.dataset
+        data = task.dataset.model_copy(update=dict(prompting or {}))
         if task.preset is not None:
             data = data.model_copy(update={"max_prompt_length": sys.maxsize})
         try:

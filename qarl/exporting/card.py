@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from qarl_formats.scheme import Scheme
@@ -10,6 +11,7 @@ import qarl
 from qarl.config.package_model import PREFIX
 from qarl.config.yaml_io import dump_yaml
 from qarl.exporting.training import Evaluation, evaluations_of, training_facts
+from qarl.inference.export_record import Prompting
 from qarl.inference.target import Target
 from qarl.storage.runs import read_run
 
@@ -29,6 +31,14 @@ model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 """
+
+_SERVING = {  # by whether prompts were in the chat template
+    True: "`qarl generate` and `qarl eval` prompt it that way. In vLLM, use the chat completions API.\n",
+    False: (
+        "`qarl generate` and `qarl eval` prompt it that way. In vLLM, use the completions API: the chat completions "
+        "API would put prompts in the tokenizer's chat template, which the run did not train with.\n"
+    ),
+}
 
 
 def model_card(
@@ -65,6 +75,12 @@ def model_card(
             "## Evaluation\n",
             "Means over prompts, with their 95% confidence intervals.\n",
             _table([("Task", "Step", "Prompts", "avg@n", "pass@k")], rows),
+        ]
+    if target.prompting is not None:
+        parts += [
+            "## Prompts\n",
+            _table([("", "")], _prompts(target.prompting)),
+            _SERVING[target.prompting.chat_template],
         ]
     fp8 = target.quant.kv_cache_dtype == "fp8"
     parts.append(_LOADING.format(options=" --kv-cache-dtype fp8" if fp8 else ""))
@@ -124,6 +140,19 @@ def _weights(
     else:
         rows.append(("Dtype", dtype))
     return [*rows, ("Size", f"{tensor_bytes / 1e6:,.1f} MB, {tensor_bytes / bf16_bytes:.3f} of that in bfloat16")]
+
+
+def _prompts(prompting: Prompting) -> list[tuple[str, str]]:
+    """How the run prompted its policy, and what ended a response."""
+    rows = [("Chat template", "the tokenizer's" if prompting.chat_template else "none: prompts are plain text")]
+    if prompting.system_prompt is not None:
+        rows.append(("System message", json.dumps(prompting.system_prompt, ensure_ascii=False)))
+    if prompting.prompt_template is not None:
+        rows.append(("Filled with each row", json.dumps(prompting.prompt_template, ensure_ascii=False)))
+    ends = [*(json.dumps(text, ensure_ascii=False) for text in prompting.stop), *map(str, prompting.stop_token_ids)]
+    if ends:
+        rows.append(("Responses also end at", ", ".join(ends)))
+    return rows
 
 
 def _on_hub(target: Target) -> bool:

@@ -82,6 +82,13 @@ class Prompting(Record):
         data = run.data.model_dump(include={"chat_template", "system_prompt", "prompt_template"})
         return cls(**data, stop=list(run.rollout.stop), stop_token_ids=list(run.rollout.stop_token_ids))
 
+    def label(self) -> str:
+        """One line for people: how prompts look and what ends a response."""
+        how = "in the chat template" if self.chat_template else "as plain text, without a chat template"
+        system = "" if self.system_prompt is None else f", with the system message {_shown(self.system_prompt)}"
+        ends = [*map(_shown, self.stop), *(f"token {token}" for token in self.stop_token_ids)]
+        return f"prompts {how}{system}" + (f"; responses also end at {', '.join(ends)}" if ends else "")
+
 
 class _Tensors(Record):
     """Format 1."""

@@ -11,7 +11,7 @@ from statistics import fmean
 from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
-from qarl.config.limits import SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
+from qarl.config.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
 from qarl.errors import UserError
 from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
@@ -32,9 +32,16 @@ PROMPT_BYTES = 2**24  # of a prompt's file
 class Look:
     """How to complete.
 
-    chat: wrap prompts in the chat template; None does what the run did, and for a model uses the template that its
-    tokenizer has. system: system message, None for the run's own. n: samples per prompt. temperature: 0 is greedy.
-    top_k, top_p, min_p: see `Truncation`; 0, 1 and 0 are off.
+    Attributes:
+        chat: Wrap prompts in the chat template. None: as the run did, or the run that was exported; for another model
+            if its tokenizer has a template.
+        system: System message; None: the run's own.
+        n: Samples per prompt.
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: See `Truncation`; 0, 1 and 0 are off.
+        max_new_tokens: Longest completion.
+        seed: Of the random stream.
+        stop: Strings that end a completion, beside the model's end of sequence; None: the run's own.
     """
 
     chat: bool | None = None
@@ -46,6 +53,7 @@ class Look:
     min_p: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
+    stop: tuple[str, ...] | None = None
 
     def check(self) -> None:
         """Raise UserError for values that mean nothing, or more than can be done."""
@@ -58,6 +66,8 @@ class Look:
             raise UserError(f"--max-new-tokens: {self.max_new_tokens} is no length; give 1 to {TOKENS:,}")
         if not 0 <= self.seed < 2**31:
             raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
+        if len(self.stop or ()) > ITEMS or any(not 1 <= len(text) <= NAME for text in self.stop or ()):
+            raise UserError(f"--stop: must be up to {ITEMS:,} texts of 1 to {NAME:,} characters")
         check_truncation(self.top_k, self.top_p, self.min_p)
         if self.temperature == 0 and self.n > 1:
             raise UserError(f"--n: {self.n} samples at temperature 0 are all the same; set --temperature, such as 1")
@@ -145,9 +155,14 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
                 f"--prompt {prompt.id + 1}: its {len(prompt.token_ids)} tokens and {look.max_new_tokens} new ones "
                 f"exceed the context of {context}; shorten it, or lower --max-new-tokens"
             )
+    prompting = target.prompting
+    if prompting is not None and (look.chat, look.system, look.stop) == (None, None, None):
+        say(f"as in training: {prompting.label()}")
     say(f"opening {target.label}")
     opened = open_policy(target, device=device, tokenizer=tokenizer)
-    sampling = opened.sampling(look.n, look.max_new_tokens, look.truncation, look.seed)
+    own_stop, stop_ids = ((), ()) if prompting is None else (prompting.stop, prompting.stop_token_ids)
+    stop = tuple(own_stop) if look.stop is None else look.stop
+    sampling = opened.sampling(look.n, look.max_new_tokens, look.truncation, look.seed, stop, tuple(stop_ids))
     rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
     opened.close()
     return [
@@ -164,17 +179,18 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
 def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str], look: Look) -> list[Prompt]:
     """Texts as the policy sees them.
 
-    Raises UserError: no chat template, one that refuses, a system message without, a token that the model lacks.
+    Raises:
+        UserError: No chat template, one that refuses, a system message without one, a token that the model lacks.
     """
-    run = target.run
+    prompting = target.prompting
     chat = look.chat
     if chat is None:
-        chat = run.data.chat_template if run else bool(tokenizer.chat_template)
+        chat = prompting.chat_template if prompting is not None else bool(tokenizer.chat_template)
     if chat and not tokenizer.chat_template:
         raise UserError(f"--chat: the tokenizer of {target.name} has no chat template; give --no-chat")
     if look.system is not None and not chat:
         raise UserError("--system: is part of the chat template; leave it out, or give --chat")
-    system = look.system if look.system is not None or run is None else run.data.system_prompt
+    system = look.system if look.system is not None or prompting is None else prompting.system_prompt
     architecture, prompts = load_architecture(target.model), []
     for place, text in enumerate(texts):
         shown = _templated(tokenizer, text, system) if chat else text

@@ -1,0 +1,155 @@
+"""A run, and what was exported of it, are prompted as the run was trained, unless an option says otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from qarl import cli
+from qarl.config import EvaluationConfig
+from qarl.errors import UserError
+from qarl.evaluation.command import _loaded as loaded
+from qarl.evaluation.request import Request, prompting
+from qarl.exporting.job import export_target
+from qarl.inference.generate import Look, complete, render
+from qarl.inference.target import resolve_target
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.storage.checkpoint import CheckpointStore
+
+CHAT, TEXT = "<|user|>hi\n<|assistant|>", "hi"
+SYSTEM = "<|system|>count\n<|user|>hi\n<|assistant|>"
+
+
+@pytest.fixture
+def placed(tiny_model, tmp_path):
+    """placed(data, rollout, scheme of the export) -> {"run": directory, "export": directory} of one policy."""
+    numbers = itertools.count()
+
+    def make(data: dict[str, Any], rollout: dict[str, Any] | None = None, scheme: str = "bf16") -> dict[str, Path]:
+        folder = tmp_path / str(next(numbers))
+        run, out = folder / "run", folder / "export"
+        run.mkdir(parents=True)
+        config = {
+            "model": {"path": str(tiny_model())},
+            "quant": {"scheme": "w8a8"},
+            "data": {"source": "task:arithmetic", **data},
+            "rollout": rollout or {},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": {"steps": 2, "run_dir": str(run)},
+        }
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        (run / "metrics.jsonl").write_text("")
+        (run / "environment.json").write_text("{}")
+        masters = dict(load_model(resolve_target(str(tiny_model())).model).named_parameters())
+        state = {"version": 2, "snapshot_sha256": "0" * 64}
+        CheckpointStore(run / "checkpoints", 0).save(2, {"masters": masters}, state)
+        target = resolve_target(str(run), quant={"scheme": scheme})
+        export_target(target, out, dtype=torch.bfloat16, max_shard_bytes=10**9)
+        return {"run": run, "export": out}
+
+    return make
+
+
+CASES = [
+    ({"chat_template": True}, {}, CHAT),
+    ({"chat_template": False}, {}, TEXT),
+    ({"chat_template": False}, {"chat": True}, CHAT),
+    ({"chat_template": True}, {"chat": False}, TEXT),
+    ({"system_prompt": "count"}, {}, SYSTEM),
+    ({"system_prompt": "sing"}, {"system": "count"}, SYSTEM),
+    ({"system_prompt": "count"}, {"chat": False}, TEXT),
+    ({"chat_template": False, "prompt_template": "Q: {prompt}"}, {}, TEXT),
+]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "bf16"])
+@pytest.mark.parametrize(("data", "options", "text"), CASES)
+def test_generate_prompts_as_the_run_did(placed, data, options, text, scheme):
+    for place in placed(data, scheme=scheme).values():
+        target = resolve_target(str(place))
+        assert render(target, load_tokenizer(target.model), ["hi"], Look(**options))[0].text == text, place
+
+
+@pytest.mark.parametrize(("data", "options", "text"), CASES)
+def test_eval_prompts_a_given_set_as_the_run_did(placed, data, options, text):
+    """The keys of `data` with which a preset's prompts are made."""
+    for place in placed(data).values():
+        found = prompting(resolve_target(str(place)), Request(data=("gsm8k",), **options))
+        system = "count" if text == SYSTEM else None
+        assert (found["chat_template"], found["system_prompt"]) == (text != TEXT, system), place
+        own = prompting(resolve_target(str(place)), Request(**options))
+        assert own.keys() <= {"chat_template", "system_prompt"} and ("chat" in options) == ("chat_template" in own)
+
+
+def test_a_system_message_without_the_template_is_refused(placed):
+    target = resolve_target(str(placed({"chat_template": False})["export"]))
+    with pytest.raises(UserError, match="--system: is part of the chat template"):
+        prompting(target, Request(data=("gsm8k",), system="count"))
+
+
+@pytest.mark.parametrize("place", ["run", "export"])
+def test_completions_end_as_the_runs_responses_did(placed, place):
+    """At its stop strings, which an option replaces, and at its stop tokens."""
+
+    def completed(rollout: dict[str, Any], **look: Any) -> list[int]:
+        directory = placed({}, rollout)[place]
+        target = resolve_target(str(directory), quant={"scheme": "bf16"} if place == "run" else None)
+        found = complete(target, ["hi"], Look(max_new_tokens=12, **look), "cpu", lambda line: None)
+        texts.append(found[0].rollout.text)
+        return found[0].rollout.token_ids
+
+    texts: list[str] = []
+    whole = completed({})
+    assert len(whole) == 12
+    number = next(i for i in range(3, 12) if whole[i] not in whole[:i] and texts[0][: i + 1].isascii())
+    token, letter = whole[number], texts[0][number]
+    assert completed({"stop_token_ids": [token]}) == whole[: number + 1]
+    assert completed({"stop": [letter]}) == whole[: number + 1] and texts[-1] == texts[0][:number]
+    assert completed({"stop": [letter]}, stop=()) == whole
+    assert completed({"stop": ["never"]}, stop=(letter,)) == whole[: number + 1]
+
+
+def test_the_commands_on_an_export(placed, tmp_path, capsys):
+    """Trained on plain text with a model that has a chat template: `generate` and `eval` give it plain text."""
+    out = placed({"chat_template": False}, scheme="fp8")["export"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
+    command = ["eval", out, "--data", f"gsm8k={rows}", "--max-response-length", 2, "--samples", 1]
+    shown = {}
+    for option in ((), ("--chat",)):
+        folder = tmp_path / "-".join(("eval", *option))
+        for arguments in (
+            ["generate", out, "--prompt", "hi", "--max-new-tokens", 2, "--json", "--stop", "", *option],
+            [*command, "--out", folder, *option],
+        ):
+            capsys.readouterr()
+            with pytest.raises(SystemExit) as end:
+                cli.main([str(argument) for argument in arguments])
+            printed = capsys.readouterr()
+            assert not end.value.code, printed.err
+            if arguments[0] == "generate":
+                shown[option] = [json.loads(printed.out)["prompt_token_ids"]]
+        shown[option].append(json.loads((folder / "completions.jsonl").read_text())["prompt"])
+    tokenizer = load_tokenizer(resolve_target(str(out)).model)
+    assert shown[()][0] == tokenizer("hi")["input_ids"]
+    assert tokenizer.decode(shown[("--chat",)][0]) == CHAT
+    assert not shown[()][1].startswith("<|user|>") and shown[("--chat",)][1].startswith("<|user|>2 + 2")
+    card = (out / "README.md").read_text()
+    assert "| Chat template | none: prompts are plain text |" in card and "use the completions API" in card
+
+
+def test_a_model_of_unknown_prompting_gets_the_template_that_its_tokenizer_has(tiny_model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
+    section = EvaluationConfig.model_validate({"tasks": [{"preset": "gsm8k", "path": str(rows)}]})
+    for template in (True, False):
+        target, said = resolve_target(str(tiny_model(chat_template=template))), []
+        (task,) = loaded(section, target, {}, said.append)
+        assert task.prompts[0].text.startswith("<|user|>") == template
+        assert said == ([] if template else ["prompts as plain text, without a template"])
