@@ -27,8 +27,8 @@ class CheckpointConfig(Section):
         default_factory=list,
         max_length=4,
         description="What may have changed since the checkpoint that a run goes on from: the data's prompts and "
-        "columns, the base model's weights, tokenizer and stop tokens, the source of the reward functions, or of an "
-        "objective of your own. A change of what is not named is refused.",
+        "columns; the base model's weights, configuration, tokenizer, chat template and stop tokens; the source of the "
+        "reward functions; the source of your own objective. A change of anything that is not named is refused.",
     )
 
     def faults(self) -> Iterator[Fault]:

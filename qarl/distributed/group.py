@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qarl import __version__
 from qarl.config import Config
 from qarl.distributed.fault import (
     INTERRUPTED,
@@ -29,9 +28,11 @@ from qarl.distributed.fault import (
 from qarl.distributed.meeting import Meeting
 from qarl.distributed.place import place
 from qarl.distributed.ranks import Alone, Ranks
+from qarl.distributed.together import require_same
 from qarl.distributed.watch import TICK_S, Watch
 from qarl.errors import UserError
 from qarl.policy.device import pick_device
+from qarl.storage.environment import package_versions
 
 START_S = 120.0  # for the ranks of a machine to have imported what they need, where timeout_s is shorter
 
@@ -253,22 +254,18 @@ def _is_lost_rank(error: BaseException) -> bool:
 
 
 def _require_same(group: Group, config: Config) -> None:
-    """Raise UserError on all ranks where they were not started alike."""
-    of = {
-        "configuration": hashlib.sha256(config.to_yaml().encode()).hexdigest()[:12],
-        "qarl": __version__,
-        "torch": torch.__version__,
-        "Python": sys.version.split()[0],
+    """Raise UserError on all ranks unless they were started alike. A collective.
+
+    Inputs (model, data, rewards) are compared later, once they are read: see `qarl.training.setup.build_run`.
+    """
+    values = {
+        "configuration": hashlib.sha256(config.to_yaml().encode()).hexdigest(),
         "device": group.device.type,
+        "Python": sys.version.split()[0],
+        **package_versions(),
+        "torch": torch.__version__,
     }
-    for rank, other in enumerate(group.gather(of)):
-        for what, value in other.items():
-            first = of[what]
-            if value != first:
-                raise UserError(
-                    f"distributed: the {what} of rank {rank} is {value}, that of rank {group.rank} {first}; start all "
-                    "ranks with the same configuration and packages"
-                )
+    require_same(group, values, "start all ranks with the same configuration and packages")
 
 
 def _padded(data: Tensor, length: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from qarl.distributed.ranks import Ranks
+from qarl.errors import UserError
 
 T = TypeVar("T")
 
@@ -33,3 +35,50 @@ def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
 def on_first(ranks: Ranks, work: Callable[[], T]) -> T | None:
     """`together`, of work that the first rank alone does; None on the others."""
     return together(ranks, lambda: work() if ranks.first else None)
+
+
+def require_same(ranks: Ranks, values: Mapping[str, Any], fix: str) -> None:
+    """Raise UserError on all ranks unless `values` are the same on every rank. A collective.
+
+    Args:
+        ranks: All ranks of the run.
+        values: What this rank has by the name that an error shows, most likely causes first. Values are JSON.
+        fix: What the user should do about a difference.
+    """
+    fault = rank_difference(ranks.gather(dict(values)), fix)
+    ranks.agree(None if fault is None else UserError(fault))
+
+
+def rank_difference(values: Sequence[Mapping[str, Any]], fix: str) -> str | None:
+    """One line that names the first value that differs, and which ranks have what; None if all are the same.
+
+    values: of each rank, in the order of ranks. A name that a rank does not have counts as null.
+    """
+    names = dict.fromkeys(name for own in values for name in own)
+    different = [name for name in names if any(own.get(name) != values[0].get(name) for own in values)]
+    if not different:
+        return None
+    ranks_of: dict[str, list[int]] = {}
+    for rank, own in enumerate(values):
+        ranks_of.setdefault(json.dumps(own.get(different[0])), []).append(rank)
+    groups = ", ".join(f"{_listed(group)} {_shown(json.loads(value))}" for value, group in ranks_of.items())
+    others = ", ".join(different[1:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
+    also = f" (and also: {others})" if others else ""
+    return f"distributed: {different[0]} differs between ranks: {groups}{also}; {fix}"
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: a digest by its first 12 digits, a long value by both of its ends."""
+    if value is None:
+        return "has none"
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) == 64:
+        return f"has {text[:12]}"
+    return f"has {text if len(text) <= 60 else f'{text[:28]}...{text[-28:]}'}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from qarl_formats.compressed import TensorSpec, tensor_specs
@@ -11,7 +12,7 @@ from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.scheme import Scheme, check_shape, is_ignored
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
@@ -20,11 +21,12 @@ from qarl.fused import shared_scales
 from qarl.inference.export_record import ExportRecord, TensorDigest
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
-from qarl.policy.load import load_model, model_weights
+from qarl.policy.fingerprints import changed_inputs, model_files, tokenizer_digests
+from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.skeleton import linear_names, skeleton
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.storage.saved_state import PolicyState, saved_state
+from qarl.storage.saved_state import Inputs, PolicyState, saved_state
 from qarl.weight_sync.snapshot import describe, quantize_parameter
 
 
@@ -97,20 +99,31 @@ class Masters:
         return scheme.quantized and module in self.linears and not is_ignored(module, ignore)
 
 
-def open_masters(target: Target) -> Masters:
+def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = None) -> Masters:
     """The masters of a run's checkpoint (verified against its digests) or of a model.
 
-    Raises UserError: an exported checkpoint, which has none; a damaged checkpoint; one made for another model.
+    Args:
+        target: A run or a model.
+        tokenizer: Of the target, if it is loaded already.
+
+    Raises:
+        UserError: A damaged checkpoint, or one made for another model: other shapes, or a configuration, tokenizer or
+            chat template that changed since the run.
     """
     assert target.kind != "export", "an exported checkpoint has codes, no masters"
-    config = plain_config(load_model_config(target.model))
+    config, generation = plain_config(load_model_config(target.model)), load_generation_config(target.model)
+    state = None
+    if target.checkpoint is not None:
+        checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
+        state = saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
+        tokenizer = tokenizer or load_tokenizer(target.model)
+        require_same_model(target.checkpoint, state, target.model, config, generation, tokenizer)
     model = skeleton(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    common = (config, load_generation_config(target.model), shapes, frozenset(linear_names(model)))
-    if target.checkpoint is None:
+    common = (config, generation, shapes, frozenset(linear_names(model)))
+    if state is None:
         return Masters(*common, _model_reader(target.model, target.digests))
-    checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
-    tensors, state = checkpoint.tensors["masters"], saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
+    tensors = checkpoint.tensors["masters"]
     if odd := sorted(tensors.keys() ^ shapes.keys()) or [n for n in shapes if tensors.shape(n) != shapes[n]]:
         raise UserError(
             f"{target.checkpoint}: made for another model than '{target.model.path}' ('{odd[0]}' is not "
@@ -122,6 +135,32 @@ def open_masters(target: Target) -> Masters:
             "restore the checkpoint"
         )
     return Masters(*common, lambda name: tensors[name], state.version, state.snapshot_sha256)
+
+
+def require_same_model(
+    checkpoint: Path,
+    state: PolicyState,
+    model: ModelConfig,
+    config: PreTrainedConfig,
+    generation: GenerationConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Raise UserError unless the base model's small files say what they said when a checkpoint of a run was saved.
+
+    The base weights are not compared: the checkpoint has its own. Nor is what an older version did not record.
+
+    Args:
+        checkpoint: The directory that is opened, for the message.
+        state: Of that checkpoint.
+        model: Where the base model is now.
+        config, generation, tokenizer: Of the base model.
+    """
+    now = Inputs({"model": tokenizer_digests(generation, tokenizer)}, model_files(config, generation))
+    if changed := [what for _, what in changed_inputs(state, now)]:
+        raise UserError(
+            f"{checkpoint}: {' and '.join(changed)} changed since it was saved; restore "
+            f"'{model.path}', or give the model that the run started from with --model"
+        )
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:

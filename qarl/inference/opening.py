@@ -90,7 +90,7 @@ def open_policy(
         snapshot = build_snapshot(0, _stored_forms(target, config, where))
         generation = load_generation_config(target.model)
     else:
-        masters = masters or open_masters(target)
+        masters = masters or open_masters(target, tokenizer)
         config, generation = masters.config, masters.generation
         dtype = DTYPES[target.run.model.dtype if target.run else target.model.dtype]
         snapshot = snapshot_of(target, masters, dtype, where)

@@ -26,15 +26,22 @@ def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks) -> dict[str, Ten
     Safetensors files are read row by row, a GGUF file's too once it is converted. Where the conversion cannot be kept,
     and of a model with code of its own, one rank after the other loads the whole. Raises UserError as `load_model`.
     """
-    if config.trust_remote_code:
-        files = None
-    elif locate(config).gguf_file is not None:
-        files = in_turn(ranks, lambda: model_weights(config))  # the first one converts it
-    else:
-        files = model_weights(config)
+    files = row_files(config, ranks)
     if files is None:
         return in_turn(ranks, lambda: _of_whole_model(config, plan, ranks.rank))
     return _of_files(files, plan, ranks.rank)
+
+
+def row_files(config: ModelConfig, ranks: Ranks) -> dict[str, StoredTensor] | None:
+    """The safetensors files from which a rank can read single tensors; None if it has to load the whole model.
+
+    A collective for GGUF models: the first rank converts the file.
+    """
+    if config.trust_remote_code:
+        return None
+    if locate(config).gguf_file is not None:
+        return in_turn(ranks, lambda: model_weights(config))
+    return model_weights(config)
 
 
 def in_turn(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -219,7 +219,7 @@ def _environment(environment: dict[str, Any]) -> Section:
         blocks.append(Code("\n".join(f"{name}=={version}" for name, version in packages.items()), "Packages"))
     if isinstance(inputs, dict):
         lines = [f"{name}: {value}" for name, value in flatten(inputs).items()]
-        blocks.append(Code("\n".join(lines), "Digests of model and rewards (SHA-256)"))
+        blocks.append(Code("\n".join(lines), "Inputs: digests (SHA-256), and values of the model's configuration"))
     return Section("Environment", blocks)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -11,7 +11,8 @@ from qarl.inputs.files import Unreadable
 from qarl.inputs.schema import Record, Sha256, checked
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Digests = dict[str, dict[str, Sha256]]  # what a run is made from: model, reward -> part -> digest
+Digests = dict[str, dict[str, Sha256]]  # what a run is made from: model, reward, objective -> part -> SHA-256
+ModelFiles = dict[str, dict[str, Any]]  # config.json, generation_config.json -> dotted field -> resolved value
 
 
 class DataPosition(Record):
@@ -31,19 +32,43 @@ class OptimizerMeta(Record):
 
 
 class PolicyState(Record):
-    """What is said of the policy. version: its own. snapshot_sha256: of what the masters quantize to."""
+    """What a checkpoint says about its policy and the base model.
+
+    version: optimizer steps taken. snapshot_sha256: digest of the tensors that the masters quantize to. inputs,
+    model_files: see `Inputs`; empty in checkpoints of versions that did not record them.
+    """
 
     version: Count
     snapshot_sha256: Sha256
+    inputs: Digests = Field({})
+    model_files: ModelFiles = Field({})
 
 
 class SavedState(PolicyState):
-    """What a run goes on from. inputs: empty of a checkpoint from before they were kept."""
+    """What a run resumes from."""
 
     data: DataPosition
     optimizer: OptimizerMeta
     skipped_in_a_row: Count
-    inputs: Digests = Field({})
+
+
+class Inputs(NamedTuple):
+    """What a run is made from, except its prompts.
+
+    digests: SHA-256 by kind and part. files: the values in the base model's configuration files that count, so that an
+    error can name the field that changed.
+    """
+
+    digests: Digests
+    files: ModelFiles
+
+    def with_weights(self, digest: str) -> Inputs:
+        """The same with the digest of the base model's weights."""
+        return Inputs(self.digests | {"model": {"weights": digest, **self.digests["model"]}}, self.files)
+
+    def record(self) -> dict[str, Any]:
+        """Both, for `inputs` in environment.json."""
+        return {**self.digests, **self.files}
 
 
 S = TypeVar("S", bound=PolicyState)

@@ -1,91 +1,199 @@
-"""What a run is made from, as digests: a resumed run must find it as it was, or be told that it may have changed."""
+"""What a run is made from, as digests: ranks must agree on it, and a resumed run must find it unchanged."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qarl.config import Config, ModelConfig
+from qarl.config.deepspeed import deepspeed_keys
+from qarl.data import PromptStream
 from qarl.distributed.ranks import Ranks
-from qarl.distributed.rows import RowPlan
+from qarl.distributed.together import require_same, together
+from qarl.evaluation.tasks import LoadedTask
+from qarl.inputs.paths import path_errors
+from qarl.inputs.tensors import StoredTensor
 from qarl.objectives.custom import Custom
-from qarl.policy.load_config import stop_token_ids
-from qarl.policy.load_rows import load_rows
+from qarl.policy.fingerprints import digest_of, input_name, model_files, tokenizer_digests
+from qarl.policy.foreign import foreign_errors
+from qarl.policy.load import load_model
+from qarl.policy.load_config import gguf_file_of, load_generation_config, load_model_config, locate
+from qarl.policy.load_rows import in_turn, row_files
 from qarl.rewards.fingerprint import reward_fingerprint
-from qarl.storage.saved_state import Digests
+from qarl.storage.saved_state import Inputs
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe
 
+SAME_FILES = "give every rank the same files"
 
-def input_digests(
-    config: Config, generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, weights: str
-) -> Digests:
-    """SHA-256 of what a run of `config` is made from beside its prompts, which their stream has a digest of.
+Described = dict[str, tuple[list[int], str, str]]  # by tensor: shape, dtype, SHA-256
 
-    generation_config: the model's. weights: `tensors_digest` of the model as it was loaded, before anything is rounded
-    or quantized. Under `model`: weights (the masters' origin, and the reference of a KL term), vocabulary, and stop
-    tokens (generation_config.json); under `reward`: `reward_fingerprint`; under `objective` the source of a user's own
-    one, where there is one. Raises UserError for a file that cannot be read.
+
+def input_digests(config: Config, tokenizer: PreTrainedTokenizerBase) -> Inputs:
+    """What a run is made from, except its prompts and the base model's weights, which are read later.
+
+    Digests under `model` are of the tokenizer and of stop tokens, those under `reward` are `reward_fingerprint`, and
+    `objective` has the source of a user's own objective. Files are config.json and generation_config.json.
+
+    Args:
+        config: Of the run.
+        tokenizer: Of `config.model`.
+
+    Returns:
+        The inputs. `Inputs.digests["model"]["weights"]` is missing.
+
+    Raises:
+        UserError: A file cannot be read.
     """
-    own_stop = sorted(stop_token_ids(generation_config, tokenizer))
-    digests = {
-        "model": {
-            "weights": weights,
-            "vocabulary": _digest(sorted(tokenizer.get_vocab().items())),
-            "stop tokens": _digest(own_stop),
-        },
-        "reward": reward_fingerprint(config.reward),
-    }
+    generation = load_generation_config(config.model)
+    digests = {"model": tokenizer_digests(generation, tokenizer), "reward": reward_fingerprint(config.reward)}
     if isinstance(config.objective, Custom):
         digests["objective"] = config.objective.fingerprint()
-    return digests
+    return Inputs(digests, model_files(load_model_config(config.model), generation))
+
+
+def require_same_inputs(
+    ranks: Ranks, config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]
+) -> None:
+    """Raise one UserError on all ranks that names the first input which differs between them. A collective.
+
+    Ranks on several machines read their own files. Weights are compared by `shared_tensors_digest`, which reads them.
+    Everything here must be the same before weights are read: ranks with models of other shapes would wait for each
+    other in different collectives.
+
+    Args:
+        ranks: All ranks of the run.
+        config: Of the run.
+        inputs: This rank's, of `input_digests`.
+        stream: This rank's prompts: token ids and columns.
+        tasks: This rank's evaluation tasks, with their prompts and rewards.
+    """
+    if ranks.count == 1:
+        return
+    require_same(ranks, _named_inputs(config, inputs, stream, tasks), SAME_FILES)
+
+
+def _named_inputs(config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]) -> dict[str, Any]:
+    """Every input by its name in an error. Causes come before effects: a chat template before the prompts."""
+    files = {f"model.path: {file}: {key}": v for file, values in inputs.files.items() for key, v in values.items()}
+    digests = {input_name(kind, part): v for kind, parts in inputs.digests.items() for part, v in parts.items()}
+    evaluation = {f"evaluation.tasks: {task.name}": task.fingerprint for task in tasks}
+    data = {
+        "data: the prompts": stream.fingerprint,
+        "data: the columns beside the prompts (answers)": stream.columns_fingerprint,
+    }
+    deepspeed = {}
+    if config.distributed.engine == "deepspeed":
+        deepspeed = {"distributed.config": digest_of(deepspeed_keys(config.distributed.config))}
+    return {**files, **digests, **deepspeed, **data, **evaluation}
 
 
 def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bits, in the order given. Some 1 GB/s and core."""
-    return Manifest(0, _described(named)).digest()
+    """SHA-256 over names, dtypes, shapes and bits, in the order given. About 1 GB/s per core."""
+    tensors = dict(named)
+    return _digest(tensors, _described(tensors, tensors.__getitem__))
 
 
 def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int]], ranks: Ranks) -> str:
-    """`tensors_digest` of the model's weights as `load_model` gives them; each rank reads and hashes some of them.
+    """`tensors_digest` of the model's weights as `load_model` gives them, proved to be the same on all ranks.
 
-    shapes: of all, in their order.
+    Ranks that see the very same files (host, device, inode, size, time) divide the tensors among themselves; ranks that
+    see other files hash all of those again. So every machine reads and hashes the model once, however many ranks it
+    has, and no rank trains on bytes that nobody has hashed. Rejected alternatives: if all ranks divided the tensors,
+    other weights on a second machine would go unnoticed, since a rank trains on rows of tensors that another rank
+    hashed. A second owner per tensor finds a difference only if it falls on one of the two. If each rank hashed all
+    files, a machine with 8 ranks would hash the model 8 times. Names, sizes and times of files alone prove nothing
+    between machines.
+
+    Args:
+        config: The model section.
+        shapes: Shape of every parameter, in the model's order.
+        ranks: All ranks of the run. A collective.
+
+    Raises:
+        UserError: On all ranks, if the weights differ between ranks or cannot be read.
     """
-    plan = _WholeTensors(shapes, ranks.count)
-    own = {name: tensor for name, tensor in load_rows(config, plan, ranks).items() if plan.owner[name] == ranks.rank}
-    described = {name: (record.shape, record.dtype, record.sha256) for name, record in _described(own.items()).items()}
-    found = {name: record for rank in ranks.gather(described) for name, record in rank.items()}
-    return Manifest(0, {name: TensorRecord(tuple(found[name][0]), *found[name][1:]) for name in shapes}).digest()
+    files = row_files(config, ranks)
+    places = ranks.gather(together(ranks, lambda: _place(config, files)))
+    team = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
+    own = _share(shapes, len(team), team.index(ranks.rank))
+    if files is None:
+        described = in_turn(ranks, lambda: _described_model(config, own))
+    else:
+        described = together(ranks, lambda: _described(own, lambda name: _read(files[name], name)))
+    parts = ranks.gather(described)
+    teams: dict[str, Described] = {}
+    for place, part in zip(map(str, places), parts, strict=True):
+        teams.setdefault(place, {}).update(part)
+    found = [teams[str(place)] for place in places]
+    odd = next((name for name in shapes if any(records[name] != found[0][name] for records in found)), "")
+    digest = _digest(shapes, found[ranks.rank])
+    require_same(ranks, {f"model.path: its weights{odd and f' ({odd})'}": digest}, SAME_FILES)
+    return digest
 
 
-class _WholeTensors(RowPlan):
-    """A plan by which every tensor is one rank's: the largest ones first, to the rank that has least."""
+def _place(config: ModelConfig, files: Mapping[str, StoredTensor] | None) -> list[Any]:
+    """What tells whether two ranks read the same files of weights: the machine, and the files as its kernel knows them.
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], count: int) -> None:
-        super().__init__(shapes, lambda name: 1, count)
-        self.owner: dict[str, int] = {}
-        loads = [0] * count
-        for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
-            self.owner[name] = min(range(count), key=loads.__getitem__)
-            loads[self.owner[name]] += math.prod(shapes[name])
-
-    def cut(self, name: str) -> list[range]:
-        rows, owner = self.shapes[name][0], self.owner[name]
-        return [range(0 if rank <= owner else rows, rows if rank >= owner else 0) for rank in range(self.count)]
-
-
-def _described(named: Iterable[tuple[str, Tensor]]) -> dict[str, TensorRecord]:
-    named = list(named)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
-        records = pool.map(describe, [tensor for _, tensor in named])
-        return dict(zip([name for name, _ in named], records, strict=True))
+    A bind mount of another file at the same path has another inode; a file on a network's disk has another device
+    number on every machine.
+    """
+    source = locate(config)
+    if files is not None:
+        paths = {stored.file for stored in files.values()}
+    elif source.gguf_file is not None:
+        paths = {gguf_file_of(source)}
+    else:
+        paths = {path for path in source.directory().iterdir() if path.is_file()}
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with path_errors(f"model.path: '{config.path}'"):
+        stats = [path.stat() for path in sorted(paths)]
+        machine = [socket.gethostname(), boot.read_text() if boot.exists() else ""]
+    return [*machine, [[stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns] for stat in stats]]
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+def _share(shapes: Mapping[str, Sequence[int]], count: int, index: int) -> list[str]:
+    """The tensors that one of `count` ranks hashes: the largest ones first, each to the rank that has least."""
+    loads, own = [0] * count, []
+    for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
+        owner = min(range(count), key=loads.__getitem__)
+        loads[owner] += math.prod(shapes[name])
+        if owner == index:
+            own.append(name)
+    return own
+
+
+def _read(stored: StoredTensor, name: str) -> Tensor:
+    with foreign_errors(f"{stored.file}: cannot be read"), safe_open(stored.file, framework="pt") as file:
+        return file.get_tensor(name).float()
+
+
+def _described_model(config: ModelConfig, names: Iterable[str]) -> Described:
+    """Of a model that has to be loaded whole."""
+    parameters = dict(load_model(config).named_parameters())
+    return _described(names, parameters.__getitem__)
+
+
+def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described:
+    """Shape, dtype and SHA-256 of tensors. Hashing releases the interpreter's lock; each thread holds one tensor."""
+
+    def record(name: str) -> tuple[str, tuple[list[int], str, str]]:
+        found = describe(read(name))
+        return name, (list(found.shape), found.dtype, found.sha256)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(pool.map(record, names))
+
+
+def _digest(names: Iterable[str], described: Described) -> str:
+    """Of the tensors `names`, in their order."""
+    records = ((name, *described[name]) for name in names)
+    return Manifest(0, {name: TensorRecord(tuple(shape), *rest) for name, shape, *rest in records}).digest()

@@ -151,7 +151,7 @@ class Loop:
         with self.console.phase("sampler"):
             publish_together(run.engine, run.policy.current, ranks, config.rollout)
         with together(ranks, self.recorder) as recorder:
-            for change in self.directory.begin(run.inputs, keeper.history):
+            for change in self.directory.begin(run.inputs.record(), keeper.history):
                 self.console.warn(f"since the last start {change}")
             together(ranks, lambda: recorder.truncate(step))
             run.evaluation.begin(self.directory.path, step)

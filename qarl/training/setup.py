@@ -37,11 +37,11 @@ from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.room import Room, ranks_room
 from qarl.rollout.shared import NoSampler
-from qarl.storage.saved_state import Digests
+from qarl.storage.saved_state import Inputs
 from qarl.text import visible
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
-from qarl.training.fingerprints import input_digests, shared_tensors_digest, tensors_digest
+from qarl.training.fingerprints import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
 from qarl.training.learner import Learner
 from qarl.training.local_updates import LocalUpdates
 from qarl.training.optim import round_masters
@@ -68,7 +68,7 @@ class Run:
     rewards: RewardPool
     sampling: SamplingParams  # of step 0; each step has its own seed
     evaluation: TrainingEvaluation
-    inputs: Digests  # of what the run is made from
+    inputs: Inputs
 
     def close(self) -> None:
         with ExitStack() as parts:  # each of them, whatever another raises
@@ -104,12 +104,14 @@ def build_run(
     )
     place, early = rewards_log.parent, None
     try:
+        require_same_inputs(ranks, config, asked.inputs, asked.stream, asked.tasks)
         early = _early_sampler(config, device, place, ranks)
         look = partial(together, ranks, lambda: None if early is None else early.look())
         if ranks.count == 1:
-            policy, updates, inputs = _of_one_process(config, device, console, asked, look)
+            policy, updates, weights = _of_one_process(config, device, console, asked, look)
         else:
-            policy, updates, inputs = _of_ranks(config, device, console, asked, ranks, look)
+            policy, updates, weights = _of_ranks(config, device, console, asked, ranks, look)
+        inputs = asked.inputs.with_weights(weights)
         look()
         policy.set_recompute(config.train.recompute)
         sampling = build_sampling(config, policy, asked.tokenizer)
@@ -122,7 +124,6 @@ def build_run(
                 else NoSampler(policy.sampler, _room(config, device, ranks))
             ),
         )
-        stream = PromptStream(asked.prompts, config.train.seed, config.data.shuffle)
         learner = Learner(policy, updates, config, sampling.truncation, ranks)
         if learner.objective.needs.reference:
             policy.keep_reference()  # the model itself, before a checkpoint is put back
@@ -133,17 +134,19 @@ def build_run(
         rewards.close()
         task_rewards.close()
         raise
-    return Run(policy, asked.tokenizer, updates, learner, engine, stream, rewards, sampling, evaluation, inputs)
+    return Run(policy, asked.tokenizer, updates, learner, engine, asked.stream, rewards, sampling, evaluation, inputs)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a run is about. context: tokens that the policy may attend to."""
+    """What a run is about. context: tokens that the policy may attend to. inputs: without weights."""
 
     tokenizer: PreTrainedTokenizerBase
     context: int
     prompts: list[Prompt]
+    stream: PromptStream
     tasks: list[LoadedTask]
+    inputs: Inputs
 
 
 def _asked_and_scored(
@@ -179,34 +182,34 @@ def _asked_and_scored(
             f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "
             "prompts of the data; lower it or give more data"
         )
+    inputs = input_digests(config, tokenizer)
+    stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
     with console.phase("reward workers"), ExitStack() as started:
         rewards = started.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
         started.pop_all()
-    return _Asked(tokenizer, context, prompts, tasks), rewards, task_rewards
+    return _Asked(tokenizer, context, prompts, stream, tasks, inputs), rewards, task_rewards
 
 
 def _of_one_process(
     config: Config, device: torch.device, console: RunConsole, asked: _Asked, look: Callable[[], None]
-) -> tuple[Policy, Updates, Digests]:
-    """The policy, what changes it, and digests of what the run is made from. look: called in between."""
+) -> tuple[Policy, Updates, str]:
+    """The policy, what changes it, and the digest of the base model's weights. look: called in between."""
     with console.phase("model"):
         model = load_model(config.model)
     look()
-    with console.phase("digests of model and rewards"):
-        inputs = input_digests(
-            config, model.generation_config, asked.tokenizer, tensors_digest(model.named_parameters())
-        )
+    with console.phase("digest of the weights"):
+        weights = tensors_digest(model.named_parameters())
     look()
     with console.phase("quantize"):
         policy = build_policy(config, model, device, asked.context)
-    return policy, LocalUpdates(policy, config), inputs
+    return policy, LocalUpdates(policy, config), weights
 
 
 def _of_ranks(
     config: Config, device: torch.device, console: RunConsole, asked: _Asked, ranks: Ranks, look: Callable[[], None]
-) -> tuple[Policy, Updates, Digests]:
-    """`_of_one_process`, where each rank reads and keeps its rows of the masters alone, or what DeepSpeed gives it."""
+) -> tuple[Policy, Updates, str]:
+    """`_of_one_process` on several ranks: each reads and keeps only its rows of the masters, or its DeepSpeed part."""
     from qarl.distributed.exchange import GroupExchange
     from qarl.distributed.group import Group
     from qarl.training.row_setup import build_rows
@@ -223,11 +226,10 @@ def _of_ranks(
             exchange = GroupExchange(ranks.tensors, ranks.rank, ranks.count, device)
             policy, updates = build_rows(config, device, asked.context, exchange, ranks)
     look()
-    with console.phase("digests of model and rewards"):
+    with console.phase("digest of the weights"):
         shapes = {name: tuple(master.shape) for name, master in policy.named_parameters()}
         weights = shared_tensors_digest(config.model, shapes, ranks)
-        inputs = input_digests(config, policy.model.generation_config, asked.tokenizer, weights)
-    return policy, updates, inputs
+    return policy, updates, weights
 
 
 def _say(rank: int, line: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from qarl.distributed.together import together
 from qarl.errors import UserError
+from qarl.policy.fingerprints import changed_inputs
 from qarl.storage.checkpoint import Checkpoint
 from qarl.storage.pieces import Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state
@@ -38,7 +39,8 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
         "optimizer": optimizer_meta,
         "skipped_in_a_row": run.learner.skipped_in_a_row,
         "snapshot_sha256": digest,
-        "inputs": run.inputs,
+        "inputs": run.inputs.digests,
+        "model_files": run.inputs.files,
     }
     return pieces, state
 
@@ -82,12 +84,12 @@ def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tupl
     state = saved_state(SavedState, checkpoint.state, str(checkpoint.path))
     _require_masters(run, checkpoint)
     changed = _changed_inputs(run, state)
-    for kind, what in changed:
-        if kind not in allowed:
-            raise UserError(
-                f"{checkpoint.path}: {what} changed since it was saved; restore that, choose another "
-                f"train.run_dir, or set checkpoint.allow_changed: [{kind}]"
-            )
+    if refused := [what for kind, what in changed if kind not in allowed]:
+        kinds = ", ".join(sorted({kind for kind, _ in changed} | set(allowed)))
+        raise UserError(
+            f"{checkpoint.path}: {' and '.join(refused)} changed since it was saved; restore that, choose another "
+            f"train.run_dir, or set checkpoint.allow_changed: [{kinds}]"
+        )
     _require_optimizer(checkpoint, state)
     _load_position(run, state.data)
     return state, [what for _, what in changed]
@@ -130,22 +132,13 @@ def _require_optimizer(checkpoint: Checkpoint, state: SavedState) -> None:
 
 
 def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
-    """(kind in `checkpoint.allow_changed`, what) of each input that is not what the checkpoint's run had; what an older
-    checkpoint does not say is taken as it is."""
-    changed: list[tuple[str, str]] = []
+    """(kind in `checkpoint.allow_changed`, what) of each input that differs from the checkpoint's run. Causes come
+    before effects. Inputs that a checkpoint of an older version does not record are not compared."""
+    changed = changed_inputs(state, run.inputs)
     if state.data.fingerprint != run.stream.fingerprint:
         changed.append(("data", "the prompts (the data, or how model.path writes them as tokens)"))
     elif state.data.columns_fingerprint not in (None, run.stream.columns_fingerprint):
         changed.append(("data", "the columns beside the prompts (answers)"))
-    for kind, parts in state.inputs.items():
-        named = {
-            "model": "model.path: its {}",
-            "reward": "reward.functions: the source of `{}`",
-            "objective": "objective.path: the source of `{}`",
-        }.get(kind, kind)
-        here = run.inputs.get(kind, {})
-        different = [part for part in {**parts, **here} if parts.get(part) != here.get(part)]
-        changed += [(kind, named.format(part)) for part in different]
     return changed
 
 

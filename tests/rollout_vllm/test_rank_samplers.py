@@ -278,7 +278,7 @@ def test_a_sampler_that_ends_while_rows_are_loaded_is_told_before_anything_is_ma
                 begun[0].wait()
                 return load(*given)
             fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
-            BegunProcess.__init__, row_setup.load_rows, setup.input_digests = note, wait, None
+            BegunProcess.__init__, row_setup.load_rows, setup.shared_tensors_digest = note, wait, None
     """
     data = settings(even_model, rollout={"engine": "vllm"})
     data["model"]["device"] = "cpu"

@@ -146,7 +146,7 @@ def wait(config):
     begun[0].wait()
     return load(config)
 fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
-BegunProcess.__init__, setup.load_model, setup.input_digests = note, wait, None
+BegunProcess.__init__, setup.load_model, setup.tensors_digest = note, wait, None
 """
 
 

@@ -77,7 +77,11 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "prompts": ("data", replace("rows.jsonl", "3 + 3", "3 + 4"), "the prompts"),
     "weights": ("model", other_weights, "model.path: its weights"),
     "stop tokens": ("model", other_stop_tokens, "model.path: its stop tokens"),
-    "chat template": ("data", replace("model/chat_template.jinja", "<|assistant|>", "<|answer|>"), "the prompts"),
+    "chat template": (
+        "data, model",
+        replace("model/chat_template.jinja", "<|assistant|>", "<|answer|>"),
+        "model.path: its chat template and the prompts",
+    ),
 }
 
 
@@ -107,14 +111,16 @@ def test_a_changed_input_is_refused_by_name_unless_it_may_change(trained, name, 
 
 def test_digests_are_kept_for_people_and_an_older_checkpoint_is_taken_as_it_is(trained, tmp_path):
     environment = json.loads((trained.folder / "run" / "environment.json").read_text())
-    assert environment["inputs"].keys() == {"model", "reward"} and len(environment["inputs"]["model"]["weights"]) == 64
+    assert environment["inputs"].keys() == {"model", "reward", "config.json", "generation_config.json"}
+    assert len(environment["inputs"]["model"]["weights"]) == 64
+    assert environment["inputs"]["config.json"]["rope_parameters.rope_theta"] == 10000
     from qarl.storage.checkpoint import CheckpointStore
 
     shutil.copytree(trained.folder, tmp_path / "place", symlinks=True)
     store = CheckpointStore(tmp_path / "place" / "run" / "checkpoints", 0)
     found = store.load(store.path(1))
     tensors = {group: {k: v.clone() for k, v in members.items()} for group, members in found.tensors.items()}
-    state = {key: value for key, value in found.state.items() if key != "inputs"}
+    state = {key: value for key, value in found.state.items() if key not in ("inputs", "model_files")}
     del state["data"]["columns_fingerprint"]
     store.save(1, tensors, state)
     other_weights(tmp_path / "place")

@@ -14,6 +14,7 @@ from qarl.diagnostics.diagnose.saved import SavedStep
 from qarl.diagnostics.gradient_passes import gradient_gram
 from qarl.errors import UserError
 from qarl.inference.context import context_of
+from qarl.inference.masters import require_same_model
 from qarl.inference.target import Target
 from qarl.objectives import build_objective
 from qarl.policy.device import pick_device
@@ -39,7 +40,7 @@ class RunPolicy:
         assert target.run is not None and target.run_dir is not None, "the policy of a run"
         # A run records its sizes; a configuration written by hand may leave them to the device.
         self.config: Config = decide_sizes(target.run, "cuda" if pick_device(device).type == "cuda" else "cpu")
-        self._checkpoints = target.run_dir / "checkpoints"
+        self._target, self._checkpoints = target, target.run_dir / "checkpoints"
         set_determinism(self.config)
         config = self.config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
@@ -65,6 +66,8 @@ class RunPolicy:
             checkpoint = CheckpointStore.load(path, groups=("masters",))
         except CheckpointDamaged as error:
             raise UserError(f"{error}; restore it from a copy, or give another --step") from error
+        state, model = saved_state(PolicyState, checkpoint.state, str(path)), self.policy.model
+        require_same_model(path, state, self._target.model, model.config, model.generation_config, self.tokenizer)
         masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
         for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
             if name not in masters or name not in parameters or masters.shape(name) != parameters[name].shape:
@@ -74,7 +77,6 @@ class RunPolicy:
                 )
         for name, parameter in parameters.items():
             parameter.copy_(masters[name])
-        state = saved_state(PolicyState, checkpoint.state, str(path))
         snapshot = self.policy.refresh(state.version)
         if snapshot.manifest().digest() != state.snapshot_sha256:
             raise UserError(

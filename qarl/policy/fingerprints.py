@@ -1,0 +1,157 @@
+"""What a base model's small files say, as values and digests that a run records and compares.
+
+Weights are not covered here: `qarl.training.fingerprints` digests those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from qarl.config.model_schema import ConfigJson
+from qarl.policy.load_config import stop_token_ids
+from qarl.storage.saved_state import Inputs, ModelFiles, PolicyState
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+# Fields of a resolved configuration that do not change the forward of a policy. A new field of transformers is not in
+# this list, so that it counts until somebody decides otherwise.
+_NO_FORWARD = {
+    *("_name_or_path", "architectures", "auto_map", "transformers_version", "quantization_config"),
+    *("dtype", "torch_dtype"),  # of the files; model.dtype decides the arithmetic
+    *("id2label", "label2id", "num_labels", "problem_type", "return_dict", "is_encoder_decoder"),
+    *("initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "chunk_size_feed_forward"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
+    *("router_aux_loss_coef", "router_jitter_noise"),  # objective.router_aux_coef decides; noise is refused
+    *("bos_token_id", "eos_token_id", "pad_token_id"),  # the generation config and the tokenizer decide
+    *("use_sliding_window", "max_window_layers"),  # transformers resolves both into sliding_window and layer_types
+}
+# Fields of a generation config that describe how `generate` of transformers returns its results.
+_NO_GENERATION = {
+    *("_from_model_config", "transformers_version", "_commit_hash", "use_cache", "return_dict_in_generate"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+}
+
+
+def model_files(config: PreTrainedConfig, generation: GenerationConfig) -> ModelFiles:
+    """The values of config.json and generation_config.json that count, as transformers resolves them."""
+    return {CONFIG: config_values(config), GENERATION: generation_values(generation)}
+
+
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a resolved configuration that change the forward, dotted (`rope_parameters.rope_theta`).
+
+    Two spellings of one architecture give the same values: an older `rope_scaling` and `rope_parameters`, a `head_dim`
+    that is left out and one that is written down. Keys that neither the model's class nor qarl knows are left out.
+    """
+    known = {field.name for field in dataclasses.fields(config)} | ConfigJson.model_fields.keys()
+    values = {key: value for key, value in config.to_dict().items() if key in known - _NO_FORWARD}
+    heads = values["num_attention_heads"]
+    values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
+    values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
+    values["model_type"] = config.model_type
+    return dict(sorted(_plain(values)))
+
+
+def generation_values(generation: GenerationConfig) -> dict[str, Any]:
+    """The fields of a generation config that are set. A list of stop tokens has no order."""
+    values = {key: value for key, value in generation.to_dict().items() if key not in _NO_GENERATION}
+    if isinstance(stop := values.get("eos_token_id"), list):
+        values["eos_token_id"] = sorted(set(stop)) if len(set(stop)) > 1 else stop[0] if stop else None
+    return dict(sorted(_plain(values)))
+
+
+def tokenizer_digests(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """SHA-256 of a tokenizer by part: vocabulary, stop tokens, chat template, and `tokenizer` for all of the rest.
+
+    generation: of the model, whose stop tokens count as well.
+    """
+    return {
+        "vocabulary": digest_of(sorted(tokenizer.get_vocab().items())),
+        "stop tokens": digest_of(sorted(stop_token_ids(generation, tokenizer))),
+        "tokenizer": digest_of(_tokenizer_parts(tokenizer)),
+        "chat template": digest_of(tokenizer.chat_template),
+    }
+
+
+def changed_inputs(then: PolicyState, now: Inputs) -> list[tuple[str, str]]:
+    """(kind in `checkpoint.allow_changed`, what) of each input that differs from the recorded one.
+
+    Args:
+        then: Of a checkpoint. What it does not say about the model is not compared: another version of qarl wrote it.
+        now: What is there today. Kinds that it leaves out are not compared.
+    """
+    changed = []
+    for file, values in now.files.items():
+        differences = value_differences(file, then.model_files.get(file, values), values)
+        changed += [("model", f"model.path: {difference}") for difference in differences]
+    for kind, here in now.digests.items():
+        there = then.inputs.get(kind, here)
+        names = [part for part in here if part in there] if kind == "model" else {**there, **here}
+        changed += [(kind, input_name(kind, part)) for part in names if there.get(part) != here.get(part)]
+    return changed
+
+
+def input_name(kind: str, part: str) -> str:
+    """How an error names one part of a run's inputs. kind, part: keys of `Digests`."""
+    if kind == "model":
+        return f"model.path: its {part}"
+    if kind in ("reward", "objective"):
+        return f"{'reward.functions' if kind == 'reward' else 'objective.path'}: the source of `{part}`"
+    return kind
+
+
+def value_differences(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """`config.json: rms_norm_eps (now 1e-05, was 1e-06)` for each field of a file that differs."""
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            yield f"{name}: {key} (now {_short(now.get(key))}, was {_short(then.get(key))})"
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Everything that decides how a text becomes tokens and tokens become a text.
+
+    Padding and truncation are left out: callers set them, and every call of qarl leaves them off. A tokenizer without a
+    Rust backend is known by its vocabulary and its special tokens.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {} if backend is None else json.loads(backend.to_str())
+    kept = {key: value for key, value in parts.items() if key not in ("version", "padding", "truncation")}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    options = {
+        name: getattr(tokenizer, name, None) for name in ("clean_up_tokenization_spaces", "split_special_tokens")
+    }
+    return [_present(kept), _present(special), _present(options)]
+
+
+def _present(value: Any) -> Any:
+    """`value` without keys that are null or false: a later version of a library writes more of those."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in sorted(value.items()) if item is not None and item is not False}
+    return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+def _plain(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with values as JSON has them; whole floats as integers. Null, false and empty ones are left out, as
+    if the file did not have them."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _plain(value, f"{prefix}{key}.")
+        elif value is not None and value is not False and value != []:
+            plain = value if isinstance(value, bool | int | float | str | list) else str(value)
+            yield f"{prefix}{key}", int(plain) if isinstance(plain, float) and plain.is_integer() else plain
+
+
+def _short(value: Any) -> str:
+    """A value for a message; what the values leave out is null or false."""
+    text = "not set" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
