@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from qarl.distributed.ranks import Ranks
@@ -49,6 +51,31 @@ def require_same(ranks: Ranks, values: Mapping[str, Any], fix: str) -> None:
     ranks.agree(None if fault is None else UserError(fault))
 
 
+def same_files(ranks: Ranks, paths: Callable[[], Iterable[Path]]) -> list[int]:
+    """Which ranks see the very same files, so that they can divide the work of reading them. A collective.
+
+    Files are the same if host, boot, device, inode, size and time are. A bind mount of another file at the same path
+    has another inode; a network's disk has another device number on every machine, so that each machine checks what it
+    sees.
+
+    Args:
+        ranks: All ranks of the run.
+        paths: Returns this rank's files. Errors that it raises are raised on all ranks.
+
+    Returns:
+        For each rank the lowest rank that sees the same files.
+    """
+    places = ranks.gather(together(ranks, lambda: _place(paths())))
+    return [places.index(place) for place in places]
+
+
+def _place(paths: Iterable[Path]) -> list[Any]:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    stats = [path.stat() for path in sorted(paths)]
+    files = [[stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns] for stat in stats]
+    return [socket.gethostname(), boot.read_text() if boot.exists() else "", files]
+
+
 def rank_difference(values: Sequence[Mapping[str, Any]], fix: str) -> str | None:
     """One line that names the first value that differs, and which ranks have what; None if all are the same.
 
@@ -64,7 +91,7 @@ def rank_difference(values: Sequence[Mapping[str, Any]], fix: str) -> str | None
     groups = ", ".join(f"{_listed(group)} {_shown(json.loads(value))}" for value, group in ranks_of.items())
     others = ", ".join(different[1:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
     also = f" (and also: {others})" if others else ""
-    return f"distributed: {different[0]} differs between ranks: {groups}{also}; {fix}"
+    return f"distributed: different between ranks: {different[0]}: {groups}{also}; {fix}"
 
 
 def _shown(value: Any) -> str:

@@ -87,8 +87,10 @@ def changed_inputs(then: PolicyState, now: Inputs) -> list[tuple[str, str]]:
     """
     changed = []
     for file, values in now.files.items():
-        differences = value_differences(file, then.model_files.get(file, values), values)
-        changed += [("model", f"model.path: {difference}") for difference in differences]
+        differences = value_differences(then.model_files.get(file, values), values)
+        if differences:
+            more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+            changed.append(("model", f"model.path: {file}: {', '.join(differences[:4])}{more}"))
     for kind, here in now.digests.items():
         there = then.inputs.get(kind, here)
         names = [part for part in here if part in there] if kind == "model" else {**there, **here}
@@ -105,11 +107,16 @@ def input_name(kind: str, part: str) -> str:
     return kind
 
 
-def value_differences(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`config.json: rms_norm_eps (now 1e-05, was 1e-06)` for each field of a file that differs."""
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
-            yield f"{name}: {key} (now {_short(now.get(key))}, was {_short(then.get(key))})"
+def value_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`rms_norm_eps (now 1e-05, was 1e-06)` for each field that differs.
+
+    A missing field counts as false: the other side may be from a version of transformers that has more fields.
+    """
+    return [
+        f"{key} (now {_short(now.get(key))}, was {_short(then.get(key))})"
+        for key in sorted(then.keys() | now.keys())
+        if _set(then.get(key)) != _set(now.get(key))
+    ]
 
 
 def digest_of(value: object) -> str:
@@ -141,17 +148,22 @@ def _present(value: Any) -> Any:
 
 
 def _plain(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with values as JSON has them; whole floats as integers. Null, false and empty ones are left out, as
-    if the file did not have them."""
+    """Dotted keys with values as JSON has them; whole floats as integers. Null and empty ones are left out, as if the
+    file did not have them."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _plain(value, f"{prefix}{key}.")
-        elif value is not None and value is not False and value != []:
+        elif value is not None and value != []:
             plain = value if isinstance(value, bool | int | float | str | list) else str(value)
             yield f"{prefix}{key}", int(plain) if isinstance(plain, float) and plain.is_integer() else plain
 
 
+def _set(value: Any) -> Any:
+    """`value`, null if it is false. Not so 0, which may be a token."""
+    return None if value is False else value
+
+
 def _short(value: Any) -> str:
-    """A value for a message; what the values leave out is null or false."""
+    """A value for a message."""
     text = "not set" if value is None else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
-from qarl.distributed.together import together
+from qarl.distributed.together import require_same, same_files, together
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable
 from qarl.inputs.json import read_json_object
@@ -46,7 +47,12 @@ class Checkpoint:
 def load_checkpoint(path: Path, groups: Collection[str] | None, ranks: Ranks) -> Checkpoint:
     """See `CheckpointStore.load`."""
     found = together(ranks, lambda: _found(path))
-    manifest = _undamaged(ranks, lambda: _verified(found, groups, ranks))
+    leaders = same_files(ranks, lambda: [file for file in found.iterdir() if file.is_file()])
+    team = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]
+    manifest = _undamaged(ranks, lambda: _verified(found, groups, team.index(ranks.rank), len(team)))
+    if len(set(leaders)) > 1:
+        digest = together(ranks, lambda: hashlib.sha256((found / MANIFEST).read_bytes()).hexdigest())
+        require_same(ranks, {f"checkpoint {found.name}": digest}, "give every rank the same checkpoint")
     return _undamaged(ranks, lambda: _opened(found, manifest, groups))
 
 
@@ -79,13 +85,16 @@ def _undamaged(ranks: Ranks, work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _verified(path: Path, groups: Collection[str] | None, ranks: Ranks) -> Manifest:
-    """The manifest; the digests of this rank's share of the files hold. Raises NoSuchFile, Unreadable."""
+def _verified(path: Path, groups: Collection[str] | None, index: int, count: int) -> Manifest:
+    """The manifest, after verifying the share of the files that one of `count` ranks has which see the same files.
+
+    Raises NoSuchFile, Unreadable.
+    """
     manifest = read_manifest(path / MANIFEST)
     if groups is not None and (absent := set(groups) - manifest.groups.keys()):
         raise Unreadable(str(path), f"holds no {min(absent)}")
     names = ["state.json", *(name for group in _wanted(manifest, groups) for name in manifest.groups[group])]
-    verify_files(path, manifest, names[ranks.rank :: ranks.count])
+    verify_files(path, manifest, names[index::count])
     return manifest
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from qarl.config import Config, ModelConfig
 from qarl.config.deepspeed import deepspeed_keys
 from qarl.data import PromptStream
 from qarl.distributed.ranks import Ranks
-from qarl.distributed.together import require_same, together
+from qarl.distributed.together import require_same, same_files, together
 from qarl.evaluation.tasks import LoadedTask
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor
@@ -105,8 +104,8 @@ def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
 def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int]], ranks: Ranks) -> str:
     """`tensors_digest` of the model's weights as `load_model` gives them, proved to be the same on all ranks.
 
-    Ranks that see the very same files (host, device, inode, size, time) divide the tensors among themselves; ranks that
-    see other files hash all of those again. So every machine reads and hashes the model once, however many ranks it
+    Ranks that see the very same files (`same_files`) divide the tensors among themselves; ranks that see other files
+    hash all of those again. So every machine reads and hashes the model once, however many ranks it
     has, and no rank trains on bytes that nobody has hashed. Rejected alternatives: if all ranks divided the tensors,
     other weights on a second machine would go unnoticed, since a rank trains on rows of tensors that another rank
     hashed. A second owner per tensor finds a difference only if it falls on one of the two. If each rank hashed all
@@ -122,42 +121,32 @@ def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int
         UserError: On all ranks, if the weights differ between ranks or cannot be read.
     """
     files = row_files(config, ranks)
-    places = ranks.gather(together(ranks, lambda: _place(config, files)))
-    team = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
+    leaders = same_files(ranks, lambda: _weight_files(config, files))
+    team = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]
     own = _share(shapes, len(team), team.index(ranks.rank))
     if files is None:
         described = in_turn(ranks, lambda: _described_model(config, own))
     else:
         described = together(ranks, lambda: _described(own, lambda name: _read(files[name], name)))
-    parts = ranks.gather(described)
-    teams: dict[str, Described] = {}
-    for place, part in zip(map(str, places), parts, strict=True):
-        teams.setdefault(place, {}).update(part)
-    found = [teams[str(place)] for place in places]
+    teams: dict[int, Described] = {}
+    for leader, part in zip(leaders, ranks.gather(described), strict=True):
+        teams.setdefault(leader, {}).update(part)
+    found = [teams[leader] for leader in leaders]
     odd = next((name for name in shapes if any(records[name] != found[0][name] for records in found)), "")
     digest = _digest(shapes, found[ranks.rank])
     require_same(ranks, {f"model.path: its weights{odd and f' ({odd})'}": digest}, SAME_FILES)
     return digest
 
 
-def _place(config: ModelConfig, files: Mapping[str, StoredTensor] | None) -> list[Any]:
-    """What tells whether two ranks read the same files of weights: the machine, and the files as its kernel knows them.
-
-    A bind mount of another file at the same path has another inode; a file on a network's disk has another device
-    number on every machine.
-    """
+def _weight_files(config: ModelConfig, files: Mapping[str, StoredTensor] | None) -> list[Path]:
+    """The files that weights are read from; every file of a model that has to be loaded whole."""
     source = locate(config)
-    if files is not None:
-        paths = {stored.file for stored in files.values()}
-    elif source.gguf_file is not None:
-        paths = {gguf_file_of(source)}
-    else:
-        paths = {path for path in source.directory().iterdir() if path.is_file()}
-    boot = Path("/proc/sys/kernel/random/boot_id")
     with path_errors(f"model.path: '{config.path}'"):
-        stats = [path.stat() for path in sorted(paths)]
-        machine = [socket.gethostname(), boot.read_text() if boot.exists() else ""]
-    return [*machine, [[stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns] for stat in stats]]
+        if files is not None:
+            return sorted({stored.file for stored in files.values()})
+        if source.gguf_file is not None:
+            return [gguf_file_of(source)]
+        return [path for path in source.directory().iterdir() if path.is_file()]
 
 
 def _share(shapes: Mapping[str, Sequence[int]], count: int, index: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from tiny_runs import settings, write_config
 
 pytestmark = pytest.mark.slow
@@ -193,6 +196,32 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs, tmp_path):
         assert [r["step"] for r in records] == [1, 2, 3] and records[:2] == repeatable(before / "metrics.jsonl")
     one, two = (repeatable(run / "metrics.jsonl")[2] for run in (to_one, to_two))
     assert one == pytest.approx(two, rel=0.05, abs=1e-2)
+
+
+ELSEWHERE = "import os\nos.chdir({folders!r}[int(os.environ['RANK'])])"
+
+
+def test_ranks_with_other_weights_or_rewards_at_the_same_paths_end_before_a_step(runs, llama, tmp_path):
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        shutil.copytree(llama, folder / "model")
+        (folder / "judge.py").write_text(JUDGE)
+    data = yaml.safe_load(runs.judged.read_text())
+    data["model"]["path"], data["reward"]["functions"] = "model", [{"name": "judge.py:judge"}]
+    config = write_config(tmp_path / "c.yaml", data)
+    before = ELSEWHERE.format(folders=[str(folder) for folder in folders])
+    tensors = load_file(folders[1] / "model" / "model.safetensors")
+    tensors["model.norm.weight"][-1] += 2.0**-12
+    save_file(tensors, folders[1] / "model" / "model.safetensors", {"format": "pt"})
+    said, _ = on_two(config, tmp_path / "run", before=before)
+    (folders[1] / "judge.py").write_text(JUDGE.replace("% 5", "% 7"))
+    said += on_two(config, tmp_path / "run", before=before)[0]
+    name = {0: r"its weights \(model\.norm\.weight\)", 2: "reward.functions: the source of `judge`"}
+    for index, line in enumerate(said):
+        what = name[index // 2 * 2]
+        pattern = rf"UserError: distributed: different between ranks: .*{what}: rank 0 has .{{12}}, rank 1 has .{{12}};"
+        assert re.match(pattern, line), line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(runs, tmp_path):

@@ -7,12 +7,16 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import Finished, Qarl, settings, write_config
 
+import qarl
+from qarl.diagnostics.diagnose.command import diagnose_run
+from qarl.errors import UserError
 from qarl.training.fingerprints import tensors_digest
 
 pytestmark = pytest.mark.slow
@@ -70,6 +74,15 @@ def other_stop_tokens(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 70]}))
 
 
+def other_config(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "reward file": ("reward", replace("judge.py", "float(len(c))", "float(-len(c))"), "the source of `judge`"),
     "module of the reward": ("reward", replace("helper.py", "1.0", "2.0"), "the source of `judge`"),
@@ -77,6 +90,16 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "prompts": ("data", replace("rows.jsonl", "3 + 3", "3 + 4"), "the prompts"),
     "weights": ("model", other_weights, "model.path: its weights"),
     "stop tokens": ("model", other_stop_tokens, "model.path: its stop tokens"),
+    "rotary base": (
+        "model",
+        other_config(rope_parameters=ROPE),
+        r"config\.json: rope_parameters\.rope_theta \(now 500000, was 10000\)",
+    ),
+    "head layout": (
+        "model",
+        other_config(num_attention_heads=8, num_key_value_heads=4, head_dim=8),
+        r"num_attention_heads \(now 8, was 4\)",
+    ),
     "chat template": (
         "data, model",
         replace("model/chat_template.jinja", "<|assistant|>", "<|answer|>"),
@@ -107,6 +130,49 @@ def test_a_changed_input_is_refused_by_name_unless_it_may_change(trained, name, 
     assert done.code == 0, done.err
     assert "changed since the checkpoint of step 1" in done.out and "step 2/2" in done.out
     assert place.train("train.steps=3").code == 0  # the new input is the run's own now
+
+
+COMMANDS: dict[str, Callable[[], object]] = {
+    "export": lambda: qarl.export("run", "out"),
+    "export of a moved base": lambda: qarl.export("run", "out", model="moved"),
+    "generate": lambda: qarl.generate("run", "1 + 1 ="),
+    "eval": lambda: qarl.evaluate("run", samples=1, max_prompts=1, console="none"),
+    "verify-exact": lambda: qarl.verify_exact("run", tokens=8, longest=32, sequences=2, device="cpu"),
+    "diagnose": lambda: diagnose_run(
+        Path("run"), step=None, device="cpu", gradients=False, out=None, model=None, say=lambda line: None
+    ),
+}
+OPENED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "epsilon": (other_config(rms_norm_eps=1e-3), r"config\.json: rms_norm_eps \(now 0\.001, was 1e-06\)"),
+    "template": (replace("model/chat_template.jinja", "<|assistant|>", "<|answer|>"), "its chat template"),
+    "normalizer": (replace("model/tokenizer.json", '"normalizer": null', '"normalizer": {"type": "NFC"}'), "tokenizer"),
+    "end": (other_stop_tokens, r"generation_config\.json: eos_token_id \(now \[1, 70\], was 1\)"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_is_opened_only_with_the_model_that_it_had(trained, command, tmp_path, monkeypatch):
+    for number, (change, what) in enumerate(OPENED.values()):
+        folder = tmp_path / str(number)
+        shutil.copytree(trained.folder, folder, symlinks=True)
+        monkeypatch.chdir(folder)
+        change(folder)
+        if "moved" in command:
+            (folder / "model").rename(folder / "moved")
+        with pytest.raises(
+            UserError, match=rf"/checkpoints/000001: .*model\.path: .*{what}.* changed since"
+        ) as refused:
+            COMMANDS[command]()
+        assert "\n" not in str(refused.value) and "--model" in str(refused.value)
+    assert not list(tmp_path.glob("*/out")) + list(tmp_path.glob("*/run/eval/*/results.json"))
+
+
+@pytest.mark.parametrize("command", ["export", "generate"])
+def test_edits_that_change_nothing_are_accepted(trained, command, tmp_path, monkeypatch):
+    shutil.copytree(trained.folder, tmp_path / "place", symlinks=True)
+    monkeypatch.chdir(tmp_path / "place")
+    other_config(transformers_version="4.40.0", dtype="bfloat16", use_cache=False, a_note="x")(Path())
+    COMMANDS[command]()
 
 
 def test_digests_are_kept_for_people_and_an_older_checkpoint_is_taken_as_it_is(trained, tmp_path):
