@@ -97,15 +97,15 @@ def rank_difference(values: Sequence[Mapping[str, Any]], fix: str) -> str | None
 def _shown(value: Any) -> str:
     """A value for a message: a digest by its first 12 digits, a long value by both of its ends."""
     if value is None:
-        return "has none"
+        return "none"
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) == 64:
-        return f"has {text[:12]}"
-    return f"has {text if len(text) <= 60 else f'{text[:28]}...{text[-28:]}'}"
+        return text[:12]
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+        return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"ranks {', '.join(map(str, ranks[:8]))}{more}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} have"

@@ -21,7 +21,7 @@ from qarl.fused import shared_scales
 from qarl.inference.export_record import ExportRecord, TensorDigest
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
-from qarl.policy.fingerprints import changed_inputs, model_files, tokenizer_digests
+from qarl.policy.fingerprints import changed_inputs, model_digests, model_files
 from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_generation_config, load_model_config
 from qarl.policy.skeleton import linear_names, skeleton
@@ -155,7 +155,7 @@ def require_same_model(
         model: Where the base model is now.
         config, generation, tokenizer: Of the base model.
     """
-    now = Inputs({"model": tokenizer_digests(generation, tokenizer)}, model_files(config, generation))
+    now = Inputs({"model": model_digests(model, generation, tokenizer)}, model_files(config, generation))
     if changed := [what for _, what in changed_inputs(state, now)]:
         raise UserError(
             f"{checkpoint}: {' and '.join(changed)} changed since it was saved; restore "

@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from qarl.config import ModelConfig
 from qarl.config.model_schema import ConfigJson
+from qarl.inputs.paths import path_errors
 from qarl.policy.load_config import stop_token_ids
 from qarl.storage.saved_state import Inputs, ModelFiles, PolicyState
 
@@ -30,6 +33,7 @@ _NO_FORWARD = {
     *("bos_token_id", "eos_token_id", "pad_token_id"),  # the generation config and the tokenizer decide
     *("use_sliding_window", "max_window_layers"),  # transformers resolves both into sliding_window and layer_types
 }
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "tekken.json", "added_tokens.json")
 # Fields of a generation config that describe how `generate` of transformers returns its results.
 _NO_GENERATION = {
     *("_from_model_config", "transformers_version", "_commit_hash", "use_cache", "return_dict_in_generate"),
@@ -65,12 +69,21 @@ def generation_values(generation: GenerationConfig) -> dict[str, Any]:
     return dict(sorted(_plain(values)))
 
 
-def tokenizer_digests(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """SHA-256 of a tokenizer by part: vocabulary, stop tokens, chat template, and `tokenizer` for all of the rest.
+def model_digests(
+    config: ModelConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """SHA-256 of a model's tokenizer by part: vocabulary, stop tokens, chat template, and `tokenizer` for the rest.
 
-    generation: of the model, whose stop tokens count as well.
+    With `trust_remote_code` also of the model's own Python files.
+
+    Args:
+        config: The model section.
+        generation: Of the model; it has stop tokens too.
+        tokenizer: Of the model.
     """
+    code = {"code": digest_of(_files_digests(tokenizer, ("*.py",)))} if config.trust_remote_code else {}
     return {
+        **code,
         "vocabulary": digest_of(sorted(tokenizer.get_vocab().items())),
         "stop tokens": digest_of(sorted(stop_token_ids(generation, tokenizer))),
         "tokenizer": digest_of(_tokenizer_parts(tokenizer)),
@@ -128,16 +141,24 @@ def _tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Everything that decides how a text becomes tokens and tokens become a text.
 
     Padding and truncation are left out: callers set them, and every call of qarl leaves them off. A tokenizer without a
-    Rust backend is known by its vocabulary and its special tokens.
+    Rust backend cannot be written as JSON, so its files are digested.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    parts = {} if backend is None else json.loads(backend.to_str())
+    parts = _files_digests(tokenizer, _TOKENIZER_FILES) if backend is None else json.loads(backend.to_str())
     kept = {key: value for key, value in parts.items() if key not in ("version", "padding", "truncation")}
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     options = {
         name: getattr(tokenizer, name, None) for name in ("clean_up_tokenization_spaces", "split_special_tokens")
     }
     return [_present(kept), _present(special), _present(options)]
+
+
+def _files_digests(tokenizer: PreTrainedTokenizerBase, patterns: Iterable[str]) -> dict[str, str]:
+    """SHA-256 by name of the files in a local model's directory; a hub model is pinned by its revision."""
+    directory = Path(tokenizer.name_or_path)
+    files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    with path_errors(str(directory)):
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 
 
 def _present(value: Any) -> Any:

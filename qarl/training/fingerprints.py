@@ -22,7 +22,7 @@ from qarl.evaluation.tasks import LoadedTask
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor
 from qarl.objectives.custom import Custom
-from qarl.policy.fingerprints import digest_of, input_name, model_files, tokenizer_digests
+from qarl.policy.fingerprints import digest_of, input_name, model_digests, model_files
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_model
 from qarl.policy.load_config import gguf_file_of, load_generation_config, load_model_config, locate
@@ -53,7 +53,10 @@ def input_digests(config: Config, tokenizer: PreTrainedTokenizerBase) -> Inputs:
         UserError: A file cannot be read.
     """
     generation = load_generation_config(config.model)
-    digests = {"model": tokenizer_digests(generation, tokenizer), "reward": reward_fingerprint(config.reward)}
+    digests = {
+        "model": model_digests(config.model, generation, tokenizer),
+        "reward": reward_fingerprint(config.reward),
+    }
     if isinstance(config.objective, Custom):
         digests["objective"] = config.objective.fingerprint()
     return Inputs(digests, model_files(load_model_config(config.model), generation))
@@ -77,10 +80,10 @@ def require_same_inputs(
     """
     if ranks.count == 1:
         return
-    require_same(ranks, _named_inputs(config, inputs, stream, tasks), SAME_FILES)
+    require_same(ranks, together(ranks, lambda: named_inputs(config, inputs, stream, tasks)), SAME_FILES)
 
 
-def _named_inputs(config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]) -> dict[str, Any]:
+def named_inputs(config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]) -> dict[str, Any]:
     """Every input by its name in an error. Causes come before effects: a chat template before the prompts."""
     files = {f"model.path: {file}: {key}": v for file, values in inputs.files.items() for key, v in values.items()}
     digests = {input_name(kind, part): v for kind, parts in inputs.digests.items() for part, v in parts.items()}

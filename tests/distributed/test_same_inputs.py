@@ -19,17 +19,16 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import as_threads
 from tiny_runs import ROOT, settings, write_config
 
-from qarl.config import Config, ModelConfig, load_config
+from qarl.config import ModelConfig, load_config
 from qarl.data import PromptStream, build_prompts
+from qarl.distributed import group
 from qarl.distributed.ranks import Ranks
-from qarl.distributed.together import rank_difference
+from qarl.distributed.together import rank_difference, require_same
 from qarl.errors import UserError
-from qarl.evaluation.tasks import LoadedTask
 from qarl.evaluation.training import load_training_tasks
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.storage.saved_state import Inputs
-from qarl.training.fingerprints import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
+from qarl.training.fingerprints import SAME_FILES, input_digests, named_inputs, shared_tensors_digest, tensors_digest
 
 JUDGE = "import helper\ndef judge(completions, prompts, **columns):\n    return [helper.SCALE for c in completions]\n"
 TASK = {
@@ -53,6 +52,8 @@ def folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     data = settings(Path("model"), reward={"functions": [{"name": "judge.py:judge"}]})
     data["data"] = {"source": "rows.jsonl", "max_prompt_length": 64}
     data["objective"] = {"name": "custom", "path": "own.py:cispo", "kwargs": {"clip_ratio_high": 0.01}}
+    (place / "zero.json").write_text('{"dump_state": false}')
+    data["distributed"] = {"engine": "deepspeed", "config": "zero.json"}
     write_config(place / "c.yaml", {**data, "evaluation": {"tasks": [TASK], "every": 2}})
     return place
 
@@ -87,20 +88,19 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
     "rotary base": (rewrite("model/config.json", rope_parameters=ROPE), "config.json: rope_parameters.rope_theta"),
     "epsilon": (rewrite("model/config.json", rms_norm_eps=1e-3), "config.json: rms_norm_eps: rank"),
     "head layout": (rewrite("model/config.json", num_attention_heads=8, num_key_value_heads=4, head_dim=8), "head_dim"),
+    "DeepSpeed's keys": (rewrite("zero.json", dump_state=True), "distributed.config"),
     "evaluation": (replace("held_out.jsonl", "1 + 1", "1 + 7"), "evaluation.tasks: held-out"),
 }
 
 
-def inputs_of(place: Path, patch: pytest.MonkeyPatch) -> tuple[Config, Inputs, PromptStream, list[LoadedTask]]:
-    """What a rank makes of its files before it reads the weights."""
+def inputs_of(place: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a rank knows of its files before it reads the weights, by name."""
     patch.chdir(place)
     config = load_config("c.yaml", [])
     tokenizer = load_tokenizer(config.model)
     prompts, _ = build_prompts(config.data, tokenizer, 512, config.rollout.max_response_length)
     tasks = load_training_tasks(config, tokenizer, 512)
-    for task in tasks:
-        assert task.fingerprint  # reads files below the current directory
-    return config, input_digests(config, tokenizer), PromptStream(prompts, 0, True), tasks
+    return named_inputs(config, input_digests(config, tokenizer), PromptStream(prompts, 0, True), tasks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,12 +113,29 @@ def test_an_input_that_differs_on_one_rank_is_named_on_all(
     change(other)
     here, there = inputs_of(folder, monkeypatch), inputs_of(other, monkeypatch)
     odd = random.Random(kind).randrange(3)
-    said = as_threads(3, lambda ranks: require_same_inputs(ranks, *(there if ranks.rank == odd else here)))
+    said = as_threads(3, lambda ranks: require_same(ranks, there if ranks.rank == odd else here, SAME_FILES))
     assert all(isinstance(error, UserError) for error in said) and len({str(error) for error in said}) == 1, said
     line = str(said[0])
     assert line.startswith("distributed: different between ranks: ") and "\n" not in line
     assert named in line and f"rank {odd} has" in line and line.endswith("; give every rank the same files"), line
-    assert as_threads(3, lambda ranks: require_same_inputs(ranks, *here)) == [None] * 3
+    assert as_threads(3, lambda ranks: require_same(ranks, here, SAME_FILES)) == [None] * 3
+
+
+def test_ranks_of_other_configurations_are_refused_when_they_meet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    configs = [load_config("c.yaml", [f"train.seed={seed}"]) for seed in (1, 2, 1)]
+
+    def meet(ranks: Any) -> None:
+        ranks.device = torch.device("cpu")
+        group._require_same(ranks, configs[ranks.rank])
+
+    said = as_threads(3, meet)
+    pattern = (
+        r"distributed: different between ranks: configuration: ranks 0, 2 have \w{12}, rank 1 has \w{12}; start all"
+    )
+    assert all(isinstance(error, UserError) and re.match(pattern, str(error)) for error in said), said
 
 
 # --- weights
@@ -177,7 +194,7 @@ def test_the_line_names_the_first_value_that_differs_and_each_rank_once(values: 
     if line is not None:
         assert line.startswith(f"distributed: different between ranks: {different[0]}: rank") and "\n" not in line
         groups = {json.dumps(own.get(different[0])) for own in values}
-        assert line.count(" has ") == len(groups) and line.endswith("; fix it")
+        assert line.count(" has ") + line.count(" have ") == len(groups) and line.endswith("; fix it")
 
 
 # --- checkpoints

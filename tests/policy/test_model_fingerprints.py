@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from qarl.config import ModelConfig
 from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError
-from qarl.policy.fingerprints import config_values, generation_values, tokenizer_digests, value_differences
+from qarl.policy.fingerprints import config_values, generation_values, model_digests, value_differences
 from qarl.policy.load_config import load_model_config
 
 TOKENS = torch.arange(40).reshape(1, 40) * 5 % 250 + 3
@@ -193,8 +193,11 @@ TOKENIZER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
+PLAIN = ModelConfig(path="model")
+
+
 def digests(directory: Path) -> dict[str, str]:
-    return tokenizer_digests(None, AutoTokenizer.from_pretrained(directory))
+    return model_digests(PLAIN, None, AutoTokenizer.from_pretrained(directory))
 
 
 @pytest.fixture
@@ -239,10 +242,29 @@ def test_a_tokenizer_is_the_same_in_another_layout_at_another_place_and_after_us
     other = tmp_path / "moved"
     tokenizer = AutoTokenizer.from_pretrained(saved)
     tokenizer(["a", "bcd"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_digests(None, tokenizer) == before
+    assert model_digests(PLAIN, None, tokenizer) == before
     tokenizer.save_pretrained(other)
     (other / "tokenizer.json").write_text(json.dumps(dict(reversed(contents.items())), indent=3))
     assert digests(other) == before
+
+
+def test_a_models_own_code_and_the_files_of_a_tokenizer_without_a_backend_count(saved: Path) -> None:
+    config, tokenizer = ModelConfig(path="model", trust_remote_code=True), AutoTokenizer.from_pretrained(saved)
+    (saved / "tokenization_own.py").write_text("SHIFT = 1\n")
+    (saved / "tokenizer.model").write_bytes(b"pieces")
+
+    class Plain:
+        """What qarl asks of a tokenizer, and no backend."""
+
+        name_or_path, chat_template, eos_token_id = str(saved), tokenizer.chat_template, tokenizer.eos_token_id
+        special_tokens_map, get_vocab = tokenizer.special_tokens_map, tokenizer.get_vocab
+
+    before = model_digests(config, None, Plain())
+    (saved / "tokenization_own.py").write_text("SHIFT = 2\n")
+    after = model_digests(config, None, Plain())
+    assert {part for part in before if before[part] != after[part]} == {"code"}
+    (saved / "tokenizer.model").write_bytes(b"pieceS")
+    assert {part for part in after if after[part] != model_digests(config, None, Plain())[part]} == {"tokenizer"}
 
 
 # --- generation config
