@@ -141,11 +141,12 @@ def test_ranks_of_other_configurations_are_refused_when_they_meet(
 # --- weights
 
 
-def as_ranks(places: list[Path], shapes: dict[str, tuple[int, ...]]) -> list[Any]:
-    """`shared_tensors_digest` of ranks that each have their own model directory."""
+def as_ranks(places: list[Path], shapes: dict[str, tuple[int, ...]], own_code: bool = False) -> list[Any]:
+    """`shared_tensors_digest` of ranks that each have their own model directory. own_code: each loads it whole."""
 
     def digest(ranks: Ranks) -> str:
-        return shared_tensors_digest(ModelConfig(path=str(places[ranks.rank])), shapes, ranks)
+        config = ModelConfig(path=str(places[ranks.rank]), trust_remote_code=own_code)
+        return shared_tensors_digest(config, shapes, ranks)
 
     return as_threads(len(places), digest)
 
@@ -159,9 +160,10 @@ def test_one_value_of_the_weights_that_differs_on_any_rank_is_found(folder: Path
     copy, other = tmp_path / "copy", tmp_path / "other"
     shutil.copytree(folder / "model", copy)
     assert as_ranks([folder / "model", copy, folder / "model"], shapes) == [expected] * 3
+    assert as_ranks([folder / "model", copy, folder / "model"], shapes, own_code=True) == [expected] * 3
     shutil.copytree(copy, other)
     rng = random.Random(0)
-    for _ in range(12):
+    for number in range(12):
         count = rng.randrange(2, 5)
         places = [rng.choice([folder / "model", copy]) for _ in range(count)]
         odd, name = rng.randrange(count), rng.choice(sorted(tensors))
@@ -169,7 +171,7 @@ def test_one_value_of_the_weights_that_differs_on_any_rank_is_found(folder: Path
         changed.view(-1).view(torch.int32)[rng.randrange(changed.numel())] ^= 1  # the last bit of one float32
         save_file({**tensors, name: changed}, other / "model.safetensors", {"format": "pt"})
         places[odd] = other
-        said = as_ranks(places, shapes)
+        said = as_ranks(places, shapes, own_code=number < 2)
         for error in said:
             assert isinstance(error, UserError), said
             assert re.search(rf"model\.path: its weights \({re.escape(name)}\): .*rank {odd} has", str(error)), error
