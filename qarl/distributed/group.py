@@ -34,6 +34,7 @@ from qarl.errors import UserError
 from qarl.policy.device import pick_device
 from qarl.storage.environment import package_versions
 
+_ON_FIRST_RANK = ("tensorboard", "wandb", "trackio")  # the other ranks may do without them
 START_S = 120.0  # for the ranks of a machine to have imported what they need, where timeout_s is shorter
 
 
@@ -262,7 +263,7 @@ def _require_same(group: Group, config: Config) -> None:
         "configuration": hashlib.sha256(config.to_yaml().encode()).hexdigest(),
         "device": group.device.type,
         "Python": sys.version.split()[0],
-        **package_versions(),
+        **{name: version for name, version in package_versions().items() if name not in _ON_FIRST_RANK},
         "torch": torch.__version__,
     }
     require_same(group, values, "start all ranks with the same configuration and packages")

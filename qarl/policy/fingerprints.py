@@ -165,7 +165,9 @@ def _present(value: Any) -> Any:
     """`value` without keys that are null or false: a later version of a library writes more of those."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in sorted(value.items()) if item is not None and item is not False}
-    return [_present(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list) and value and isinstance(value[0], dict):  # not the 150,000 merges
+        return [_present(item) for item in value]
+    return value
 
 
 def _plain(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
