@@ -19,10 +19,19 @@ from qarl.training.setup import Run
 
 
 def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
-    """Masters, optimizer and positions -> (what this rank holds of the tensors, JSON-able state). A collective.
+    """Collect what a checkpoint holds. A collective.
 
-    data: `PromptStream.state()`. No random state is among it: every draw and shuffle is counted from the seed and the
-    step. Raises RuntimeError where a rank has come to hold other codes than the first.
+    There is no random state: every draw and shuffle is counted from the seed and the step.
+
+    Args:
+        run: The run, after a finished step.
+        data: `PromptStream.state()`.
+
+    Returns:
+        This rank's pieces of masters and optimizer state, and everything else as JSON.
+
+    Raises:
+        RuntimeError: This rank holds other codes than rank 0.
     """
     pieces, optimizer_meta = run.updates.pieces()
     ranks, digest = run.learner.ranks, run.policy.current.manifest().digest()
@@ -47,11 +56,19 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
 
 @torch.no_grad()
 def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> list[str]:
-    """Put a checkpoint back, of any number of ranks, and quantize its masters again. A collective.
+    """Restore a checkpoint, written by any number of ranks, and quantize its masters again. A collective.
 
-    allowed: `checkpoint.allow_changed`. Returns what has changed of that, and the number of ranks, a line each. Raises
-    UserError for a checkpoint of another model, for inputs that changed and may not, and if the codes are not those of
-    the run.
+    Args:
+        run: The run, as it was built.
+        checkpoint: The checkpoint.
+        allowed: `checkpoint.allow_changed`.
+
+    Returns:
+        One line for each allowed input that changed, and one if the number of ranks did.
+
+    Raises:
+        UserError: The checkpoint is of another model, an input changed that may not, or the masters quantize to other
+            codes than in the run.
     """
     ranks, place = run.learner.ranks, checkpoint.path
     state, changed = together(ranks, lambda: _fitting(run, checkpoint, allowed))
@@ -80,7 +97,11 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
 
 
 def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tuple[SavedState, list[str]]:
-    """The state of a checkpoint that may be put back, and what has changed since; the data is at its place then."""
+    """Check that a checkpoint may be restored, and move the data to its position.
+
+    Returns:
+        Its state, and the names of the inputs that changed.
+    """
     state = saved_state(SavedState, checkpoint.state, str(checkpoint.path))
     _require_masters(run, checkpoint)
     changed = _changed_inputs(run, state)
@@ -143,7 +164,7 @@ def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
 
 
 def _load_position(run: Run, data: DataPosition) -> None:
-    """In changed data the place is kept; behind its end a new epoch begins."""
+    """Move the data to a checkpoint's position. Changed data keeps the position; past its end a new epoch begins."""
     if data.fingerprint == run.stream.fingerprint and data.position > len(run.stream):
         raise UserError(f"data: the checkpoint is at prompt {data.position} of {len(run.stream)}; give another one")
     run.stream.load_state(
