@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from qarl.config.gguf_header import GGUFArray, read_gguf_header
 from qarl.config.mixture import Mixture, read_mixture
+from qarl.config.model_fields import check_implemented, check_refused, layer_windows, vllm_fault
 from qarl.config.model_schema import DEFAULT_KV_HEADS, FAMILIES, ConfigJson, GGUFModel, valid
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json
@@ -55,7 +56,8 @@ class Architecture:
     attention_bias: bool = False  # q, k, v and o; Qwen2 has those of q, k and v without it
     mlp_bias: bool = False
     mixture: Mixture | None = None
-    windows_unserved: bool = False  # by vLLM's models: some layers have a sliding window, and some have none
+    windows: tuple[int | None, ...] = ()  # tokens that a query of each layer sees, None: all; empty: all layers see all
+    vllm_fault: str = ""  # why vLLM's model would compute something else
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every parameter by its Hugging Face name, with its shape; tied weights once."""
@@ -203,7 +205,10 @@ def read_config_json(path: Path) -> Architecture:
     if not isinstance(config, dict):
         raise ValueError("is not a JSON object")
     family = _family(config, "model_type")
+    check_refused(family, config)
     found = valid(ConfigJson, {"num_key_value_heads": DEFAULT_KV_HEADS[family]} | config)
+    check_implemented(family, config)
+    windows = layer_windows(family, config)
     heads, hidden = found.num_attention_heads, found.hidden_size
     return Architecture(
         family=family,
@@ -220,18 +225,9 @@ def read_config_json(path: Path) -> Architecture:
         attention_bias=found.attention_bias and family in ("llama", "qwen3", "qwen3_moe", "olmoe"),
         mlp_bias=found.mlp_bias and family == "llama",
         mixture=read_mixture(family, found),
-        windows_unserved=family in ("qwen2", "qwen3") and _windows_unserved(found),
+        windows=windows,
+        vllm_fault=vllm_fault(family, config, windows),
     )
-
-
-def _windows_unserved(found: ConfigJson) -> bool:
-    """Whether vLLM's Qwen2 and Qwen3 (0.24 to 0.32) refuse the windows that transformers gives a model's layers."""
-    layers, first, kinds = found.num_hidden_layers, found.max_window_layers, set(found.layer_types or ())
-    missing = "sliding_window" not in found.model_fields_set  # for which transformers has one, as for null it has not
-    if not kinds and found.use_sliding_window and (found.sliding_window is not None or missing):
-        kinds = {"full_attention"} if first else set()
-        kinds |= {"sliding_attention"} if first < layers else set()
-    return len(kinds) > 1 and first != layers
 
 
 def read_gguf(path: Path) -> Architecture:

@@ -157,9 +157,8 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
     if kernels and (reason := unserved_heads(architecture.head_dim)):
         yield Fault(("model", "path"), config.model.path, reason)
     if config.rollout.engine == "vllm":
-        if architecture.windows_unserved:
-            text = "some of its layers have a sliding window and some have none, which vLLM refuses; use engine native"
-            yield Fault(("model", "path"), config.model.path, text)
+        if fault := architecture.vllm_fault:
+            yield Fault(("model", "path"), config.model.path, f"{fault}; use engine native")
         yield from _fused_faults(config, linears)
         yield from _cut_faults(config, architecture)
         yield from _expert_faults(config, architecture)

@@ -44,7 +44,13 @@ class Mixture:
 
 
 def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
-    """Of a config.json; None where no layer has experts."""
+    """The mixture of a config.json; None if no layer has experts.
+
+    Missing keys have the family's defaults in transformers.
+
+    Raises:
+        ValueError: A token goes through more experts than there are, by its own key or by the family's default.
+    """
     if family not in EXPERT_NAMES:
         return None
     experts, per_token, inner = _DEFAULTS[family]
@@ -58,9 +64,15 @@ def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
     assert inner is not None, "a family without a default has a size"
     if not sparse:
         return None
+    alias = None if family == "qwen2_moe" else found.num_local_experts  # which qwen2_moe does not have
+    experts, default = found.num_experts or alias or experts, found.num_experts_per_tok is None
+    per_token = found.num_experts_per_tok or per_token
+    if per_token > experts:
+        text = f" is missing, and its default {per_token}" if default else f" {per_token}"
+        raise ValueError(f"is not valid: num_experts_per_tok{text} is above its {experts} experts")
     return Mixture(
-        experts=found.num_experts or found.num_local_experts or experts,
-        per_token=found.num_experts_per_tok or per_token,
+        experts=experts,
+        per_token=per_token,
         inner=inner,
         layers=sparse,
         normalize=found.norm_topk_prob or family == "mixtral",

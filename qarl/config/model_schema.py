@@ -115,7 +115,6 @@ class ConfigJson(StopTokens):
     rope_theta: Theta | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    partial_rotary_factor: Whole | None = None
     sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: of qwen2_moe, where no layer has one
     use_sliding_window: bool = False
     max_window_layers: Annotated[int, Field(ge=0, le=2**31)] = 28  # transformers' own default
@@ -138,21 +137,8 @@ class ConfigJson(StopTokens):
     norm_topk_prob: bool = False
     decoder_sparse_step: Annotated[int, Field(ge=1, le=10_000)] = 1
     mlp_only_layers: Annotated[list[Annotated[int, Field(ge=0, lt=10_000)]], Field(max_length=10_000)] | None = None
-    qkv_bias: Literal[True] = True  # of qwen2_moe; vLLM always has them
-    clip_qkv: None = None  # no attention of qarl's clips
-    router_jitter_noise: Annotated[float, Field(ge=0, le=0)] | None = None
-    output_router_logits: Literal[False] | None = None
-    # What transformers would honour, and no causal LM of these families has: another output, other files, other layers.
-    return_dict: Literal[True] | None = None
-    output_attentions: Literal[False] | None = None
-    output_hidden_states: Literal[False] | None = None
-    is_encoder_decoder: Literal[False] | None = None
-    chunk_size_feed_forward: Literal[0] | None = None
+    # Keys that must be off: see qarl.config.model_fields.
     num_labels: Annotated[int, Field(ge=0, le=10_000)] | None = None
-    transformers_weights: None = None
-    fusion_config: None = None
-    per_layer_config: None = None
-    experts_implementation: None = None
 
 
 class GGUFModel(Record):
@@ -192,16 +178,9 @@ def _check_together(found: ConfigJson | GGUFModel) -> None:
             f"is not valid: its heads of {found.hidden_size // heads} features are odd; rotary embeddings turn pairs"
         )
     if isinstance(found, ConfigJson):
-        experts = found.num_experts or found.num_local_experts
-        if experts is not None and found.num_experts_per_tok is not None and found.num_experts_per_tok > experts:
-            raise ValueError(
-                f"is not valid: num_experts_per_tok {found.num_experts_per_tok} is above its {experts} experts"
-            )
+        if None not in (one := (found.num_experts, found.num_local_experts)) and one[0] != one[1]:
+            raise ValueError(f"is not valid: num_experts {one[0]} and num_local_experts {one[1]} differ; remove one")
         kinds = found.layer_types
-        slides = found.model_type == "mistral" or found.use_sliding_window or "sliding_attention" in (kinds or ())
-        unused = found.model_type == "qwen2_moe" and not found.use_sliding_window  # transformers makes it 0
-        if slides and (found.sliding_window == 0 or unused):
-            raise ValueError("is not valid: layers have a sliding window, and it is 0 or use_sliding_window is false")
         if kinds is not None and len(kinds) != found.num_hidden_layers:
             raise ValueError(f"is not valid: layer_types names {len(kinds)} layers of {found.num_hidden_layers}")
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from qarl.config.model_fields import layer_windows
 from qarl.experts import EXPERT_NAMES, ExpertNames
 from qarl.fused import GATE_UP, QKV
 from qarl.policy.experts import Mixture, normalizes
@@ -59,6 +60,7 @@ class LayerModules:
 def read_layers(model: HFModule) -> list[LayerModules]:
     """The layers of a model without its output layer, whose parameters a causal LM knows as `model.…`."""
     config, layers = model.config, []
+    windows = layer_windows(config.model_type, vars(config))
     names, number = EXPERT_NAMES.get(config.model_type), 0
     for index, module in enumerate(model.layers):
         block = None if names is None else getattr(module, names.block, None)
@@ -66,7 +68,7 @@ def read_layers(model: HFModule) -> list[LayerModules]:
         if names is not None and isinstance(block, Mixture):
             experts = _read_experts(config, f"model.layers.{index}", names, number)
             number += 1
-        layers.append(_read_layer(config, index, module, experts))
+        layers.append(_read_layer(config, index, module, windows[index], experts))
     return layers
 
 
@@ -76,11 +78,12 @@ def _read_experts(config: PreTrainedConfig, layer: str, names: ExpertNames, numb
     return ExpertLayer(number, router, *experts, names, *shared)
 
 
-def _read_layer(config: PreTrainedConfig, index: int, module: HFModule, experts: ExpertLayer | None) -> LayerModules:
+def _read_layer(
+    config: PreTrainedConfig, index: int, module: HFModule, window: int | None, experts: ExpertLayer | None
+) -> LayerModules:
     name, attention = f"model.layers.{index}", module.self_attn
     modules = dict(module.named_modules())
     norms = {leaf: f"{name}.{leaf}.weight" for leaf in NORMS if leaf in modules}
-    window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
     masters = {norm: modules[leaf].weight for leaf, norm in norms.items()}
     mlp: tuple[tuple[str, ...], ...] = MLP
     shared: tuple[tuple[str, ...], ...] = ()

@@ -56,13 +56,13 @@ def architecture_of(config: ModelConfig, source: ModelSource, what: str) -> Arch
         path = source.file(file)
     if path is None:
         raise UserError(f"{place}: there is no {file}; give a model directory, a hub name, or package:NAME")
-    try:
-        with path_errors(place):
+    with path_errors(place):
+        try:
             return read_gguf(path) if source.gguf_file is not None else read_config_json(path)
-    except UnknownFamily:
-        return None
-    except ValueError as error:
-        raise UserError(f"{place}: {path.name} {error}") from None
+        except UnknownFamily:
+            return None
+        except ValueError as error:  # its message is about the content, not about the path
+            raise UserError(f"{place}: {path.name} {error}") from None
 
 
 def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:

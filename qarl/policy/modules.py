@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from qarl.config.architecture import FAMILIES
+from qarl.config.model_fields import check_implemented, check_refused
 from qarl.errors import UserError
 from qarl.policy.experts import Router
 from qarl.policy.view import Role, View
@@ -94,17 +95,21 @@ class Embedding(nn.Module):
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    """Raise UserError unless the model is one whose every operation has a row-invariant twin here.
+    """Raise UserError unless the policy implements every operation of the model.
 
     A family outside the list may scale or cap its scores or logits, which neither the attention nor the output layer
-    of the policy would do.
+    of the policy does. config: of transformers, which may come from a GGUF header instead of a config.json.
     """
     if config.model_type not in FAMILIES:
         raise UserError(
             f"model.path: model type '{config.model_type}' is not supported; use one of {', '.join(FAMILIES)}"
         )
-    if config.hidden_act not in ("silu", "swish"):
-        raise UserError(f"model.path: activation '{config.hidden_act}' is not supported; use a model with silu")
+    values = config.to_dict()
+    try:
+        check_refused(config.model_type, values)
+        check_implemented(config.model_type, values)
+    except ValueError as error:
+        raise UserError(f"model.path: the configuration {error}") from None
 
 
 def replace_modules(
@@ -112,8 +117,7 @@ def replace_modules(
 ) -> None:
     """Put the stand-ins in place, in `model`, and prove each norm's on random input.
 
-    positions: rows of the rotary tables. dtypes: in which views compute. Raises UserError for a norm of another kind
-    and for a rotary embedding that changes with the length of the sequence.
+    positions: rows of the rotary tables. dtypes: in which views compute. Raises UserError for a norm of another kind.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -130,11 +134,6 @@ def replace_modules(
         elif isinstance(module, Router):
             module.role = role
         elif leaf == "rotary_emb":
-            if module.rope_type in ("dynamic", "longrope"):
-                raise UserError(
-                    f"model.path: rope type '{module.rope_type}' changes with sequence length, which no "
-                    "batch-invariant forward can follow; use a model with default, linear, llama3 or yarn"
-                )
             setattr(owner, leaf, RotaryTable(module, positions, dtypes, device))
 
 

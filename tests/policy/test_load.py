@@ -110,7 +110,7 @@ def test_rope_that_changes_with_length_is_refused(tiny_model, tmp_path: Path, ki
     config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     config["rope_parameters"] |= factors if kind == "longrope" else {}
     (changed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"model.path: rope type '{kind}' changes with sequence length"):
+    with pytest.raises(UserError, match=f'rope_parameters.rope_type = "{kind}": changes with the sequence length'):
         make_policy(changed)
 
 

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8_block": ("llama", WHOLE, {"quant": {"scheme": "fp8_block", "group_size": None}}),
     "w4a8": ("qwen3", {}, {"quant": {"scheme": "w4a8"}}),
     "window": ("mistral", {"sliding_window": 48}, {"quant": {"scheme": "bf16", "group_size": None}}),
-    "experts": ("mixtral", {"head_dim": 32}, {"quant": {"scheme": "bf16", "group_size": None}}),
+    "experts": ("mixtral", {"head_dim": 32, "sliding_window": 48}, {"quant": {"scheme": "bf16", "group_size": None}}),
     "a shared expert": ("qwen2_moe", {}, {"quant": {"scheme": "w8a8", "group_size": None}}),
     "some layers with experts": ("qwen3_moe", {}, {"quant": {}}),
     "nvfp4a16": ("qwen2", {}, {"quant": {"scheme": "nvfp4a16", "group_size": None}}),

@@ -1,0 +1,166 @@
+"""Keys of config.json: every one that transformers or vLLM reads for a supported family has its class."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qarl.config import ModelConfig
+from qarl.config.architecture import read_config_json
+from qarl.config.check import check_model
+from qarl.config.model_fields import IRRELEVANT, RESERVED, forward_fields, refused, refused_by_vllm
+from qarl.config.model_schema import FAMILIES, ConfigJson
+from qarl.errors import UserError
+from qarl.experts import EXPERT_NAMES
+
+# Beside the family's own modeling_*.py: what builds its masks, rotary embeddings, caches, experts and outputs.
+SHARED = (
+    "masking_utils",
+    "modeling_rope_utils",
+    "modeling_utils",
+    "cache_utils",
+    "configuration_utils",
+    "integrations/moe",
+    "integrations/sdpa_attention",
+    "utils/generic",
+    "utils/output_capturing",
+)
+
+
+def package(name: str) -> Path:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        pytest.skip(f"{name} is not installed")
+    return Path(found.origin).parent
+
+
+def is_config(node: ast.expr) -> bool:
+    """`config`, `self.config`, `layer_config` or the like: a model's configuration."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name in ("config", "text_config", "hf_config", "layer_config", "effective_config", "model_config")
+
+
+def reads(file: Path) -> Iterator[str]:
+    """The attributes of a configuration that a module reads, also by getattr and hasattr with a literal name."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and is_config(node.value):
+            yield node.attr
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            owner, key = node.args[:2]
+            if is_config(owner) and isinstance(key, ast.Constant):
+                yield key.value
+
+
+# Attributes of the classes, not of a file.
+INTERNAL = {"__class__", "hf_config", "hf_text_config"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_knows_every_key_that_transformers_and_vllm_read(family):
+    root, known = package("transformers"), forward_fields(family) | IRRELEVANT | RESERVED | INTERNAL
+    files = [root / f"models/{family}/{kind}_{family}.py" for kind in ("modeling", "configuration")]
+    files += [root / f"{name}.py" for name in SHARED]
+    found = {file.name: {key for key in reads(file) if key[0] != "_"} for file in files}
+    assert {"is_causal", "sliding_window", "num_hidden_layers"} <= set().union(*found.values())  # the search works
+    assert {name: keys - known for name, keys in found.items() if keys - known} == {}
+    if importlib.util.find_spec("vllm") is not None:
+        assert set(reads(package("vllm") / f"model_executor/models/{family}.py")) - known == set()
+
+
+def test_the_table_knows_the_attributes_of_the_configuration_classes():
+    from transformers import AutoConfig
+
+    for family in FAMILIES:
+        names = {name for name in dir(AutoConfig.for_model(family)) if name[0] != "_"}
+        assert names - forward_fields(family) - IRRELEVANT - RESERVED == set(), family
+
+
+ANY: tuple[Any, ...] = (None, True, False, 0, 1, 2, 0.5, 50.0, "x", "null", [], [1], {}, {"a": 1})
+
+
+def is_off(value: Any, accepted: tuple[Any, ...]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(family: str, **changes: Any) -> Path:
+        plain = {
+            "model_type": family,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 259,
+        }
+        if family in EXPERT_NAMES:
+            plain |= {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+        (tmp_path / "config.json").write_text(json.dumps(plain | changes))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_not_implemented_is_refused_by_name_unless_it_is_off(write, family):
+    accepted = 0
+    for key, off in refused(family).items():
+        for value in ANY:
+            model = ModelConfig(path=str(write(family, **{key: value})))
+            if is_off(value, off):
+                check_model(model)
+                accepted += 1
+                continue
+            with pytest.raises(UserError, match=rf"config.json is not valid: {key} = .*: must be "):
+                check_model(model)
+    assert accepted > len(refused(family)) / 2
+    for key in RESERVED:
+        with pytest.raises(UserError, match=f"config.json is not valid: {key} "):
+            check_model(ModelConfig(path=str(write(family, **{key: "x"}))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_vllm_alone_follows_is_a_fault_of_the_vllm_sampler_alone(write, family):
+    for key, off in refused_by_vllm(family).items():
+        for value in ANY:
+            if key in ConfigJson.model_fields and (type(value) is not int or value == 0):
+                continue  # refused for every sampler, by its type or range
+            found = read_config_json(write(family, **{key: value}) / "config.json").vllm_fault
+            assert (found == "") if is_off(value, off) else (key in found)
+    window = ["sliding_attention"] * 2
+    for kinds in (window, ["full_attention"] * 2, [*window[:1], "full_attention"]):
+        settings = {"sliding_window": 8, "use_sliding_window": family.startswith("qwen"), "layer_types": kinds}
+        if family in ("mistral", "mixtral"):
+            del settings["use_sliding_window"]
+        if family in ("llama", "olmoe"):
+            del settings["sliding_window"], settings["use_sliding_window"]
+        found = read_config_json(write(family, **settings) / "config.json")
+        follows = family in ("qwen2", "qwen3", "qwen2_moe")
+        of_family = ["full_attention" if family in ("llama", "olmoe") else "sliding_attention"] * 2
+        assert (found.vllm_fault == "") == (len(set(kinds)) == 1 and (follows or kinds == of_family)), kinds
+
+
+@pytest.mark.parametrize("family", EXPERT_NAMES)
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_more_experts_a_token_than_there_are_is_refused_also_by_default(write, family, key):
+    defaults = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8), "olmoe": (64, 8)}
+    experts, default = defaults[family]
+    path = write(family) / "config.json"
+    plain = {name: value for name, value in json.loads(path.read_text()).items() if "expert" not in name}
+    for count in range(1, 12):
+        there = experts if (family, key) == ("qwen2_moe", "num_local_experts") else count  # which it does not have
+        for slots in ({}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 9}):
+            path.write_text(json.dumps(plain | {key: count} | slots))
+            if (wanted := slots.get("num_experts_per_tok", default)) > there:
+                with pytest.raises(ValueError, match=r"num_experts_per_tok.* is above its"):
+                    read_config_json(path)
+            else:
+                found = read_config_json(path).mixture
+                assert found is not None and (found.experts, found.per_token) == (there, wanted)
