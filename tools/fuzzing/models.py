@@ -59,6 +59,11 @@ def mutate_model(rng: random.Random, base: Base, case: Case) -> None:
     case.mutation = f"model {kind}: {what}"
     case.argv = _argv(command, base, case.cwd, "model.gguf" if kind == "gguf" else None)
     case.must_refuse = refuse and command != "check"  # which reads no tensors
+    if kind == "export":  # half of the cases reach the checks behind the digests
+        if rng.random() < 0.5:
+            case.argv.append("--no-verify-digests")
+        else:
+            case.must_refuse |= what.startswith("export bit") or _documents_differ(base.export, model)
 
 
 def _argv(command: str, base: Base, cwd: Path, gguf: str | None) -> list[str]:
@@ -162,6 +167,24 @@ def _shards(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
     return f"shards {what}", refuse
 
 
+def _documents_differ(export: Path, model: Path) -> bool:
+    """Whether a JSON document of an export that has a record no longer has the values that it was exported with."""
+
+    def values(path: Path) -> str:
+        if not path.is_file():  # a pipe, which nobody writes to, would be waited for
+            return "unreadable"
+        try:
+            return json.dumps(json.loads(path.read_text()), sort_keys=True)
+        except (OSError, ValueError, RecursionError):
+            return "unreadable"
+
+    names = ("config.json", "generation_config.json", "qarl_export.json", "tokenizer.json", "tokenizer_config.json")
+    # Without the record there is nothing to compare with.
+    return (model / "qarl_export.json").is_file() and any(
+        values(export / name) != values(model / name) for name in names
+    )
+
+
 def _entry(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
     names = sorted(path.name for path in model.iterdir())
     return damage_entry(rng, model / names[int(rng.random() * len(names))]), False
@@ -191,8 +214,16 @@ def _export(rng: random.Random, base: Base, model: Path) -> tuple[str, bool]:
     """An exported checkpoint in place of the model."""
     shutil.rmtree(model)
     shutil.copytree(base.export, model)
-    kind = rng.choice(("tensors", "file", "config", "quantization", "entry", "json"))
+    kind = rng.choice(("tensors", "file", "config", "quantization", "entry", "json", "flip", "flip"))
     files = sorted(model.glob("*.safetensors"))
+    if kind == "flip":
+        tensors = read_tensors(files[0])
+        name = list(tensors)[int(rng.random() * len(tensors))]
+        data, bit = bytearray(tensors[name].data), rng.randrange(8 * len(tensors[name].data))
+        data[bit // 8] ^= 1 << bit % 8
+        tensors[name].data = bytes(data)
+        write_tensors(files[0], tensors)
+        return f"export bit {bit} of {name} flipped", False
     if kind == "tensors":
         tensors = read_tensors(files[0])
         names = list(tensors)
