@@ -36,6 +36,11 @@ class ModelConfig(Section):
         "dtype. Another one needs quant.learner full_precision or fake_quant.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device where there is one.")
+    verify_digests: bool = Field(
+        True,
+        description="Compare a model that `qarl export --dtype bf16` or `qarl quantize --scheme bf16` wrote with its "
+        "qarl_export.json before it is trained.",
+    )
     trust_remote_code: bool = Field(False, description="Let the model directory run its own Python code.")
     max_length: int | None = Field(
         None,

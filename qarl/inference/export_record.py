@@ -34,6 +34,7 @@ RECORD_BYTES = 2**30  # a mixture's hundred thousand tensors take a fiftieth of 
 FORMAT_VERSION = 2
 OPTION = "--no-verify-digests"
 SKIP = f"pass {OPTION} to skip this check"
+SKIP_IN_TRAINING = "set model.verify_digests: false to skip this check"
 
 # Files that change tokens or prompts if they are added to an export. transformers reads each of them if it is there.
 _TOKENIZER_FILES = (
@@ -116,8 +117,9 @@ class ExportRecord:
         prompting: How the run was prompted; None if there was no run, and for format 1.
     """
 
-    def __init__(self, path: Path, contents: Mapping[str, Any]) -> None:
-        self.path, self._contents = path, contents
+    def __init__(self, path: Path, contents: Mapping[str, Any], skip: str) -> None:
+        """skip: What a user does to open the directory unchecked, for messages."""
+        self.path, self._contents, self._skip = path, contents, skip
         version = contents.get("format_version")
         self._whole = None if version == 1 else checked(_Whole, contents, str(path))
         self.tensors = (self._whole or checked(_Tensors, contents, str(path))).tensors
@@ -133,16 +135,16 @@ class ExportRecord:
             return
         directory = self.path.parent
         if body_digest(self._contents) != self._whole.sha256:
-            raise UserError(f"{self.path}: was changed after the export; export it again, or {SKIP}")
+            raise UserError(f"{self.path}: was changed after the export; export it again, or {self._skip}")
         for name, recorded in (
             ("config.json", self._whole.config),
             ("generation_config.json", self._whole.generation_config),
         ):
-            found = _document(directory / name)
+            found = _document(directory / name, self._skip)
             for key, was, now in _differences(recorded, found):
                 raise UserError(
                     f"{directory / name}: {key} is {_shown(now)}, and was {_shown(was)} in the export; restore the "
-                    f"file, export it again, or {SKIP}"
+                    f"file, export it again, or {self._skip}"
                 )
         self._check_files(directory, self._whole.files)
 
@@ -151,17 +153,19 @@ class ExportRecord:
             try:
                 found = file_digest(directory / name)
             except NoSuchFile as error:
-                raise UserError(f"{directory / name}: is missing; restore it, export it again, or {SKIP}") from error
+                raise UserError(
+                    f"{directory / name}: is missing; restore it, export it again, or {self._skip}"
+                ) from error
             if found != recorded:
                 raise UserError(
                     f"{directory / name}: is not the file that was exported (another SHA-256); restore it, export it "
-                    f"again, or {SKIP}"
+                    f"again, or {self._skip}"
                 )
         templates = (f"additional_chat_templates/{path.name}" for path in directory.glob("additional_chat_templates/*"))
         for name in (*_TOKENIZER_FILES, *sorted(templates)):
             if name not in files and (directory / name).exists():
                 raise UserError(
-                    f"{directory / name}: was added after the export; remove it, export it again, or {SKIP}"
+                    f"{directory / name}: was added after the export; remove it, export it again, or {self._skip}"
                 )
 
     def check_names(self, stored: Iterable[str]) -> None:
@@ -170,24 +174,28 @@ class ExportRecord:
         for name in self.tensors:
             if name not in stored:
                 raise UserError(
-                    f"{self.path.parent}: {name} is in {RECORD} and in no .safetensors file; export it again, or {SKIP}"
+                    f"{self.path.parent}: {name} is in {RECORD} and in no .safetensors file; export it again, or "
+                    f"{self._skip}"
                 )
         for name in sorted(stored - self.tensors.keys()):
             raise UserError(
                 f"{self.path.parent}: {name} is not in {RECORD}: it was added after the export; export it again, or "
-                f"{SKIP}"
+                f"{self._skip}"
             )
 
     def check_tensor(self, file: Path, name: str, found: TensorDigest) -> None:
         """Raises UserError unless `found`, the digest of tensor `name` of `file`, is the recorded one."""
         if found != self.tensors[name]:
             raise UserError(
-                f"{file}: {name} is not the tensor that was exported (another SHA-256); export it again, or {SKIP}"
+                f"{file}: {name} is not the tensor that was exported (another SHA-256); export it again, or "
+                f"{self._skip}"
             )
 
 
-def read_export_record(directory: Path) -> ExportRecord | None:
+def read_export_record(directory: Path, skip: str = SKIP) -> ExportRecord | None:
     """The record of an exported directory; None if there is none, as for models that others made.
+
+    skip: What a user does to open the directory unchecked, for messages.
 
     Raises:
         UserError: There is one and it cannot be read.
@@ -195,7 +203,7 @@ def read_export_record(directory: Path) -> ExportRecord | None:
     path = directory / RECORD
     try:
         contents = read_json_object(path, limit=RECORD_BYTES, nonfinite=True, big_integers=True)
-        return ExportRecord(path, contents)
+        return ExportRecord(path, contents, skip)
     except NoSuchFile:
         return None
     except Unreadable as error:
@@ -215,11 +223,11 @@ def file_digest(path: Path) -> FileDigest:
         return FileDigest(bytes=file.tell(), sha256=digest)
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _document(path: Path, skip: str) -> dict[str, Any]:
     try:
         return read_json_object(path, nonfinite=True, big_integers=True)
     except NoSuchFile as error:
-        raise UserError(f"{path}: is missing; restore it, export it again, or {SKIP}") from error
+        raise UserError(f"{path}: is missing; restore it, export it again, or {skip}") from error
 
 
 _ABSENT = object()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +20,10 @@ from qarl.config import ModelConfig, QuantConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
 from qarl.fused import shared_scales
-from qarl.inference.export_record import ExportRecord, TensorDigest
+from qarl.inference.export_record import SKIP_IN_TRAINING, ExportRecord, TensorDigest, read_export_record
 from qarl.inference.target import Target
 from qarl.inputs.open_tensors import OpenTensors
+from qarl.inputs.paths import user_path
 from qarl.policy.fingerprints import changed_inputs, model_digests, model_files
 from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_generation_config, load_model_config
@@ -200,6 +203,30 @@ def _model_reader(model: ModelConfig, record: ExportRecord | None) -> Callable[[
         return tensor.float()
 
     return read
+
+
+def verify_base(model: ModelConfig, rank: int = 0, count: int = 1) -> None:
+    """Compare a model to train from with its qarl_export.json, if qarl exported it; each rank hashes some tensors.
+
+    Args:
+        model: The `model` section; nothing is compared if its `verify_digests` is off.
+        rank, count: This rank, and how many share the work.
+
+    Raises:
+        UserError: A tensor, the configuration or the tokenizer is not as it was exported.
+    """
+    record = read_export_record(user_path(model.path, "model.path"), SKIP_IN_TRAINING) if model.verify_digests else None
+    if record is None:
+        return
+    record.check_documents()
+    files = model_weights(model)
+    if files is None:
+        return
+    record.check_names(files)
+    opened, names = OpenTensors(files), list(files)[rank::count]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
+        for name, found in zip(names, pool.map(lambda name: digest_of(opened[name]), names), strict=True):
+            record.check_tensor(files[name].file, name, found)
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:

@@ -59,6 +59,7 @@ RESUMABLE_KEYS = (
     "diagnostics.",
     "evaluation.",
     "distributed.",
+    "model.verify_digests",
     "rollout.vllm.device",
     "rollout.vllm.data_parallel",
     "rollout.vllm.memory_frac",

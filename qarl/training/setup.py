@@ -27,6 +27,7 @@ from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.evaluation.training import TrainingEvaluation, load_training_tasks
+from qarl.inference.masters import verify_base
 from qarl.memory import update_bytes
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
@@ -158,6 +159,7 @@ def _asked_and_scored(
     config.objective.bind()  # a user's own one is refused now, and not after the model
     if device.type == "cpu":
         keep_freed_memory()
+    verify_base(config.model, ranks.rank, ranks.count)
     with console.phase("tokenizer and data"):
         tokenizer = load_tokenizer(config.model)
         limit = getattr(load_model_config(config.model), "max_position_embeddings", None)

@@ -16,9 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qarl import cli
+from qarl.config import ModelConfig
 from qarl.errors import UserError
 from qarl.exporting.job import export_target
 from qarl.inference.export_record import RECORD, body_digest
+from qarl.inference.masters import verify_base
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.inputs.tensors import stored_tensors
@@ -262,7 +264,35 @@ def test_a_record_that_cannot_be_read_is_one_line(copied, content):
         assert "\n" not in str(caught.value)
 
 
-def qarl(capsys, *arguments: object) -> tuple[int, str]:
+def test_training_from_an_export_checks_it_first(qarl, copied, tmp_path):
+    from tiny_runs import settings, write_config
+
+    directory = copied("bf16")
+    model = ModelConfig(path=str(directory))
+    config = write_config(
+        tmp_path / "c.yaml", settings(directory, train={"steps": 1, "run_dir": str(tmp_path / "run")})
+    )
+    files = stored_tensors(directory)
+    for rank in range(2):
+        verify_base(model, rank, 2)
+    name = list(files)[3]
+    with changed(files[name].file, flipped(files[name].file, name, 1)):
+        verify_base(model, 0, 2)  # the other rank's
+        for check in (lambda: verify_base(model, 1, 2), lambda: verify_base(model)):
+            with pytest.raises(UserError, match=rf"{name} is not the tensor .* set model\.verify_digests: false"):
+                check()
+        done = qarl.run("train", config)
+        assert done.code == 2 and name in done.err and done.err.count("\n") == 1, done.err
+        assert not list(tmp_path.glob("run/checkpoints/*"))
+        verify_base(ModelConfig(path=str(directory), verify_digests=False))
+    document = json.loads((directory / "config.json").read_text())
+    with changed(directory / "config.json", json.dumps(document | {"rms_norm_eps": 1e-3}).encode()):
+        with pytest.raises(UserError, match=r"rms_norm_eps is 0\.001, .* set model\.verify_digests: false"):
+            verify_base(model, 1, 2)
+        assert qarl.run("train", config, "model.verify_digests=false").code == 0
+
+
+def run_command(capsys, *arguments: object) -> tuple[int, str]:
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         cli.main([str(argument) for argument in arguments])
@@ -282,7 +312,7 @@ def test_every_command_checks_and_can_be_told_not_to(copied, tmp_path, capsys):
     ):
         found = stored_tensors(directory)["model.norm.weight"].file
         with changed(found, flipped(found, "model.norm.weight", 0)):
-            code, err = qarl(capsys, *command)
+            code, err = run_command(capsys, *command)
             (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
             assert code == 2 and "model.norm.weight is not the tensor" in line, command
-            assert qarl(capsys, *command, "--no-verify-digests")[0] == 0, command
+            assert run_command(capsys, *command, "--no-verify-digests")[0] == 0, command
