@@ -60,15 +60,18 @@ class ObjectiveConfig(Section):
         0.0, ge=0, le=FACTOR, description="Weight of the KL to the policy the run started from; 0 is off."
     )
     kl_estimator: Estimator | None = Field(
-        None, description="Of that KL, per token: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (default)."
+        None,
+        description="Of that KL, per token, with r reference over learner: k1 = -log r, k2 = (log r)^2 / 2, "
+        "k3 = r - 1 - log r (default). k1 has the gradient of k2, which is the KL's; its own is 0 in expectation.",
     )
     entropy_coef: float = Field(0.0, ge=0, le=FACTOR, description="Weight of an entropy bonus; 0 is off.")
     router_aux_coef: float = Field(
         0.0,
         ge=0,
         le=FACTOR,
-        description="Weight of the load-balancing loss of every router of a mixture of experts, which is 1 where all "
-        "experts are chosen alike; 0 is off.",
+        description="Weight of the load-balancing loss of a mixture of experts, on the scale of transformers' "
+        "router_aux_loss_coef: over all layers together, and k for k experts per token that are used equally often; "
+        "0 is off.",
     )
     router_z_coef: float = Field(
         0.0,

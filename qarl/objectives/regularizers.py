@@ -28,9 +28,28 @@ def k_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
 
 
 def kl_to_reference(logp: Tensor, logp_ref: Tensor, estimator: Estimator) -> Tensor:
-    """K(exp(ref - l)) per token, [T], with gradient to `logp`: an estimate of KL(learner || reference).
+    """Per-token estimate K(r) of KL(learner || reference), r = exp(ref - l), with a gradient to `logp`.
 
-    A token that the learner's or the reference's truncation cuts has no finite estimate: it counts 0, without gradient.
+    The expected gradient of each estimator over tokens that the learner samples:
+
+    - k1: its own gradient, -1 per token, is 0 in expectation and pulls nowhere. It gets the gradient of k2 instead
+      (straight through), so that the loss has the value of k1 and the gradient of KL(learner || reference).
+    - k2: the gradient of KL(learner || reference) exactly, although its value is biased.
+    - k3: the gradient of the reverse, KL(reference || learner), although its value is unbiased. The two agree to first
+      order in the distance of the distributions.
+
+    Args:
+        logp: (T,) log-probs of the sampled tokens by the learner, differentiable.
+        logp_ref: (T,) the same by the reference.
+        estimator: k1, k2 or k3.
+
+    Returns:
+        (T,), 0 without gradient for a token outside the truncated distribution of the learner or of the reference,
+        which has no finite estimate. A log ratio beyond +-20 is clamped and has no gradient.
     """
-    cut = logp.isinf() | logp_ref.isinf()
-    return k_estimate(log_ratio(logp_ref, logp), estimator).masked_fill(cut, 0.0)
+    cut, x = logp.isinf() | logp_ref.isinf(), log_ratio(logp_ref, logp)
+    value = k_estimate(x, estimator)
+    if estimator == "k1":
+        k2 = k_estimate(x, "k2")
+        value = value.detach() + (k2 - k2.detach())
+    return value.masked_fill(cut, 0.0)

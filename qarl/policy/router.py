@@ -24,6 +24,8 @@ def route_tokens(x: Tensor, value: Tensor, experts: ExpertLayer, routes: Routes,
         chosen = torch.where(given[:, :1] < 0, found.experts, given.to(torch.int32)).contiguous()
         found = route(*how, chosen=chosen, kernels=kernels)
     routes.measure(experts.number, found.logits, found.experts)
+    if routes.balance is not None:
+        routes.balance.count(experts.number, found.experts, experts.count)
     return found
 
 
@@ -32,6 +34,6 @@ def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, rout
     grad = route_backward(grad_weights, routed, experts.normalize, kernels=kernels)
     if routes.balance is not None:
         losses = routes.balance
-        shares = losses.shares_of(experts.number)
-        grad = grad + balance_grad(routed, losses.tokens, losses.aux, losses.z, shares).grad_logits
+        found = balance_grad(routed, losses.tokens, losses.aux, losses.z, losses.mean_slots, losses.layers)
+        grad = grad + found.grad_logits
     return grad

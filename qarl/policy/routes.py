@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from qarl_kernels.moe.balance import choices
@@ -13,22 +14,42 @@ from qarl.experts import ExpertNames
 
 @dataclass(frozen=True)
 class Balance:
-    """Losses of the routers, whose gradient is added to that of the forward they belong to.
+    """Router losses, whose gradient is added in the backward of the forward that they belong to.
 
-    aux: weight of the load-balancing loss, E * sum over experts of (share of the tokens' choices that are the expert) *
-    (its mean probability). z: weight of the mean square of the logits' log-sum-exp. Both are means over the layers'
-    tokens, times the loss scale. tokens: the rows that are counted, 1 or more. shares: (L, E) float32, those in each
-    layer of a larger batch; None: these tokens' own.
+    Both are means over `tokens`, times the loss scale: see `qarl_kernels.moe.balance`. The load-balancing loss is of
+    all layers together, so its gradient in one layer needs the choices of the tokens in all layers: the forward counts
+    them.
+
+    Attributes:
+        aux: Weight of the load-balancing loss.
+        z: Weight of the z-loss of each layer.
+        tokens: The rows that are counted, 1 or more.
+        layers: Number of layers with experts.
+        slots: (E,) float32, mean number of slots per token and layer of each expert in a larger batch; None: in these
+            tokens, from `counts`.
+        counts: (E,) float32 per layer, slots per token of each expert, filled by the forward if `slots` is None.
     """
 
     aux: float
     z: float
     tokens: slice
-    shares: Tensor | None = None
+    layers: int
+    slots: Tensor | None = None
+    counts: dict[int, Tensor] = field(default_factory=dict)
 
-    def shares_of(self, layer: int) -> Tensor | None:
-        """(E,) of one layer, by its number among those with experts, or None."""
-        return None if self.shares is None else self.shares[layer]
+    def count(self, layer: int, experts: Tensor, total: int) -> None:
+        """Record the experts (T, k) of a layer, of `total` experts."""
+        if self.slots is None:
+            counted = experts[self.tokens]
+            self.counts[layer] = choices(counted[:, None], total)[0].float() / len(counted)
+
+    @cached_property
+    def mean_slots(self) -> Tensor:
+        """(E,) float32; first read by a backward, after the forward has counted all layers."""
+        if self.slots is not None:
+            return self.slots
+        assert len(self.counts) == self.layers, f"{len(self.counts)} of {self.layers} layers were counted"
+        return torch.stack([self.counts[layer] for layer in sorted(self.counts)]).mean(0)
 
 
 @dataclass

@@ -122,12 +122,15 @@ class Learner:
             column.fill(part, self.policy.reference_logprobs(*arguments))
         return column.read(part)
 
-    def token_logprobs(self, part: Part, rows: int, shares: Tensor | None = None) -> TokenLogProbs:
+    def token_logprobs(self, part: Part, rows: int, slots: Tensor | None = None) -> TokenLogProbs:
         """Everything that the objective needs of a training forward over `part`.
 
-        rows: that all parts of its minibatch that need a backward count. The routers' own losses, whose gradient comes
-        with that of this forward, are means over them: of a part's own losses, weighted by its share of the rows.
-        shares: as `of_all` has them.
+        Args:
+            part: A micro-batch.
+            rows: Number of rows that all parts of its minibatch with a backward count. Router losses are means over
+                them: a part's own losses have its share of the rows as their weight. Their gradient comes with that of
+                this forward.
+            slots: As `of_all` returns them.
         """
         needs = self.objective.needs
         routes = part.routes
@@ -135,7 +138,8 @@ class Learner:
             balance, section = None, self.config.objective
             if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
                 scale = self.config.loss_scale * part.counted_rows / rows
-                balance = Balance(section.router_aux_coef * scale, section.router_z_coef * scale, part.counted, shares)
+                aux, z = section.router_aux_coef * scale, section.router_z_coef * scale
+                balance = Balance(aux, z, part.counted, len(self.policy.experts), slots)
             loads: dict[int, Tensor] | None = {} if part.counted_rows else None
             routes = replace(routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
         logp, entropy = self.logprobs(part, routes)
@@ -153,12 +157,15 @@ class Learner:
 
     @torch.no_grad()
     def of_all(self, minibatch: Part, watch: Observer) -> tuple[Constants, Tensor | None]:
-        """What micro-batches need of their whole minibatch, from a pass over it before its first backward: the
-        objective's constants, and for the load-balancing loss the shares of the tokens' choices that each expert has,
-        (L, E) float32. No pass where neither is asked for, and no shares where one micro-batch is all there is.
+        """What micro-batches need to know of their whole minibatch, from a pass over it before its first backward.
 
         Packed in the minibatch's order, the constants do not depend on how it is cut. While the weights are the
-        snapshot's, `logp_old` is that pass, where it is known; shares need no forward where all choices are replayed.
+        snapshot's, a known `logp_old` replaces that pass; slots need no forward if all choices are replayed.
+
+        Returns:
+            The objective's constants, and for the load-balancing loss the mean number of slots per token and layer that
+            each expert has, (E,) float32. There is no pass if neither is needed, and slots are None if the minibatch is
+            one micro-batch, whose forward counts them itself.
         """
         needs, batch, cut, experts = self.objective.needs, minibatch.batch, self.cut(minibatch), self.policy.experts
         balanced = bool(experts and self.config.objective.router_aux_coef and len(cut) > 1)
@@ -181,9 +188,9 @@ class Learner:
                     if needs.shadow:
                         shadow.fill(part, self.shadow(part, found))
             watch.progress(0)
-        shares = None if counts is None else self._shares(counts)
+        slots = None if counts is None else self._slots(counts)
         if not needs.minibatch:
-            return Constants(), shares
+            return Constants(), slots
         for column in (logp, shadow, batch.logp_old):
             column.share(self.ranks)
         logps = TokenLogProbs(
@@ -192,7 +199,7 @@ class Learner:
             minibatch.logp_sampler,
             shadow.read(minibatch) if needs.shadow else None,
         )
-        return self.objective.constants(logps, minibatch.advantages, minibatch.segments), shares
+        return self.objective.constants(logps, minibatch.advantages, minibatch.segments), slots
 
     def _choices(self, part: Part, forward: bool) -> tuple[Tensor | None, Tensor]:
         """The log-probs of a part, and how often its counted rows go through each expert: (L, E) int64 on the host.
@@ -207,10 +214,10 @@ class Learner:
         logp = self.logprobs(part, routes)[0]
         return logp, torch.stack([loads[layer][0, :-1] for layer in sorted(loads)]).long().cpu()
 
-    def _shares(self, counts: Tensor) -> Tensor:
-        """Of what all ranks counted, (L, E) float32 on the device."""
+    def _slots(self, counts: Tensor) -> Tensor:
+        """(E,) float32 on the device: mean number of slots per token and layer, of counts (L, E) on all ranks."""
         every = torch.tensor(total(self.ranks, counts.flatten().tolist()), dtype=torch.float64).view(counts.shape)
-        return (every / every.sum(-1, keepdim=True)).to(self.policy.device, torch.float32)
+        return (self.policy.experts[0].per_token * every.sum(0) / every.sum()).to(self.policy.device, torch.float32)
 
     # --- gradients ---------------------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class RoutingTotals:
     def metrics(self) -> dict[str, float]:
         """Nothing of a model without experts; mismatch/* where the sampler was asked for its choice.
 
-        router/aux_loss     mean over layers of the load-balancing loss of all these tokens; 1 is balanced
+        router/aux_loss     load-balancing loss of all these tokens on the scale of transformers'
+                            load_balancing_loss_func: the number of experts per token if all are used equally often
         router/z_loss       mean of the squared log-sum-exp of the logits
         router/load_max     the largest share of a layer's choices that one expert has, times the number of experts
         router/entropy      mean entropy of a token's distribution over the experts, nats
@@ -67,10 +68,10 @@ class RoutingTotals:
         """
         found: dict[str, float] = {}
         if self.loads is not None:
-            share, probability = self._share(self.loads), self.loads[:, 1, :-1] / self.rows
+            slots, probability = (self.loads[:, :, :-1].mean(0) / self.rows).unbind()  # (E,) each
             entropy, z = (self.loads[:, :, -1].mean(0) / self.rows).tolist()
-            aux = float(share.shape[1] * (share * probability).sum(-1).mean())
-            load = max(self._load_max(share))
+            aux = float(len(slots) * (slots * probability).sum())
+            load = max(self._load_max(self._share(self.loads)))
             found = {
                 "router/aux_loss": aux,
                 "router/z_loss": z,

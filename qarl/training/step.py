@@ -133,7 +133,7 @@ def learn(
         for minibatch in minibatches:
             watch.minibatch(minibatch)
             totals = minibatch_totals(minibatch, config.rollout.max_response_length)
-            constants, shares = learner.of_all(minibatch, watch)
+            constants, slots = learner.of_all(minibatch, watch)
             idle, live = learner.micro_batches(minibatch)
             rows = sum(part.counted_rows for part in live)
             dealt = [(round_, False) for round_ in rounds(idle, ranks.count)]
@@ -142,7 +142,7 @@ def learn(
                 found: tuple[Tensor, Stats] | None = None
                 if (part := round_[ranks.rank]) is not None:
                     with torch.set_grad_enabled(gradient):
-                        logps = learner.token_logprobs(part, rows, shares)
+                        logps = learner.token_logprobs(part, rows, slots)
                         watch.forward(part, logps)
                         found = learner.objective(logps, part.advantages, part.segments, totals, constants)
                 if gradient:

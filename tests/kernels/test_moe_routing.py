@@ -129,8 +129,8 @@ def test_balance_and_z_loss_are_those_of_the_tokens_that_are_counted(device) -> 
     routed = route(x, weight, 2, True)
     result = balance_grad(routed, slice(3, 18), aux=0.3, z=0.02)
     logits = routed.logits[3:18].double().requires_grad_()
-    share = torch.tensor([(routed.experts[3:18] == e).sum() / 30 for e in range(6)], device=device).double()
-    balance = 6 * (share * logits.softmax(1).mean(0)).sum()
+    slots = torch.tensor([(routed.experts[3:18] == e).sum() / 15 for e in range(6)], device=device).double()
+    balance = 6 * (slots * logits.softmax(1).mean(0)).sum()
     z_loss = logits.logsumexp(1).square().mean()
     (0.3 * balance + 0.02 * z_loss).backward()
     torch.testing.assert_close(result.grad_logits[3:18].double(), logits.grad, rtol=1e-4, atol=1e-7)
@@ -139,13 +139,13 @@ def test_balance_and_z_loss_are_those_of_the_tokens_that_are_counted(device) -> 
     torch.testing.assert_close(result.z_loss.double(), z_loss.detach(), rtol=1e-5, atol=0)
 
 
-def test_a_gradient_in_parts_is_that_of_the_whole_with_its_shares(device) -> None:
+def test_a_gradient_in_parts_is_that_of_the_whole_with_its_slots(device) -> None:
     x, weight = (random(n, 40, seed=n, device=device, dtype=BF16) for n in (19, 6))
     routed = route(x, weight, 2, True)
     whole = balance_grad(routed, slice(19), aux=0.3, z=0.02)
-    shares = choices(routed.experts[:, None], 6)[0].float() / 38
+    slots = choices(routed.experts[:, None], 6)[0].float() / 19
     parts = [
-        balance_grad(routed, rows, aux=0.3 * n / 19, z=0.02 * n / 19, shares=shares)
+        balance_grad(routed, rows, aux=0.3 * n / 19, z=0.02 * n / 19, slots=slots)
         for rows, n in ((slice(7), 7), (slice(7, 19), 12))
     ]
     torch.testing.assert_close(sum(p.grad_logits for p in parts), whole.grad_logits, rtol=1e-5, atol=1e-8)
@@ -159,11 +159,11 @@ def test_choices_are_counted_layer_by_layer(device) -> None:
     assert choices(experts, 4).tolist() == [[3, 1, 1, 1], [0, 2, 3, 1]]
 
 
-def test_a_router_that_uses_all_experts_alike_has_balance_one(device) -> None:
+def test_a_router_that_uses_all_experts_alike_has_a_balance_of_its_slots(device) -> None:
     experts = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=device)
     routed = Routed(torch.zeros(2, 4, device=device), experts, torch.full((2, 2), 0.5, device=device))
     result = balance_grad(routed, slice(2), aux=1.0, z=0.0)
-    assert result.balance.item() == 1.0 and not result.grad_logits.any()
+    assert result.balance.item() == 2.0 and not result.grad_logits.any()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@ import math
 
 import pytest
 import torch
+from objective_sections import objective_config
 
+from qarl.config import CorrectionConfig
+from qarl.objectives import Segments, TokenLogProbs, Totals, build_objective
 from qarl.objectives.regularizers import k_estimate, kl_to_reference
 
 FORMULAS = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
-SLOPES = {"k1": lambda x: -1.0, "k2": lambda x: x, "k3": lambda x: math.exp(x) - 1}
+SLOPES = {"k1": lambda x: x, "k2": lambda x: x, "k3": lambda x: math.exp(x) - 1}
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -31,6 +34,35 @@ def test_the_kl_is_of_learner_to_reference_with_gradient_to_the_learner(estimato
     x = (reference - logp.detach()).tolist()
     assert kl.tolist() == pytest.approx([FORMULAS[estimator](v) for v in x])
     assert logp.grad.tolist() == pytest.approx([-SLOPES[estimator](v) for v in x])  # d/dl = -d/dx
+
+
+def kl_gradient(learner: torch.Tensor, reference: torch.Tensor, reverse: bool = False) -> torch.Tensor:
+    """The gradient of KL(learner || reference) by the learner's logits (V,); reverse: of KL(reference || learner)."""
+    logits = learner.clone().requires_grad_()
+    mine, other = logits.log_softmax(0), reference.log_softmax(0)
+    kl = (other.exp() * (other - mine)).sum() if reverse else (mine.exp() * (mine - other)).sum()
+    kl.backward()
+    return logits.grad
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("estimator", "reverse"), [("k1", False), ("k2", False), ("k3", True)])
+def test_the_expected_gradient_of_the_loss_is_that_of_a_kl(estimator, reverse, seed):
+    """Exactly, by enumeration of five tokens: sum over tokens of probability * gradient of the token's estimate."""
+    random = torch.Generator().manual_seed(seed)
+    learner, reference = torch.randn(2, 5, generator=random, dtype=torch.float64)
+    section = objective_config(name="reinforce", aggregation="token-mean", kl_coef=0.3, kl_estimator=estimator)
+    objective = build_objective(section, CorrectionConfig())
+    expected = torch.zeros(5, dtype=torch.float64)
+    for token, probability in enumerate(learner.softmax(0).tolist()):
+        logits = learner.clone().requires_grad_()
+        logp, ref = logits.log_softmax(0)[token, None], reference.log_softmax(0)[token, None]
+        logps = TokenLogProbs(logp, logp.detach(), logp.detach(), logp_ref=ref)
+        loss, _ = objective(logps, torch.zeros(1).double(), Segments.from_lengths([1]), Totals(1, 1, 1))
+        loss.backward()
+        expected += probability * logits.grad
+        assert float(loss) == pytest.approx(0.3 * FORMULAS[estimator](float(ref - logp)), rel=1e-12)
+    torch.testing.assert_close(expected, 0.3 * kl_gradient(learner, reference, reverse), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

@@ -138,6 +138,13 @@ def k(estimator: str, x: float) -> float:
     return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
 
 
+def kl(estimator: str, ref: float, l: float, frozen: float) -> float:  # noqa: E741
+    """The KL term of a token. k1 has its value at the point of differentiation, and changes with l as k2 does."""
+    if estimator == "k1":
+        return k("k1", ref - frozen) + k("k2", ref - l) - k("k2", ref - frozen)
+    return k(estimator, ref - l)
+
+
 def passes(rule: Any, r: Response) -> bool:
     x = differences(r.o if rule.signal == "corr" else r.l, r.b)
     lower = -math.inf if rule.lower is None else rule.lower
@@ -240,7 +247,7 @@ def loss(
         worth = [v * x for v, x in zip(values(objective, r, f, center, pruning), w, strict=True)]
         for i in range(len(worth)):
             if objective.kl_coef and math.isfinite(r.ref[i]) and math.isfinite(f[i]):
-                worth[i] -= objective.kl_coef * k(objective.kl_estimator, r.ref[i] - r.l[i])
+                worth[i] -= objective.kl_coef * kl(objective.kl_estimator, r.ref[i], r.l[i], f[i])
             worth[i] += objective.entropy_coef * r.h[i]
         if not worth:
             continue

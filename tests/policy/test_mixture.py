@@ -8,12 +8,16 @@ import pytest
 import torch
 from policy_models import batch, gradients, hf_gradients, hf_logprobs, logprobs, make_policy, put_dequantized
 from qarl_kernels.logprob import Truncation
+from qarl_kernels.moe.balance import balance_grad
+from qarl_kernels.moe.routed import Routed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from qarl.experts import EXPERT_NAMES
 from qarl.policy.experts import take_apart
 from qarl.policy.routes import Balance, Routes, recording
+from qarl.training.routing import RoutingTotals
 
 FAMILIES = tuple(EXPERT_NAMES)
 FP32_GRADIENT = 1e-5
@@ -128,13 +132,59 @@ def test_the_router_learns_through_the_weights_of_replayed_experts(tiny_model) -
     assert masters["model.layers.0.block_sparse_moe.experts.3.w1.weight"].grad.any()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recompute", ["elementwise", "layer"])
+def test_the_load_balancing_loss_has_the_gradient_of_transformers(tiny_model, family: str, recompute: str) -> None:
+    """Of every parameter: the loss reaches the layers before a router too. One of six layers of qwen3_moe has none."""
+    directory = tiny_model(family, num_hidden_layers=6)
+    policy, model = make_policy(directory), hugging_face(directory)
+    policy.decoder.recompute = recompute
+    prompts, responses = [[5, 6, 7]], [[9, 10, 11, 12, 13, 14, 15, 16]]
+    found = model(torch.tensor([prompts[0] + responses[0][:-1]]), output_router_logits=True)
+    (0.5 * found.aux_loss).backward()
+    expected = by_expert(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    routes = Routes(balance=Balance(0.5, 0.0, slice(10), len(policy.experts)), loads={})
+    logp = policy.logprobs(prompts, responses, Truncation(), 8, routes=routes)[0]
+    (0.0 * logp).sum().backward()
+    for name, parameter in policy.named_parameters():
+        wanted = expected.get(name)
+        if wanted is None or not wanted.any():
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            assert (parameter.grad - wanted).norm() < 1e-4 * wanted.norm(), name
+    totals = RoutingTotals()
+    totals.add_loads(routes.measured(), 10)
+    assert totals.metrics()["router/aux_loss"] == pytest.approx(float(found.aux_loss), rel=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "experts", "k"), [(1, 4, 1), (3, 6, 2), (4, 5, 3), (2, 40, 8), (5, 8, 8)])
+def test_the_load_balancing_loss_is_that_of_transformers(layers: int, experts: int, k: int) -> None:
+    """Its value and gradient over random logits, whole and in two parts of 7 and 22 tokens."""
+    random = torch.Generator().manual_seed(layers)
+    logits = [torch.randn(29, experts, generator=random, requires_grad=True) for _ in range(layers)]
+    expected = load_balancing_loss_func(tuple(logits), experts, k)
+    expected.backward()
+    routed = [Routed(x.detach(), x.topk(k).indices.int(), x[:, :k].detach()) for x in logits]
+    of_all = Balance(1.0, 0.0, slice(29), layers)
+    for number, layer in enumerate(routed):
+        of_all.count(number, layer.experts, experts)
+    parts = [
+        [balance_grad(one, rows, 0.3 * share, 0.0, of_all.mean_slots, layers) for one in routed]
+        for rows, share in ((slice(29), 1.0), (slice(7), 7 / 29), (slice(7, 29), 22 / 29))
+    ]
+    torch.testing.assert_close(sum(part.balance for part in parts[0]), expected.detach(), rtol=1e-5, atol=0)
+    for whole, first, second, x in zip(*parts, logits, strict=True):
+        torch.testing.assert_close(whole.grad_logits, 0.3 * x.grad, rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(first.grad_logits + second.grad_logits, whole.grad_logits, rtol=1e-4, atol=1e-8)
+
+
 def test_the_routers_losses_reach_the_router_and_not_the_log_probs(tiny_model) -> None:
     policy = make_policy(tiny_model("olmoe"))
     prompts, responses = [[5, 6, 7]], [[9, 10, 11, 12]]
     found = {}
     for aux in (0.0, 1.0):
         policy.model.zero_grad()
-        routes = Routes(balance=Balance(aux, 0.0, slice(6)))
+        routes = Routes(balance=Balance(aux, 0.0, slice(6), 2))
         logp = policy.logprobs(prompts, responses, Truncation(), 8, routes=routes)[0]
         logp.sum().backward()
         gradient = dict(policy.named_parameters())["model.layers.1.mlp.gate.weight"].grad

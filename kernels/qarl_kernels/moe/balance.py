@@ -1,8 +1,9 @@
-"""Losses of a router: experts used alike, and logits that stay small; their values and their gradient, in plain torch.
+"""Router losses and their gradient, in plain torch: experts used equally often, and logits that stay small.
 
-load balancing: E * sum_e f_e P_e (Switch Transformer, equation 4), f_e the share of (token, slot) pairs that expert e
-has, without gradient, P_e its mean probability; 1 where all are used alike. z-loss: the mean of logsumexp(logits)^2
-(ST-MoE, equation 5).
+Load balancing, as `load_balancing_loss_func` of transformers: E * sum_e F_e P_e over E experts. F_e is the mean number
+of slots per token and layer that expert e has, without gradient; P_e is its mean probability over tokens and layers.
+With k slots per token F sums to k, and the loss is k if all experts are used equally often. (Switch Transformer,
+equation 4, has k = 1 and one layer.) z-loss: the mean of logsumexp(logits)^2 per layer (ST-MoE, equation 5).
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from qarl_kernels.moe.routed import Routed
 
 @dataclass(frozen=True)
 class Balance:
-    """grad_logits: (T, E) float32, of aux * balance + z * z_loss. balance, z_loss: float32 scalars, not weighted."""
+    """What one layer adds to the losses.
+
+    Attributes:
+        grad_logits: (T, E) float32, the gradient of aux * balance + z * z_loss.
+        balance: float32 scalar, unweighted. The load-balancing loss is the sum over all layers.
+        z_loss: float32 scalar, unweighted.
+    """
 
     grad_logits: Tensor
     balance: Tensor
@@ -33,19 +40,29 @@ def choices(experts: Tensor, total: int) -> Tensor:
     return counts.scatter_add_(0, places, torch.ones_like(places)).view(layers, total)  # integers: in any order
 
 
-def balance_grad(routed: Routed, counted: slice, aux: float, z: float, shares: Tensor | None = None) -> Balance:
-    """Both losses over the tokens `counted`, 1 or more, and what they add to the logits' gradient, there alone.
+def balance_grad(
+    routed: Routed, counted: slice, aux: float, z: float, slots: Tensor | None = None, layers: int = 1
+) -> Balance:
+    """One layer's part of both losses over the tokens `counted`, and the gradient that it adds to the logits.
 
-    aux, z: what the losses are multiplied by. shares: (E,) float32, the f of a batch that these tokens are a part of;
-    None: they are all of it. Does not wait for the device; the same inputs give the same bits.
+    Does not synchronize with the device; the same inputs give the same bits.
+
+    Args:
+        routed: Logits (T, E) and experts (T, k) of the layer.
+        counted: The tokens that the losses are means over, 1 or more. Other rows get no gradient.
+        aux: Weight of the load-balancing loss.
+        z: Weight of the z-loss.
+        slots: (E,) float32, F of the module's docstring: of all layers, and of the whole minibatch of which these
+            tokens are a part. None: of this layer and these tokens.
+        layers: Number of layers that F and P are means over.
     """
     logits, experts = routed.logits[counted], routed.experts[counted].long()
     tokens, total = logits.shape
-    share = choices(experts[:, None], total)[0].float() / experts.numel() if shares is None else shares
+    slots = choices(experts[:, None], total)[0].float() / tokens if slots is None else slots
     p = probabilities(logits)
     normalizer = logits.logsumexp(1, keepdim=True)
-    slope = (aux * total / tokens) * share  # of the loss by each probability
+    slope = (aux * total / (tokens * layers)) * slots  # of the loss by each probability
     of_logits = p * (slope - (p * slope).sum(1, keepdim=True)) + (2 * z / tokens) * normalizer * p
     grad = torch.zeros_like(routed.logits)
     grad[counted] = of_logits
-    return Balance(grad, total * (share * p.mean(0)).sum(), normalizer.square().mean())
+    return Balance(grad, total / layers * (slots * p.mean(0)).sum(), normalizer.square().mean())
