@@ -56,7 +56,7 @@ def read_mixture(family: str, found: ConfigJson) -> Mixture | None:
     experts, per_token, inner = _DEFAULTS[family]
     layers = range(found.num_hidden_layers)
     if family in ("qwen2_moe", "qwen3_moe"):
-        step, plain = found.decoder_sparse_step, found.mlp_only_layers or ()
+        step, plain = found.decoder_sparse_step, frozenset(found.mlp_only_layers or ())
         sparse = frozenset(layer for layer in layers if layer not in plain and (layer + 1) % step == 0)
         inner = found.moe_intermediate_size or inner
     else:
