@@ -42,13 +42,23 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
-    """Train a policy to its last step, as `qarl train` does; an interrupted run goes on from its checkpoint.
+    """Train a policy to its last step, as `qarl train` does. An interrupted run continues from its checkpoint.
 
-    config: a YAML file, a dict with its keys, or a `qarl.config.Config`. overrides: values that replace some of it,
-    as {"optim.lr": 5e-7} or ["optim.lr=5e-7"]. A file's run directory is runs/NAME unless train.run_dir says another;
-    a dict's is runs/unnamed. What is shown meanwhile is `logging.console`: rich, plain or none.
-    A signal (Ctrl-C, SIGTERM) ends it with a checkpoint, and `finished` is False then. In a process of torchrun or the
-    deepspeed launcher it is one rank of the run; `qarl.distributed.fault.OtherRankFailed` where another one fails.
+    A process that torchrun or the deepspeed launcher started is one rank of the run. `logging.console` decides what is
+    printed meanwhile: rich, plain or none.
+
+    Args:
+        config: A YAML file, a dict with its keys, or a `qarl.config.Config`. The run directory is `train.run_dir`;
+            default runs/NAME for a file and runs/unnamed for a dict.
+        overrides: Values that replace some of `config`, as {"optim.lr": 5e-7} or ["optim.lr=5e-7"].
+
+    Returns:
+        Paths and metrics of the run. `finished` is False if a signal (Ctrl-C, SIGTERM, SIGHUP) stopped it; a checkpoint
+        was saved then.
+
+    Raises:
+        UserError: Something that the user can fix.
+        qarl.distributed.fault.OtherRankFailed: Another rank of the run failed.
     """
     from qarl.config.weights import check_weights
     from qarl.memory import expected_device, too_large

@@ -1,4 +1,7 @@
-"""Signals that a process passes on to those that it started, and the one that tells them that it is gone."""
+"""Signals that ask a process to stop: the exceptions they raise, and passing them on to child processes.
+
+SIGHUP, which a closed terminal sends, is one of them unless it is ignored already, as under `nohup`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,45 @@ import signal
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
+class Interrupted(BaseException):
+    """A signal asked for a safe stop. `exit_code` is 128 + the signal's number, as in a shell.
+
+    Not an Exception, like KeyboardInterrupt, so that a broad `except Exception` in a library does not swallow it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second Ctrl-C: stop now, without saving. A KeyboardInterrupt of any other class comes from code of the user."""
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether `error` asks for the process to stop, so that code which catches every exception must re-raise it."""
+    return isinstance(error, (Interrupted, KeyboardInterrupt))
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask for a safe stop: SIGINT, SIGTERM, and SIGHUP unless this process ignores it (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 class Signals:
-    """While entered, SIGINT and SIGTERM are counted, for the processes that one has started to be sent as many."""
+    """While entered, records the stop signals that arrive, so that each can be sent on to child processes.
+
+    Attributes:
+        received: Signal numbers in order of arrival.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
 
     def __enter__(self) -> Signals:
         note = lambda signum, frame: self.received.append(signum)  # noqa: E731
-        self._previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {signum: signal.signal(signum, note) for signum in stop_signals()}
         return self
 
     def __exit__(self, *exc: object) -> None:

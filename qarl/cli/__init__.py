@@ -20,9 +20,10 @@ from qarl.config.messages import fault_line
 from qarl.config.weights import check_weights
 from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
 from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
-from qarl.distributed.notes import leave_note
+from qarl.distributed.notes import leave_note, mark_done
 from qarl.distributed.place import own_arguments, place, rank_of_several
 from qarl.errors import UNEXPECTED, UserError, unexpected
+from qarl.inputs.code import describe
 from qarl.machine import gpu_bytes, machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
 from qarl.objectives.base import RatioObjective
@@ -53,8 +54,14 @@ Processes = Annotated[
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 2 a fault of the user's (one line each on stderr), 70 one of qarl's own
-    (one line, and a file with the traceback), 75 another rank of the run failed, 130 interrupted."""
+    """Run the command line and exit.
+
+    Exit codes: 0 complete; 2 an error that the user can fix, one line per error on stderr; 70 an internal error, one
+    line and a file with the traceback; 75 another rank of the run failed; 129, 130 or 143 stopped by a signal.
+
+    Args:
+        argv: Arguments without the program's name. Default: those of the process.
+    """
     try:
         _main(argv)
     except SystemExit as end:
@@ -86,6 +93,11 @@ def _main(argv: list[str] | None) -> NoReturn:
     except Exception as error:  # the last handler of the program
         _say(unexpected(error), UNEXPECTED)
         raise SystemExit(UNEXPECTED) from None
+    except BaseException as error:  # commands return their exit code, so SystemExit comes from code that one called
+        _say(f"code that the command calls raised {describe(error)}, which ends the process before the command does", 2)
+        raise SystemExit(2) from None
+    if not code:
+        mark_done()
     raise SystemExit(code or 0)
 
 

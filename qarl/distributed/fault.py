@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qarl.errors import UNEXPECTED, UserError
+from qarl.signals import Interrupted
 
 FAULT = "fault.json"
 OTHER_RANK = 75  # the exit code where another rank failed (EX_TEMPFAIL of sysexits.h)
-INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a run that a signal stopped
+INTERRUPTED = tuple(128 + s for s in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))  # exit codes after a stop signal
 
 _LONGEST = 2000  # characters of a line
 
@@ -66,16 +67,19 @@ def described(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """What the command line ends with; see `qarl.cli.main`."""
+    """The exit code of a process that `error` ends; see `qarl.cli.main`.
+
+    SystemExit counts as a fault of the code that raised it, whatever its code: 0 would claim that the run is complete.
+    """
     if isinstance(error, UserError):
         return 2
     if isinstance(error, OtherRankFailed):
         return OTHER_RANK
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    return int(getattr(error, "exit_code", UNEXPECTED))  # of `training.interrupt.Interrupted`
+    if isinstance(error, Interrupted):
+        return error.exit_code
+    return UNEXPECTED if isinstance(error, Exception) else 2
 
 
 def host() -> str:

@@ -22,7 +22,7 @@ from qarl.config.weights import check_weights
 from qarl.distributed.board import Folder
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, forget_fault, host, write_fault
 from qarl.distributed.folder import meeting_folder
-from qarl.distributed.notes import read_note
+from qarl.distributed.notes import is_done, read_note
 from qarl.distributed.place import MEETING, log_name
 from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
 from qarl.errors import UNEXPECTED, UserError
@@ -35,6 +35,7 @@ POLL_S = 0.1
 LEAVE_S = GRACE_S + 10  # for the other ranks, once one has failed
 TELL_S = 2 * TICK_S  # for the rank that hung to print where it was
 STOP_S = 5.0  # after a second Ctrl-C
+EARLY = 1  # exit code for a rank that ended with 0 before the end of the run
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
 
@@ -159,12 +160,17 @@ class Launched:
                 self._kill(fault.rank)
 
     def _ended(self, rank: int, code: int) -> None:
-        """Note an exit code, and tell the ranks that are left of one that could not tell them itself."""
+        """Record the exit code of a rank; tell the other ranks if it failed, because it may not have done so itself."""
         self.codes[rank] = code if code >= 0 else 128 - code
-        if code < 0 or code not in (0, OTHER_RANK, *INTERRUPTED):
+        if code == 0 and not is_done(self._meeting, rank):
+            self.codes[rank] = EARLY
+            fault = self.faults[rank] = Fault(rank, host(), EARLY, "ended with exit code 0 before the end of the run")
+        elif code < 0 or code not in (0, OTHER_RANK, *INTERRUPTED):
             fault = self.faults[rank] = self._fault(rank, code)
-            with suppress(OSError):
-                Folder(self._meeting).claim(NOTE, fault.text())
+        else:
+            return
+        with suppress(OSError):
+            Folder(self._meeting).claim(NOTE, fault.text())
 
     def _fault(self, rank: int, code: int) -> Fault:
         note = None

@@ -12,9 +12,15 @@ from qarl.errors import UserError
 
 
 def leave_note(text: str, code: int) -> bool:
-    """Tell the launcher what this process ends with. Returns whether that is all that is to be said of it.
+    """Tell the launcher how this rank ends.
 
-    It is not where there is no such launcher, and for a rank with a log, which has the line as well.
+    Args:
+        text: The error, or "" if there is none.
+        code: The exit code of this process.
+
+    Returns:
+        Whether the launcher prints `text`. If not, this process prints it: there is no launcher, or this rank has a
+        log file of its own.
     """
     try:
         own = place()
@@ -26,6 +32,26 @@ def leave_note(text: str, code: int) -> bool:
         Folder(own.meeting).post(f"end-{own.rank}", Fault(own.rank, host(), code, text).text())
         return own.rank == 0
     return False
+
+
+def mark_done() -> None:
+    """Tell the launcher that this rank ran its command to the end.
+
+    The launcher takes exit code 0 without this mark for an early end, such as `os._exit(0)` in an objective. The mark
+    is an empty file because a full disk still takes one.
+    """
+    try:
+        own = place()
+    except UserError:
+        return
+    if own is not None and own.meeting is not None:
+        with suppress(OSError):
+            (own.meeting / f"done-{own.rank}").touch()
+
+
+def is_done(meeting: Path, rank: int) -> bool:
+    """Whether a rank has called `mark_done`."""
+    return (meeting / f"done-{rank}").exists()
 
 
 def read_note(meeting: Path, rank: int) -> Fault | None:

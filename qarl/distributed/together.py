@@ -10,22 +10,34 @@ from typing import Any, TypeVar, cast
 
 from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
+from qarl.signals import is_stop
 
 T = TypeVar("T")
 
 
 def together(ranks: Ranks, work: Callable[[], T], longer_s: float = 0) -> T:
-    """What `work` gives; a collective. Where it raises on any rank, every rank raises as `Ranks.agree` says.
+    """Run `work` on every rank; if it raises on any rank, every rank raises. A collective.
 
-    Work that takes long may `Ranks.look`, and ends then as soon as it failed on another rank.
+    Long work may call `Ranks.look`, which ends it as soon as it has failed on another rank.
 
-    longer_s: how much more than `distributed.timeout_s` one rank may need for it than another.
+    Args:
+        ranks: The ranks of the run.
+        work: What to run. Signals end it at once and without the other ranks; see `qarl.signals.is_stop`.
+        longer_s: Seconds, beyond `distributed.timeout_s`, that one rank may need more than another.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        BaseException: The exception of `work` on the rank where it failed, otherwise `OtherRankFailed`.
     """
-    fault: Exception | None = None
+    fault: BaseException | None = None
     result: T | None = None
     try:
         result = work()
-    except Exception as error:
+    except BaseException as error:
+        if is_stop(error):
+            raise
         fault = error
         ranks.tell(fault)
     if longer_s:

@@ -20,6 +20,7 @@ from typing import Any
 
 from qarl.errors import UserError
 from qarl.inputs.paths import path_errors, user_path
+from qarl.signals import is_stop
 
 REFERENCE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
@@ -62,6 +63,8 @@ def find(reference: str) -> Callable[..., Any]:
     except UserError:
         raise
     except BaseException as error:  # whatever the user's module does while it is imported, SystemExit too
+        if is_stop(error):
+            raise
         raise UserError(f"does not import: {describe(error)}") from error
     if function is None:
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
@@ -75,7 +78,7 @@ def describe(error: BaseException) -> str:
     """One line: the exception, its message, and the line of the user's code it passed first."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # an exception of the user's may fail at that, too
+    except BaseException:  # an exception class of the user can raise anything here
         text = "its message cannot be shown"
     ours = (str(Path(__file__).parents[1]) + os.sep, "<frozen", importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]

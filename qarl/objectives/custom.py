@@ -27,6 +27,7 @@ from qarl.objectives.base import RatioObjective, SurrogateFunction
 from qarl.objectives.surrogate import RATIO_STATS, Surrogate
 from qarl.objectives.tokens import SurrogateInputs
 from qarl.out_of_memory import is_out_of_memory
+from qarl.signals import is_stop
 
 _STATISTIC = re.compile(r"objective/[A-Za-z0-9_]+")
 
@@ -85,8 +86,8 @@ class UserSurrogate:
     def __call__(self, inputs: SurrogateInputs) -> Surrogate:
         try:
             result = self._function(inputs)
-        except Exception as error:
-            if is_out_of_memory(error):  # the machine's fault, which has a message of its own
+        except BaseException as error:
+            if is_stop(error) or is_out_of_memory(error):  # both have messages of their own
                 raise
             raise UserError(f"{self._place}: raised {describe(error)}") from error
         if fault := _fault(result, inputs):
@@ -104,7 +105,9 @@ def _bound(function: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[[Su
         _check_call(function, (), kwargs)
         try:
             function = function(**kwargs)
-        except Exception as error:
+        except BaseException as error:
+            if is_stop(error):
+                raise
             raise UserError(f"cannot be made: {describe(error)}") from error
         if not callable(function):
             raise UserError("its instances cannot be called; it needs __call__(self, inputs)")

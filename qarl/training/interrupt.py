@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: end at the next safe point with a checkpoint; a second SIGINT ends at once."""
+"""SIGINT, SIGTERM and SIGHUP: stop at the next safe point with a checkpoint; a second SIGINT stops at once."""
 
 from __future__ import annotations
 
@@ -10,29 +10,22 @@ from typing import Any
 
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.rewards import RewardResult
+from qarl.signals import Interrupted, StoppedAtOnce, stop_signals
 from qarl.training.batch import Part
 from qarl.training.observer import Observer, Phase
 from qarl.types import Prompt, Rollout
 
 
-class Interrupted(BaseException):
-    """Raised after a signal; `exit_code` is the shell's, 128 + the signal.
-
-    Like KeyboardInterrupt no Exception, so that a library's broad `except` does not swallow it.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.exit_code = 128 + signum
-
-
 class InterruptGuard:
-    """While entered, SIGINT and SIGTERM raise `Interrupted` where the program is: there is nothing to save yet.
+    """Turns stop signals (`qarl.signals.stop_signals`) into exceptions while it is entered.
 
-    After `defer` the first one is only noted; `check` raises `Interrupted` where stopping is safe, and a second SIGINT
-    raises KeyboardInterrupt wherever the program is. say: gets one line at the first signal. In a thread that is not
-    the main one Python gives no signals, and there is nothing to guard. ranks: of the run, None for one process; a
-    signal to one of several is one to all.
+    At first a signal raises `Interrupted` immediately, because there is nothing to save yet. After `defer` the first
+    signal is only recorded: `check` raises `Interrupted` where stopping is safe, and a second SIGINT raises
+    `StoppedAtOnce` immediately. Python delivers signals to the main thread only; in any other thread this does nothing.
+
+    Args:
+        say: Called with one line at the first signal after `defer`.
+        ranks: The ranks of the run; a signal to one rank stops all of them. None for a single process.
     """
 
     def __init__(self, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
@@ -44,7 +37,7 @@ class InterruptGuard:
 
     def __enter__(self) -> InterruptGuard:
         main = threading.current_thread() is threading.main_thread()
-        for signum in (signal.SIGINT, signal.SIGTERM) if main else ():
+        for signum in stop_signals() if main else ():
             self._previous[signum] = signal.signal(signum, self._note)
         return self
 
@@ -59,7 +52,7 @@ class InterruptGuard:
     def _note(self, signum: int, frame: object) -> None:
         if self.signum is not None:
             if signum == signal.SIGINT:
-                raise KeyboardInterrupt
+                raise StoppedAtOnce
             return
         self.signum = signum
         if not self._deferred:

@@ -10,6 +10,7 @@ from typing import Any
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import on_first
+from qarl.signals import is_stop
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import History, write_history
 from qarl.storage.names import checkpoint_steps
@@ -110,13 +111,20 @@ class Keeper:
         self.history = self.history.model_copy(update={"checkpoint": finished.step})
         on_first(self.ranks, lambda: write_history(self.directory.path, self.history))
 
-    def rescue(self, recorder: Recorder, fault: Exception) -> None:
-        """After an exception: save the finished step, and say from where the run can go on. Raises nothing.
+    def rescue(self, recorder: Recorder, fault: BaseException) -> None:
+        """Save the finished step after an exception, and print from which step the run can go on.
 
-        Once the learner has begun an optimizer step the masters are no longer the finished step's, nor yet the next
-        one's: then the newest checkpoint stands. A step that was learned from and only lacks its metrics is finished
-        here, with those that are known, if they can be written now. Of several ranks all must have raised, by
-        `Ranks.agree`: after what one raises alone the others are elsewhere, or gone, and the newest checkpoint stands.
+        The newest checkpoint stands if the learner has begun an optimizer step, because the masters are then between
+        two steps. A step that the learner completed and that only lacks its metrics is finished here, with the metrics
+        that are known. With several ranks, saving is a collective: it is attempted only if all ranks raised together
+        (`Ranks.agree`). If one rank raised alone, the others are elsewhere or gone, and a collective would hang.
+
+        Args:
+            recorder: Writes the metrics of a step that lacks them.
+            fault: The exception that ended the run, of any class.
+
+        Raises:
+            StoppedAtOnce: A second Ctrl-C came meanwhile. Nothing else is raised: `fault` is the error to report.
         """
         reason = "the step that broke off had begun to change the weights"
         try:
@@ -124,7 +132,9 @@ class Keeper:
                 reason = "that takes all ranks, and one broke off alone"
             else:
                 reason = self._rescue(recorder) or reason
-        except Exception as failure:  # whatever broke the run may break this too; the first fault is the one to tell
+        except BaseException as failure:  # whatever broke the run may break this too
+            if is_stop(failure):
+                raise
             reason = " ".join(str(failure).split()) or type(failure).__name__
         with suppress(Exception):
             self._say_where_it_goes_on(reason)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -17,21 +18,24 @@ from qarl.diagnostics.probe import Probe
 from qarl.distributed.group import connect, rank_device
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
+from qarl.errors import UserError
+from qarl.inputs.code import describe
 from qarl.machine import gpu_bytes
 from qarl.out_of_memory import memory_errors
 from qarl.policy.load_config import load_architecture
 from qarl.rollout.shared import publish_together
+from qarl.signals import Interrupted, StoppedAtOnce
 from qarl.sizes import decide_sizes, keep_sizes
 from qarl.storage.disk import disk_errors
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
-from qarl.storage.runs import read_metrics
+from qarl.storage.runs import METRICS, read_metrics
 from qarl.storage.shared_rundir import open_run_directory
 from qarl.training.alarms import Alarms
 from qarl.training.console import RunConsole
 from qarl.training.decisions import save_is_due
 from qarl.training.display import StepDisplay
-from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
+from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.keeper import Keeper, refuse_vanished
 from qarl.training.metrics import Clock, over_ranks
 from qarl.training.noise import quiet_libraries, rewards_logged
@@ -50,12 +54,22 @@ LOWER = (
 
 
 def train(config: Config) -> int:
-    """Run `config` to its last step. Returns the exit code: 0 done, 130 or 143 stopped by a signal with a checkpoint.
+    """Run `config` to its last step.
 
-    Raises UserError for whatever the user can fix. Refused before its first step, a new run leaves no directory;
-    later, the steps finished before it are in the run directory, as they are after any other exception.
-    A process that a launcher started as one of several trains together with the others; the first one writes and
-    tells. What ends one of them ends all: `OtherRankFailed` on the others.
+    If a launcher started this process as one of several ranks, they train together; the first rank writes the run
+    directory and the console. A new run that is refused before its first step leaves no run directory. After any later
+    exception the steps that were finished before it are in the run directory.
+
+    Args:
+        config: A checked configuration.
+
+    Returns:
+        The exit code: 0 if the last step is recorded; 129, 130 or 143 if a signal stopped the run with a checkpoint.
+
+    Raises:
+        UserError: Something that the user can fix, including code of the user that ends the process (`sys.exit`).
+        OtherRankFailed: Another rank failed.
+        StoppedAtOnce: A second Ctrl-C; the step under way is not saved.
     """
     device = rank_device(config.model.device)
     try:
@@ -67,7 +81,8 @@ def train(config: Config) -> int:
 
 def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
     console = RunConsole(config.logging.console if ranks.first else "none", config.train.steps)
-    with memory_errors(LOWER), console, quiet_libraries(console.warn), InterruptGuard(console.warn, ranks) as guard:
+    guard = InterruptGuard(console.warn, ranks)
+    with memory_errors(LOWER), early_ends(), console, quiet_libraries(console.warn), guard:
         try:
             config = with_sizes(config, device, ranks)
             with open_run_directory(config, config.checkpoint.resume, ranks) as directory:
@@ -93,9 +108,32 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                 raise
             return stop.exit_code
     if code == 0 and ranks.first:
-        history = read_metrics(config.run_dir / "metrics.jsonl")
+        history = read_metrics(config.run_dir / METRICS)
+        last = int(history[-1]["step"]) if history else 0
+        if last < config.train.steps:  # exit code 0 promises the last step
+            raise UserError(
+                f"{config.run_dir / METRICS}: ends with step {last}, not with train.steps = {config.train.steps}: the "
+                "file was changed during the run; run the same command again"
+            )
         console.summary(config.run_dir, history, next_commands(config, ranks.count))
     return code
+
+
+@contextmanager
+def early_ends() -> Iterator[None]:
+    """Turn exceptions that would end the process without an error, such as SystemExit(0), into a UserError.
+
+    Only code that a run calls raises them: an objective, a tracker, a library. Signals pass.
+    """
+    try:
+        yield
+    except (Exception, Interrupted, StoppedAtOnce):
+        raise
+    except BaseException as error:
+        raise UserError(
+            f"train: code that the run calls raised {describe(error)}, which would end the process before the last "
+            "step; raise an ordinary exception there, or none"
+        ) from error
 
 
 def with_sizes(config: Config, device: torch.device, ranks: Ranks) -> Config:
@@ -142,9 +180,13 @@ class Loop:
         self.agreement = Agreement(config, run.policy, console.warn)
 
     def run_all(self) -> int:
-        """All steps that are left. Returns the exit code.
+        """Run all remaining steps.
 
-        Whatever is raised, what is finished is saved first; see `Keeper.rescue`.
+        Before any exception leaves this method, the finished steps are saved; see `Keeper.rescue`. A second Ctrl-C is
+        the exception: it stops at once.
+
+        Returns:
+            The exit code of the run: 0, or 128 + the number of the signal that stopped it.
         """
         config, run, keeper, ranks = self.config, self.run, self.keeper, self.ranks
         step = keeper.resume()
@@ -175,7 +217,9 @@ class Loop:
                 nothing = "stopped in step 1: nothing to save, the same command starts again"
                 self.console.message(said if step else nothing)
                 return stop.exit_code
-            except Exception as fault:
+            except StoppedAtOnce:
+                raise
+            except BaseException as fault:  # SystemExit too: code of the user must not cost finished steps
                 keeper.rescue(recorder, fault)
                 raise
         return 0

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qarl.inputs.files import read_lines
 from qarl.inputs.json import strict
+from qarl.signals import is_stop
 from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
 from qarl.storage.names import remove_later, step_name
 from qarl.storage.runs import METRICS, Metrics, parse_record
@@ -163,7 +164,9 @@ class Recorder:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # foreign code and networks: whatever they raise must not cost the run
+            except BaseException as error:  # foreign code and networks: whatever they raise must not cost the run
+                if is_stop(error):
+                    raise
                 self._trackers.remove(tracker)
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._warn(f"logging.{tracker.name}: stopped for this run: {reason}")

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
+from qarl.signals import is_stop
 from qarl.storage.disk import atomic_write_text, disk_errors
 
 
 class Tracker(Protocol):
-    """Receives finite metrics once a step. Any exception of a tracker costs that tracker, not the run."""
+    """Receives the finite metrics of each step. If a tracker raises, it is dropped and the run goes on."""
 
     name: str
 
@@ -63,7 +64,9 @@ def _import(module: str, key: str) -> ModuleType:
 def _start(key: str, init: Any, **arguments: Any) -> Any:
     try:
         return init(**arguments)
-    except Exception as error:  # foreign code: no key, no network, a bad project name, each with its own class
+    except BaseException as error:  # foreign code: no key, no network, a bad project name, each with its own class
+        if is_stop(error):
+            raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"logging.{key}: does not start: {reason}; fix that, or set logging.{key}: null") from error
 

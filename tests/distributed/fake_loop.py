@@ -28,7 +28,8 @@ def install() -> None:
 
 def train(config) -> int:
     from qarl.distributed.group import connect, rank_device
-    from qarl.training.interrupt import Interrupted, InterruptGuard
+    from qarl.signals import Interrupted
+    from qarl.training.interrupt import InterruptGuard
 
     say = partial(print, flush=True)
     with InterruptGuard(say) as guard, connect(config, rank_device(config.model.device)) as ranks:
@@ -71,6 +72,7 @@ def _errors() -> dict:
 
     return {
         "kill": lambda ranks: os.kill(os.getpid(), signal.SIGKILL),
+        "exit": lambda ranks: os._exit(0),
         "unseen": lambda ranks: _die_unseen(),
         "stop": lambda ranks: os.kill(os.getpid(), signal.SIGSTOP),
         "hang": lambda ranks: time.sleep(1000),
@@ -90,7 +92,7 @@ def _die_unseen() -> None:
 
 def _deaf(heard: Path) -> None:
     """Go on whatever signal comes. heard: is there from now on, and has something in it once one came."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: heard.write_text("one came"))
     heard.touch()
     time.sleep(1000)

@@ -17,6 +17,7 @@ from qarl.distributed.board import Folder
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
 from qarl.distributed.place import Place, alone, own_arguments, place
 from qarl.errors import UserError
+from qarl.signals import Interrupted
 from qarl.storage.rundir import config_difference
 
 TORCHRUN = {
@@ -96,11 +97,11 @@ def test_the_first_fault_stands_in_a_run_that_has_begun(tmp_path: Path) -> None:
 
 
 def test_a_fault_has_the_exit_code_of_the_command_line() -> None:
-    from qarl.training.interrupt import Interrupted
-
     other = OtherRankFailed(Fault(1, "h", 2, "x"))
-    errors = [UserError("x"), KeyError("x"), other, KeyboardInterrupt(), Interrupted(15), SystemExit(3)]
-    assert [fault_of(0, error).code for error in errors] == [2, 70, 75, 130, 143, 3]
+    errors = [UserError("x"), KeyError("x"), other, KeyboardInterrupt(), Interrupted(15)]
+    assert [fault_of(0, error).code for error in errors] == [2, 70, 75, 130, 143]
+    for early in (SystemExit(0), SystemExit(3), SystemExit(), GeneratorExit()):
+        assert fault_of(0, early).code == 2
     assert fault_of(0, KeyError("x")) == Fault(0, socket.gethostname(), 70, "KeyError: 'x'")
 
 

@@ -24,10 +24,11 @@ from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
+from qarl.signals import Interrupted
 from qarl.sizes import decide_sizes
 from qarl.training import step
 from qarl.training.batch import Batch, Part
-from qarl.training.interrupt import Interrupted, InterruptGuard, SafePoints
+from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.learner import Learner
 from qarl.training.local_updates import LocalUpdates
 from qarl.training.observer import Observer, Observers

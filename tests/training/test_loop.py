@@ -286,7 +286,8 @@ def test_a_signal_while_starting_stops_at_once_and_leaves_nothing(runs):
 
 
 def test_stopped_with_resume_never_the_message_says_what_goes_on(runs):
-    done = runs.train("checkpoint.resume=never", before=signal_in_rollout(2, "SIGINT"))
+    done = runs.train("checkpoint.resume=never", before=signal_in_rollout(2, "SIGHUP"))
+    assert done.code == 129 and runs.checkpoints() == ["000001", "latest"]
     assert "the same command with checkpoint.resume=auto goes on from there" in done.out
     assert runs.train("checkpoint.resume=never").code == 2
     assert runs.train("checkpoint.resume=auto").code == 0

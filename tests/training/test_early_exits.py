@@ -1,0 +1,261 @@
+"""Code that a run calls ends the process early: the exit code says so, and no finished step is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+from tiny_runs import Finished, Qarl, settings, write_config
+
+from qarl.config.logging import LoggingConfig
+from qarl.errors import UserError
+from qarl.objectives import custom
+from qarl.signals import Interrupted, StoppedAtOnce
+from qarl.training import trackers
+from qarl.training.loop import early_ends
+from qarl.training.recorder import Recorder
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+# EARLY in the environment: place, call (counted from 1, in one process), and the statement that runs there.
+OWN = '''
+import asyncio, os, sys
+from pathlib import Path
+
+import torch
+
+from qarl.objectives import Surrogate
+
+CALLS = {}
+
+
+class Own(BaseException):
+    pass
+
+
+def early(place):
+    CALLS[place] = CALLS.get(place, 0) + 1
+    where, call, statement = os.environ.get("EARLY", "nowhere 0 pass").split(maxsplit=2)
+    if where == place and int(call) == CALLS[place]:
+        exec(statement, globals())
+
+
+def recurse():
+    recurse()
+
+
+class Objective:
+    def __init__(self):
+        early("objective-build")
+
+    def __call__(self, inputs):
+        early("objective-call")
+        ratio = torch.exp(inputs.logps.logp - inputs.logps.logp_old)
+        return Surrogate(ratio * inputs.token_advantages, {})
+
+
+early("reward-import" if "qarl.training.loop" not in sys.modules else "objective-import")
+
+
+def reward(completions, **columns):
+    early("reward-call")
+    return [len(text) % 7 / 7 for text in completions]
+
+
+class Tracker:
+    """As trackio and its run."""
+
+    def init(self, **options):
+        early("tracker-init")
+        return self
+
+    def log(self, metrics, step):
+        early("tracker-log")
+
+    def finish(self):
+        early("tracker-close")
+'''
+KINDS = (
+    *("sys.exit(0)", "sys.exit()", "sys.exit(3)", "sys.exit('bye')", "raise KeyboardInterrupt", "raise GeneratorExit"),
+    *("raise Own", "raise Own('two\\nlines')", "raise asyncio.CancelledError", "raise MemoryError", "recurse()"),
+    *("raise StopIteration", "raise ValueError('odd')", "exit(0)", "next(iter(()))"),
+)
+PLACES = (
+    *("objective-import", "objective-build", "objective-call", "reward-import", "reward-call"),
+    *("tracker-init", "tracker-log", "tracker-close"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One early end. call: which call at that place. every, final: `checkpoint.every` and `checkpoint.save_final`."""
+
+    kind: str
+    place: str
+    call: int
+    every: int
+    final: bool
+
+
+CASES = st.builds(
+    Case,
+    st.sampled_from(KINDS),
+    st.sampled_from(PLACES),
+    st.integers(1, STEPS),
+    st.sampled_from([1, 2, 50]),
+    st.booleans(),
+)
+
+
+class Place:
+    """A folder with the code that ends early, and its runs."""
+
+    def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
+        self.qarl, self.folder, self.runs = qarl, folder, 0
+        (folder / "own.py").write_text(OWN)
+        data = settings(
+            model,
+            objective={"name": "custom", "path": "own.py:Objective", "aggregation": "token-mean"},
+            reward={"functions": [{"name": "own.py:reward"}], "workers": 1},
+            rollout={"n": 2, "max_response_length": 4},
+            train={"steps": STEPS, "prompts_per_step": 2, "minibatch_size": 4},
+            logging={"tensorboard": False, "trackio": {"project": "p"}, "samples": 0},
+        )
+        write_config(folder / "c.yaml", data)
+
+    def train(self, run: Path, early: str, *overrides: str) -> Finished:
+        module = "import sys; sys.path.insert(0, '.')\nsys.modules['trackio'] = __import__('own').Tracker()"
+        before = f"import os; os.environ['EARLY'] = 'nowhere 0 pass'\n{module}\nos.environ['EARLY'] = {early!r}"
+        before += "\n__import__('own').CALLS.clear()"
+        return self.qarl.run("train", "c.yaml", f"train.run_dir={run}", *overrides, before=before, cwd=self.folder)
+
+    def case(self, case: Case) -> tuple[Path, Finished]:
+        self.runs += 1
+        run = self.folder / f"run-{self.runs}"
+        saves = f"checkpoint={{every: {case.every}, save_final: {str(case.final).lower()}}}"
+        return run, self.train(run, f"{case.place} {case.call} {case.kind}", saves)
+
+
+def recorded(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
+
+
+def faults(case: Case, run: Path, done: Finished) -> str | None:
+    """What is wrong about how a case ended, or None."""
+    last = recorded(run)[-1]["step"] if recorded(run) else 0
+    latest = run / "checkpoints" / "latest"
+    saved = int(latest.resolve().name) if os.path.lexists(latest) else 0
+    if done.code == 0:
+        return None if last == STEPS else f"exit 0 after step {last}"
+    if saved != last:
+        return f"step {last} is finished, and the newest checkpoint is of {saved}"
+    if done.code == 130 and "KeyboardInterrupt" in case.kind and case.place.startswith("objective-"):
+        return None  # raised while the command line checks the configuration, where only Ctrl-C does that
+    if "Traceback" in done.err or done.code != 2:
+        return f"exit {done.code}: {done.err}"
+    if done.err.count("\n") != 1 or not done.err.startswith("error: "):
+        return f"not one line: {done.err}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def place(qarl, tiny_model, tmp_path_factory) -> Place:
+    return Place(qarl, tiny_model("llama"), tmp_path_factory.mktemp("early"))
+
+
+@given(case=CASES)
+@budget(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # a smaller example of a run says no more
+    suppress_health_check=list(HealthCheck),
+)
+@example(Case("sys.exit(0)", "tracker-log", 2, 50, False))
+def test_an_early_end_is_no_success_and_loses_no_finished_step(place, case):
+    assert faults(case, *place.case(case)) is None, case
+
+
+def test_a_run_that_code_of_the_user_ended_goes_on_with_the_same_bits(place):
+    whole, broken = place.folder / "whole", place.folder / "broken"
+    assert place.train(whole, "nowhere 0 pass").code == 0
+    done = place.train(broken, "objective-call 3 sys.exit(0)", "checkpoint.every=50")
+    assert done.code == 2 and re.fullmatch(
+        r"error: objective\.path: `own\.py:Objective`: raised SystemExit: 0 \(own\.py:\d+\)\n", done.err
+    )
+    assert "step 2 is saved; the same command goes on from there" in done.out
+    assert place.train(broken, "nowhere 0 pass", "checkpoint.every=50").code == 0
+    assert recorded(broken) == recorded(whole) and len(recorded(whole)) == STEPS
+    last = [run / "checkpoints" / "latest" for run in (whole, broken)]
+    tensors = [{p.name: p.read_bytes() for p in folder.glob("*.safetensors")} for folder in last]
+    assert tensors[0] == tensors[1] and tensors[0]
+
+
+def test_metrics_that_lack_the_last_step_are_no_success(place):
+    """Exit code 0 says that the last step is recorded, whatever happened to the file."""
+    run = place.folder / "cut"
+    done = place.train(run, f"tracker-close 1 open({str(run / 'metrics.jsonl')!r}, 'w').close()")
+    assert done.code == 2 and done.err.startswith(f"error: {run}/metrics.jsonl: ends with step 0, not with train.steps")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_exception_is_one_line_of_the_code_that_raised_it(kind, tmp_path, monkeypatch):
+    """At each place where a run calls code of the user in its own process; signals pass."""
+    own: dict[str, Any] = {"__name__": "own"}
+    exec(OWN, own)
+    monkeypatch.setattr(custom, "find", lambda reference: own["Objective"])
+    monkeypatch.setattr(custom, "check_reference", lambda *arguments: None)
+    expected: Any = KeyboardInterrupt if "KeyboardInterrupt" in kind else UserError
+    memory: Any = MemoryError if "MemoryError" in kind else expected
+
+    def raised(place: str, error: Any, work: Callable[[], Any]) -> None:
+        own["CALLS"].clear()
+        with monkeypatch.context() as patch, pytest.raises(error) as caught:
+            patch.setenv("EARLY", f"{place} 1 {kind}")
+            work()
+        assert "\n" not in str(caught.value)
+
+    raised("objective-build", expected, lambda: custom.UserSurrogate("own:Objective", {}))
+    surrogate = custom.UserSurrogate("own:Objective", {})
+    raised("objective-call", memory, lambda: surrogate(None))
+    raised("tracker-init", expected, lambda: trackers._start("trackio", own["Tracker"]().init))
+    said: list[str] = []
+    recorder = Recorder(tmp_path, LoggingConfig(tensorboard=False), warn=said.append)
+    recorder._trackers = [SimpleNamespace(name="own", log=lambda step, metrics: own["Tracker"]().log(metrics, step))]
+    if expected is UserError:
+        monkeypatch.setenv("EARLY", f"tracker-log 1 {kind}")
+        own["CALLS"].clear()
+        recorder.log(1, {"a": 1.0})
+        assert len(said) == 1 and said[0].startswith("logging.own: stopped for this run: ")
+    else:
+        raised("tracker-log", expected, lambda: recorder.log(1, {"a": 1.0}))
+    assert recorder.step == 1
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), SystemExit(), GeneratorExit(), KeyboardInterrupt(), BaseException("x")]
+)
+def test_what_no_place_catches_is_no_silent_end_of_a_run(error):
+    with pytest.raises(UserError, match="code that the run calls raised"), early_ends():
+        raise error
+
+
+@pytest.mark.parametrize("error", [Interrupted(1), StoppedAtOnce(), ValueError("x"), UserError("y")])
+def test_signals_and_ordinary_exceptions_pass(error):
+    with pytest.raises(type(error)), early_ends():
+        raise error
