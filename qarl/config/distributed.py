@@ -33,8 +33,8 @@ class DistributedConfig(Section):
         600.0,
         ge=1,
         le=SECONDS,
-        description="How long a rank waits for the others, and without a sign of life of one; after it the run ends. "
-        "No rank may be behind another for longer, such as by a slow reward.",
+        description="Seconds that a rank waits for the others, at the start and at each collective, and that one may "
+        "give no sign of life; then the run ends. No rank may be behind another for longer, such as by a slow reward.",
     )
     config: dict[str, JsonValue] | str = Field(
         {},

@@ -35,7 +35,6 @@ from qarl.policy.device import pick_device
 from qarl.storage.environment import package_versions
 
 _ON_FIRST_RANK = ("tensorboard", "wandb", "trackio")  # the other ranks may do without them
-START_S = 120.0  # for the ranks of a machine to have imported what they need, where timeout_s is shorter
 
 
 def connect(config: Config, device: torch.device) -> Ranks:
@@ -76,9 +75,20 @@ def rank_device(name: str) -> torch.device:
 class Group(Ranks):
     """The ranks of a run of several processes.
 
-    control: process group of gloo, for what ranks say. tensors: process group for tensors on `device`, NCCL on CUDA,
-    gloo on the CPU; torch's default group. timeout_s: of every collective, and of a rank without a sign of life.
-    run_dir: gets fault.json.
+    Attributes:
+        control: gloo process group, for JSON and CPU tensors.
+        tensors: Process group for tensors on `device`: NCCL on CUDA, gloo on the CPU; torch's default group.
+
+    Args:
+        meeting: The rendezvous. The wait for all ranks begins here, when this rank has imported everything.
+        device: The device of this rank.
+        timeout_s: Limit for the start (see `Meeting.start_s`), for each collective, and for a rank without a sign of
+            life, in seconds.
+        run_dir: Directory that gets fault.json; None for none.
+
+    Raises:
+        UserError: A rank did not come in time, or the rendezvous cannot be used; names the rank or the address.
+        OtherRankFailed: Another rank failed while it started.
     """
 
     def __init__(self, meeting: Meeting, device: torch.device, timeout_s: float, run_dir: Path | None = None) -> None:
@@ -88,14 +98,19 @@ class Group(Ranks):
         on_gpu = device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
-        start_s = max(timeout_s, START_S)
+        start_s = meeting.start_s(timeout_s)
+        end = time.monotonic() + start_s
+        store = meeting.store(start_s)
         try:
-            store = meeting.store(timedelta(seconds=start_s))
-            self._notes, self._met, self._timeout_s = meeting.board(timeout), 0, timeout_s
+            _claim_rank(store, self.rank, self.count)
+            self._notes, self._met, self._timeout_s = meeting.board(timeout_s), 0, timeout_s
             self._looked = -TICK_S
-            self._watch = Watch(meeting.board(timeout), self.rank, self.count, timeout_s, self._last)
-            self._watch.start()
-            self._await_all(store, start_s)
+            self._watch = Watch(meeting.board(timeout_s), self.rank, self.count, timeout_s, self._last)
+        except RuntimeError as error:  # torch.distributed raises nothing else
+            raise self._unreachable(error) from error
+        self._watch.start()
+        try:
+            self._await_all(store, start_s, end)
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,
@@ -105,8 +120,11 @@ class Group(Ranks):
                 device_id=device if on_gpu else None,  # NCCL then connects now, where a failure is still a start's
             )
             self.control = dist.new_group(backend="gloo", timeout=timeout)
-        except RuntimeError as error:  # all that torch.distributed raises is one
-            raise self._not_together(error) from error
+        except UserError as error:
+            raise self.fail(error) from None
+        except RuntimeError as error:
+            fault = self._watch.fault
+            raise self.fail(self._unreachable(error) if fault is None else OtherRankFailed(fault)) from error
         world = dist.group.WORLD
         assert world is not None
         self.tensors = world
@@ -220,25 +238,36 @@ class Group(Ranks):
         if self._run_dir is not None and fault.code not in INTERRUPTED:
             write_fault(self._run_dir, fault)
 
-    def _await_all(self, store: Any, seconds: float) -> None:
-        """Until every rank has begun; Python waits, which sees at once that one has failed meanwhile."""
+    def _await_all(self, store: Any, seconds: float, end: float) -> None:
+        """Wait until every rank has started. Polls, so that a rank that fails meanwhile is noticed at once.
+
+        Args:
+            store: torch's store.
+            seconds: The limit, for the message.
+            end: When it is reached, in `time.monotonic` seconds.
+        """
         store.set(f"here-{self.rank}", "")
-        end = time.monotonic() + seconds
         for rank in range(self.count):
             while not store.check([f"here-{rank}"]):
                 if self._watch.fault is not None:
                     raise self.fail(OtherRankFailed(self._watch.fault))
                 if time.monotonic() > end:
-                    raise UserError(f"rank {rank} of {self.count}: has not begun within {seconds:g} s; see its output")
+                    raise UserError(
+                        f"rank {rank} of {self.count}: has not started within {seconds:g} s (distributed.timeout_s) of "
+                        f"rank {self.rank}; start all ranks, or see its output"
+                    )
                 time.sleep(0.02)
 
-    def _not_together(self, error: RuntimeError) -> Exception:
-        """Ranks that have begun and cannot reach each other."""
-        self._open = False
-        if self._watch.fault is not None:
-            return OtherRankFailed(self._watch.fault)
+    def _unreachable(self, error: RuntimeError) -> UserError:
+        """The error for ranks that have started and cannot reach each other."""
         said = " ".join(str(error).split())[:300]
         return UserError(f"rank {self.rank} of {self.count}: cannot reach the others: {said}")
+
+
+def _claim_rank(store: Any, rank: int, count: int) -> None:
+    """Raise UserError if another process of the run has the same rank. The other process is not disturbed."""
+    if store.add(f"rank-{rank}", 1) > 1:
+        raise UserError(f"RANK: {rank}: another process of the {count} ranks has it too; give each rank its own number")
 
 
 def _nothing_begun() -> int:

@@ -1,43 +1,61 @@
-"""Where the ranks of a run find each other, and where they leave notes."""
+"""Rendezvous: how the ranks of a run find each other, and the key-value stores that they share."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import sys
+import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from qarl.distributed.board import Board, Folder, StoreBoard
 from qarl.distributed.place import Place, log_name
+from qarl.errors import UserError
+
+START_S = 120.0  # least time for the ranks of `--nproc` to start, which share the cores of one machine
+RETRY_S = 0.1
+
+_runs = itertools.count()  # a process may train several runs, and their keys in the launcher's store must differ
 
 
 class Meeting:
-    """The ranks' way to each other: a directory of one machine, or the store of torchrun's or deepspeed's environment.
+    """The rendezvous of a run: a directory of one machine, or torch's store at MASTER_ADDR:MASTER_PORT.
 
-    In a directory all that listens is on the loopback interface. The other store listens where the launcher says.
+    With a directory everything that listens is on the loopback interface. The store listens where the launcher says.
     """
 
     def __init__(self, place: Place) -> None:
         self.rank, self.count, self._place = place.rank, place.count, place
+        self._run = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
         if place.meeting is not None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
-    def store(self, timeout: timedelta) -> Any:
-        """A store of torch's for its process groups."""
+    def start_s(self, timeout_s: float) -> float:
+        """How long a rank that is ready waits for the others to start, in seconds.
+
+        `distributed.timeout_s`, so that a rank that never comes is reported within it. Under `--nproc` at least
+        START_S: there the launcher sees at once that a rank ended, and a short timeout would only fail slow imports.
+        """
+        return timeout_s if self._place.meeting is None else max(timeout_s, START_S)
+
+    def store(self, timeout_s: float) -> Any:
+        """A torch store for process groups. Raises UserError if it cannot be reached within `timeout_s` seconds."""
         if self._place.meeting is None:
-            return dist.PrefixStore("groups", self._store(timeout))
+            return dist.PrefixStore(f"groups-{self._run}", self._connected(timeout_s))
         return dist.FileStore(str(self._place.meeting / "store"), self.count)
 
-    def board(self, timeout: timedelta) -> Board:
-        """For notes. It holds on to no lock while `store` waits."""
+    def board(self, timeout_s: float) -> Board:
+        """A key-value store with a connection of its own, which is never blocked by a wait on `store`."""
         if self._place.meeting is None:
-            return StoreBoard(dist.PrefixStore("board", self._store(timeout)))
+            return StoreBoard(dist.PrefixStore(f"board-{self._run}", self._connected(timeout_s)))
         return Folder(self._place.meeting)
 
     def log_in(self, directory: Path) -> None:
@@ -54,7 +72,81 @@ class Meeting:
                 os.dup2(log, fd)
             os.close(log)
 
-    def _store(self, timeout: timedelta) -> Any:
-        store, _, _ = next(iter(rendezvous("env://", self.rank, self.count, timeout=timeout)))
-        store.set_timeout(timeout)
-        return store
+    def _connected(self, timeout_s: float) -> Any:
+        """A connection to torch's store at MASTER_ADDR:MASTER_PORT, which also listens there on rank 0.
+
+        Raises UserError after `timeout_s` seconds, or at once if this rank cannot listen on the port.
+        """
+        assert self._place.address is not None
+        connecting = _Connecting(self.rank, self.count, self._place.address, timeout_s)
+        connecting.start()
+        connecting.join(timeout_s)
+        if connecting.store is not None:
+            connecting.store.set_timeout(timedelta(seconds=timeout_s))
+            return connecting.store
+        host, port = self._place.address
+        raise UserError(f"MASTER_ADDR, MASTER_PORT: rank {self.rank} of {self.count}: {host}:{port} {connecting.fault}")
+
+
+class _Connecting(threading.Thread):
+    """Connects to torch's store, in a thread: torch waits without a limit for a listener that accepts and stays mute.
+
+    Attributes:
+        store: The store, once it is connected.
+        fault: What is wrong as long as it is not: the end of a sentence that begins with the address.
+    """
+
+    def __init__(self, rank: int, count: int, address: tuple[str, int], timeout_s: float) -> None:
+        super().__init__(name="rendezvous", daemon=True)
+        self._count, self._address, self._timeout_s = count, address, timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._within = f"within {timeout_s:g} s (distributed.timeout_s)"
+        self.store: Any = None
+        self.fault = f"did not answer {self._within}"
+
+    def run(self) -> None:
+        if not self._listens and not self._await_listener():
+            return
+        self.fault = (
+            f"accepts connections, but did not answer as torch's store {self._within}: another program listens there; "
+            "choose a free MASTER_PORT"
+        )
+        try:
+            self.store = self._listening() if self._listens else self._client()
+        except RuntimeError as error:  # torch.distributed raises nothing else
+            said = " ".join(str(error).split())
+            taken = "EADDRINUSE" in said
+            self.fault = (
+                "is in use: another program, or another process with RANK=0, listens there; choose a free MASTER_PORT"
+                if taken
+                else f"cannot be used: {said[:300]}"
+            )
+
+    def _await_listener(self) -> bool:
+        """Wait until something listens. Python retries, because torch prints a stack trace per attempt."""
+        while (left := self._end - time.monotonic()) > 0:
+            try:
+                with socket.create_connection(self._address, timeout=left):
+                    return True
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                self.fault = (
+                    f"cannot be reached {self._within}: {reason}; rank 0 listens there: see that it was started, and "
+                    "that both variables are the same for all ranks"
+                )
+            time.sleep(RETRY_S)
+        return False
+
+    def _listening(self) -> Any:
+        """The store's server, and a client of it. `Group` waits for the other ranks and can say which are missing."""
+        host, port = self._address
+        timeout = timedelta(seconds=self._timeout_s)
+        return dist.TCPStore(
+            host, port, self._count, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+
+    def _client(self) -> Any:
+        host, port = self._address
+        left = timedelta(seconds=max(1.0, self._end - time.monotonic()))
+        return dist.TCPStore(host, port, self._count, is_master=False, timeout=left)

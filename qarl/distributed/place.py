@@ -1,7 +1,7 @@
-"""Which rank of a run this process is, as its launcher says in the environment. Imports no torch.
+"""Rank, number of ranks and store address of this process, from the launcher's environment. Imports no torch.
 
 torchrun and the deepspeed launcher set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `qarl train --nproc`
-sets the first three, and QARL_RANKS, a private directory that the ranks meet in.
+sets the first three, and QARL_RANKS, a private directory in which the ranks find each other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qarl.errors import UserError
+from qarl.inputs.paths import shown_path
 
 MEETING = "QARL_RANKS"
+MOST_RANKS = 65_536  # above this WORLD_SIZE is a mistake, and lists with one entry per rank would exhaust memory
+
+_FIX = "start the ranks with qarl train --nproc, torchrun or deepspeed"
 
 # What launchers tell a rank, and a process that it starts must not take for its own.
 _OF_RANKS = {
@@ -27,35 +31,71 @@ _PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_")
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those of its run. local: its number on its machine, which is that of its GPU.
+    """The position of one process among the ranks of a run.
 
-    meeting: directory of `qarl train --nproc`, None under another launcher.
+    Attributes:
+        rank: Number of this process, 0 to count - 1.
+        count: Number of ranks.
+        local: Number of this process on its machine; the index of its GPU.
+        meeting: Directory of `qarl train --nproc`; None under another launcher.
+        address: Host and port of torch's store; None under `qarl train --nproc`.
     """
 
     rank: int
     count: int
     local: int
     meeting: Path | None
+    address: tuple[str, int] | None = None
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place; None where it is the only one. Raises UserError where the environment contradicts itself.
+    """Read the place of this process from the environment. An empty variable counts as unset.
 
-    A launcher of one process is no launcher: WORLD_SIZE=1 is None.
+    Returns:
+        The place, or None if WORLD_SIZE is unset or 1: the process is the only one of its run.
+
+    Raises:
+        UserError: A variable is missing, is not a number, is out of range, or contradicts another one.
     """
-    count = _number("WORLD_SIZE", environment, default=1)
-    if count <= 1:
+    if not environment.get("WORLD_SIZE"):
         return None
-    if "RANK" not in environment:
-        raise UserError(
-            f"WORLD_SIZE: is {count}, and RANK is not set; start all ranks by qarl train --nproc, torchrun or "
-            "deepspeed, or unset it"
-        )
-    rank = _number("RANK", environment, default=0)
+    count = _number("WORLD_SIZE", environment)
+    if not 1 <= count <= MOST_RANKS:
+        raise UserError(f"WORLD_SIZE: {count} in the environment must be between 1 and {MOST_RANKS:,}; {_FIX}")
+    if count > 1 and not environment.get("RANK"):
+        raise UserError(f"WORLD_SIZE: is {count}, and RANK is not set; {_FIX}")
+    rank = _number("RANK", environment)
     if rank >= count:
-        raise UserError(f"RANK: {rank} is not below WORLD_SIZE = {count}")
-    meeting = environment.get(MEETING)
-    return Place(rank, count, _number("LOCAL_RANK", environment, default=0), Path(meeting) if meeting else None)
+        raise UserError(f"RANK: {rank} is not below WORLD_SIZE = {count}; {_FIX}")
+    if count == 1:
+        return None
+    local = _number("LOCAL_RANK", environment)
+    if local >= count:
+        raise UserError(f"LOCAL_RANK: {local} is not below WORLD_SIZE = {count}; {_FIX}")
+    if meeting := environment.get(MEETING):
+        if not Path(meeting).is_dir():
+            raise UserError(f"{MEETING}: '{shown_path(meeting)}' in the environment is not a directory; unset it")
+        return Place(rank, count, local, Path(meeting))
+    return Place(rank, count, local, None, _address(environment))
+
+
+def _address(environment: Mapping[str, str]) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT. Raises UserError if one is missing, or cannot be a host name or a port."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise UserError(f"{name}: is not set, and WORLD_SIZE is {environment['WORLD_SIZE']}; {_FIX}")
+    host = environment["MASTER_ADDR"]
+    try:
+        host.encode("idna")
+        known = host == "".join(host.split()) and "/" not in host
+    except UnicodeError:
+        known = False
+    if not known:
+        raise UserError(f"MASTER_ADDR: {host[:80]!r} in the environment is not a host name or an address; {_FIX}")
+    port = _number("MASTER_PORT", environment)
+    if not 1 <= port <= 65535:
+        raise UserError(f"MASTER_PORT: {port} in the environment must be between 1 and 65535; {_FIX}")
+    return host, port
 
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:
@@ -85,10 +125,9 @@ def log_name(rank: int) -> str:
     return f"rank-{rank:03d}.log"
 
 
-def _number(name: str, environment: Mapping[str, str], default: int) -> int:
-    text = environment.get(name, "")
-    if not text:
-        return default
+def _number(name: str, environment: Mapping[str, str]) -> int:
+    """The integer in an environment variable, 0 if it is unset or empty. Raises UserError for any other text."""
+    text = environment.get(name) or "0"
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise UserError(f"{name}: '{text[:40]}' in the environment is no number of a launcher's; unset it")
+        raise UserError(f"{name}: {text[:40]!r} in the environment is not a number; unset it, or {_FIX}")
     return int(text)

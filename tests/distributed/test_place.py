@@ -35,11 +35,13 @@ TORCHRUN = {
 
 
 def test_a_launcher_says_the_place() -> None:
-    assert place(TORCHRUN) == Place(3, 4, 1, None)
-    assert place({**TORCHRUN, "QARL_RANKS": "/d"}) == Place(3, 4, 1, Path("/d"))
+    assert place(TORCHRUN) == Place(3, 4, 1, None, ("h", 1))
+    assert place({**TORCHRUN, "QARL_RANKS": "/"}) == Place(3, 4, 1, Path("/"))
 
 
-@pytest.mark.parametrize("environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "5"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}, {"RANK": "5"}, {"MASTER_PORT": "junk"}]
+)
 def test_one_process_has_none(environment: dict[str, str]) -> None:
     assert place(environment) is None
 
@@ -49,8 +51,8 @@ def test_one_process_has_none(environment: dict[str, str]) -> None:
     [
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE: is 4, and RANK is not set"),
         ({"WORLD_SIZE": "4", "RANK": "4"}, "RANK: 4 is not below WORLD_SIZE = 4"),
-        ({"WORLD_SIZE": "4", "RANK": "one"}, "RANK: 'one' in the environment is no number"),
-        ({"WORLD_SIZE": "-2", "RANK": "0"}, "WORLD_SIZE: '-2' in the environment is no number"),
+        ({"WORLD_SIZE": "4", "RANK": "one"}, "RANK: 'one' in the environment is not a number"),
+        ({"WORLD_SIZE": "-2", "RANK": "0"}, "WORLD_SIZE: '-2' in the environment is not a number"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(environment: dict[str, str], said: str) -> None:
@@ -161,6 +163,8 @@ def _model(config: Path) -> Path:
 def test_ranks_that_a_launcher_started_are_not_started_again(config: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     ended = []
     monkeypatch.setattr(os, "_exit", lambda code: ended.append(code))
     with pytest.raises(SystemExit):
