@@ -7,7 +7,7 @@ spells it. Importing this module imports no torch; the first call of most functi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -233,6 +233,7 @@ def evaluate(
     temperature: float | None = None,
     chat: bool | None = None,
     system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_response_length: int | None = None,
     max_prompts: int | None = None,
     seed: int | None = None,
@@ -256,6 +257,7 @@ def evaluate(
         chat: Wrap prompts in the chat template. None: with `data` as the run did, or the run that was exported, and for
             another model if its tokenizer has a template; without `data` as each task says.
         system: System message; None: with `data` the run's own, without it each task's.
+        chat_template_kwargs: Arguments of the chat template, such as {"enable_thinking": False}; None: as for `system`.
         max_response_length: Tokens.
         max_prompts: The first prompts of each set.
         seed: Of the random streams.
@@ -273,7 +275,9 @@ def evaluate(
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     ks = None if pass_at is None else tuple(pass_at)
     sets = (data,) if isinstance(data, str) else tuple(data)
-    request = Request(sets, samples, ks, temperature, max_response_length, max_prompts, seed, chat, system)
+    request = Request(
+        sets, samples, ks, temperature, max_response_length, max_prompts, seed, chat, system, chat_template_kwargs
+    )
     section, notes = evaluation_section(found, request)
     shaped = prompting(found, request)
     wait_politely()
@@ -290,6 +294,7 @@ def generate(
     *,
     chat: bool | None = None,
     system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     stop: Sequence[str] | None = None,
     n: int = 1,
     temperature: float = 0.0,
@@ -314,6 +319,7 @@ def generate(
         chat: Wrap prompts in the chat template. None: as the run did, or the run that was exported; for another model
             if its tokenizer has a template.
         system: System message; None: the run's own.
+        chat_template_kwargs: Arguments of the chat template, such as {"enable_thinking": False}; None: the run's own.
         stop: Strings that end a completion, beside the model's end of sequence; None: the run's own.
         n: Samples per prompt.
         temperature: 0 takes the likeliest token every time.
@@ -338,7 +344,7 @@ def generate(
 
     texts = gather_texts([prompts] if isinstance(prompts, str) else list(prompts), None)
     stops = None if stop is None else tuple(stop)
-    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops)
+    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, chat_template_kwargs)
     completed = complete(found, texts, look, device, lambda line: None)
     return [
         Completion(

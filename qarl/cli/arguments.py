@@ -16,6 +16,8 @@ import typer
 from qarl.config.check_files import Unusable, look
 from qarl.config.messages import shown
 from qarl.errors import UserError
+from qarl.inputs.files import Unreadable
+from qarl.inputs.json import json_kind, parse_json
 from qarl.inputs.paths import path_fault, shown_path
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # of the click that comes with typer, or of click itself
@@ -60,6 +62,19 @@ def text_of(place: str) -> Callable[[str], str]:
         return value
 
     return parse
+
+
+def json_object(text: str | None, place: str) -> dict[str, Any] | None:
+    """The JSON object that an option gives, if it is given. Raises UserError, which names `place`."""
+    if text is None:
+        return None
+    try:
+        value = parse_json(text, place)
+    except Unreadable as error:
+        raise UserError(f'{place}: is not JSON ({error.reason}); give an object such as {{"key": true}}') from None
+    if not isinstance(value, dict):
+        raise UserError(f'{place}: is {json_kind(value)}; give a JSON object such as {{"key": true}}')
+    return value
 
 
 def usage_line(error: Any) -> str:

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from qarl import api
-from qarl.cli.arguments import name_of, path_of, text_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
+from qarl.cli.arguments import json_object, name_of, path_of, text_of
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, TemplateKwargs, VerifyDigests
+from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.evaluation_presets import PRESETS
 from qarl.config.limits import ITEMS, ROWS
 from qarl.config.messages import shown
@@ -56,6 +57,7 @@ def evaluate(
             help="System message. Default: with --data the run's data.system_prompt.",
         ),
     ] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     max_response_length: Annotated[
         int | None, typer.Option(help="Tokens; default: as the run evaluates, 1024 with --data.")
     ] = None,
@@ -87,6 +89,7 @@ def evaluate(
         temperature=temperature,
         chat=chat,
         system=system,
+        chat_template_kwargs=json_object(chat_template_kwargs, TEMPLATE_OPTION),
         max_response_length=max_response_length,
         max_prompts=max_prompts,
         seed=seed,

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from qarl.cli.arguments import name_of, path_of, text_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, VerifyDigests
+from qarl.cli.arguments import json_object, name_of, path_of, text_of
+from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, TemplateKwargs, VerifyDigests
+from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.limits import SAMPLES, TOKENS, VOCABULARY
 from qarl.inference.target import given, resolve_target
 from qarl.threads import wait_politely
@@ -52,6 +53,7 @@ def generate(
             help="System message. Default: the run's data.system_prompt.",
         ),
     ] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,13 +89,14 @@ def generate(
     """
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(target, step=step, quant=quant, model=model, verify_digests=verify_digests)
+    arguments = json_object(chat_template_kwargs, TEMPLATE_OPTION)
     wait_politely()
     from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
     from qarl.training.console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)
     stops = None if not stop else tuple(text for text in stop if text)
-    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops)
+    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, arguments)
     say = RunConsole("plain", stream=sys.stderr).message
     console = RunConsole("plain")
     for number, completed in enumerate(complete(found, texts, look, device, say)):

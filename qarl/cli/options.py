@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from qarl.cli.arguments import name_of, text_of
+from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.limits import STEPS
 from qarl.config.quant import GROUPED, KVCacheDtype
 
@@ -23,6 +24,15 @@ GroupSize = Annotated[int | None, typer.Option(min=-1, max=128, help=f"Of {GROUP
 KVCache = Annotated[
     KVCacheDtype | None,
     typer.Option("--kv-cache-dtype", help="What the KV cache holds; default: as the run was trained, else auto."),
+]
+TemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        TEMPLATE_OPTION,
+        parser=text_of(TEMPLATE_OPTION),
+        metavar="JSON",
+        help="Arguments of the chat template, such as '{\"enable_thinking\": false}'. Default: the run's own.",
+    ),
 ]
 Step = Annotated[int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")]
 MovedModel = Annotated[

@@ -80,7 +80,7 @@ def check_model(model: ModelConfig) -> Inspection:
     try:
         return _inspect(model)
     except UnusableModel as error:
-        raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
+        raise UserError(f"model.{error.key}: '{visible(str(error.value))}': {visible(error.text)}") from error
 
 
 def _inspect(model: ModelConfig) -> Inspection:
@@ -107,7 +107,11 @@ def _inspect(model: ModelConfig) -> Inspection:
     try:
         cached = try_to_load_from_cache(model.path, model.gguf_file or "config.json", revision=model.revision)
     except HFValidationError as error:
-        raise UnusableModel("path", model.path, f"is no hub name ({' '.join(str(error).split())})") from None
+        text = f"is not a directory or a hub name ({' '.join(str(error).split())})"
+        raise UnusableModel("path", model.path, text) from None
+    except ValueError as error:  # an absolute path, `..`, a drive
+        text = f"is not the name of a file in a hub repository ({' '.join(str(error).split())})"
+        raise UnusableModel("gguf_file", model.gguf_file, text) from None
     if not isinstance(cached, str):
         return Inspection(
             None,

@@ -22,7 +22,7 @@ from qarl.config.model import ModelConfig
 from qarl.config.objective import GROUP_ADVANTAGES, AnyObjective, objective_faults, resolved_objective
 from qarl.config.optim import FLOAT16_LOSS_SCALE, OptimConfig
 from qarl.config.quant import QuantConfig, scheme_of
-from qarl.config.reward import RewardConfig
+from qarl.config.reward import RewardConfig, shadowed_column_faults
 from qarl.config.rollout import RolloutConfig
 from qarl.config.train import TrainConfig
 from qarl.config.yaml_io import dump_yaml
@@ -143,6 +143,8 @@ class Config(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from objective_faults(self)
+        for fault in shadowed_column_faults(self.data.columns, self.reward.functions):
+            yield Fault(("data", "columns", *fault.key), fault.value, fault.text)
         if self.quant.learner == "aligned" and self.learner_dtype != self.model.dtype:
             yield Fault(
                 ("model", "learner_dtype"),

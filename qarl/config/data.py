@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from qarl.config.base import Fault, Field, Section, path_faults
 from qarl.config.limits import ITEMS, NAME, ROWS, TEXT, TOKENS
+from qarl.config.messages import fault_lines
+from qarl.errors import UserError
 from qarl.inputs.paths import PATH_BYTES
 
 LOCAL_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 TASKS = ("arithmetic",)
+# Rewards take these names as arguments of their own, so a column of that name cannot be handed to them.
+RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completions", "completion_ids"})
+TEMPLATE_OPTION = "--chat-template-kwargs"  # of commands, for messages
 WIDTH_LIMIT = 1000  # of a field of data.prompt_template, in characters
+
+
+# Arguments of transformers' `apply_chat_template`, names that it gives to templates, and jinja's own globals.
+RESERVED_TEMPLATE_ARGUMENTS = re.findall(
+    r"\w+",
+    "self conversation conversations messages tools documents chat_template add_generation_prompt "
+    "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs bos_token eos_token unk_token sep_token pad_token cls_token "
+    "mask_token additional_special_tokens strftime_now raise_exception range dict lipsum cycler joiner namespace "
+    "loop caller varargs kwargs true false none True False None",
+)
+
+
+def is_generator(source: str) -> bool:
+    """Whether a source is made by a task generator, and not read."""
+    return source.startswith(("task:", "reasoning-gym:"))
+
+
+def template_argument_faults(arguments: Mapping[str, JsonValue], key: str = "chat_template_kwargs") -> Iterator[Fault]:
+    """Names that cannot be arguments of a chat template. key: where they are given."""
+    for name in arguments:
+        if name in RESERVED_TEMPLATE_ARGUMENTS:
+            yield Fault((key, name), arguments[name], "is set by qarl or the tokenizer; leave it out")
+        elif not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or name.startswith("__"):
+            yield Fault((key, name), arguments[name], "is not the name of a template variable, such as enable_thinking")
+
+
+def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Validate `data.chat_template_kwargs` that a command gives. Raises UserError, which names `option`."""
+    values = {"source": "task:arithmetic", "chat_template_kwargs": dict(arguments)}
+    try:
+        return DataConfig.model_validate(values).chat_template_kwargs
+    except ValidationError as error:
+        raise UserError("\n".join(fault_lines(error, DataConfig, values, lambda loc: option))) from None
 
 
 class DataConfig(Section):
@@ -45,6 +85,12 @@ class DataConfig(Section):
     )
     chat_template: bool = Field(True, description="Wrap the prompt in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, max_length=TEXT, description="System message of the chat template.")
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        {},
+        max_length=ITEMS,
+        description="Arguments of the chat template, e.g. {enable_thinking: false}. Arguments that the template does "
+        "not use are refused when the data is loaded.",
+    )
     max_prompt_length: int = Field(
         512, ge=1, le=TOKENS, description="Tokens; rows with longer prompts are dropped and counted."
     )
@@ -77,6 +123,16 @@ class DataConfig(Section):
         if self.system_prompt is not None and not self.chat_template:
             yield Fault(
                 ("system_prompt",), self.system_prompt, "is part of the chat template; set data.chat_template: true"
+            )
+        for name in sorted((RESERVED_COLUMNS - {"prompt"}) & self.columns.keys()):
+            text = "is an argument that every reward function is called with; choose another name"
+            yield Fault(("columns", name), self.columns[name], text)
+        yield from template_argument_faults(self.chat_template_kwargs)
+        if self.chat_template_kwargs and not self.chat_template:
+            yield Fault(
+                ("chat_template_kwargs",),
+                self.chat_template_kwargs,
+                "are arguments of the chat template; set data.chat_template: true",
             )
         if self.prompt_template is not None:
             yield from self._template_faults(self.prompt_template)

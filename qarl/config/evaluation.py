@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+from pydantic import JsonValue
+
 from qarl.config.base import Fault, Field, Section, path_faults
-from qarl.config.data import DataConfig
+from qarl.config.data import DataConfig, is_generator, template_argument_faults
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
 from qarl.config.limits import (
     ITEMS,
@@ -20,7 +22,7 @@ from qarl.config.limits import (
     TOKENS,
     VOCABULARY,
 )
-from qarl.config.reward import RewardFunction
+from qarl.config.reward import RewardFunction, shadowed_column_faults
 from qarl.inputs.paths import PATH_BYTES
 
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # goes into metric names and file names
@@ -45,11 +47,20 @@ class EvalTask(Section):
     )
     data: DataConfig | None = Field(None, description="Prompts of a set of your own.")
     reward: list[RewardFunction] = Field([], max_length=ITEMS, description="Reward functions of a set of your own.")
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        {},
+        max_length=ITEMS,
+        description="Arguments of the chat template for a preset; a task with its own data sets them in `data`.",
+    )
     max_prompts: int | None = Field(None, ge=1, le=ROWS, description="Use only the first prompts.")
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("path", self.path)
+        yield from template_argument_faults(self.chat_template_kwargs)
         if self.preset is None:
+            if self.data is not None:
+                for fault in shadowed_column_faults(self.data.columns, self.reward):
+                    yield Fault(("data", "columns", *fault.key), fault.value, fault.text)
             if self.data is None:
                 yield Fault(("preset",), None, f"give a preset ({', '.join(PRESETS)}), or name, data and reward")
                 return
@@ -57,9 +68,14 @@ class EvalTask(Section):
                 yield Fault(("name",), None, "a task with its own data needs a name")
             if not self.reward:
                 yield Fault(("reward",), [], "a task with its own data needs its reward functions")
+            if self.chat_template_kwargs:
+                text = "are for a preset; here, set data.chat_template_kwargs"
+                yield Fault(("chat_template_kwargs",), self.chat_template_kwargs, text)
             if self.path is not None:
                 yield Fault(("path",), self.path, "replaces a preset's hub set; here, set data.source")
             return
+        if self.path is not None and is_generator(self.path):
+            yield Fault(("path",), self.path, "is a task generator; give a file or directory with the preset's columns")
         if self.preset not in PRESETS:
             yield Fault(("preset",), self.preset, unknown_preset(self.preset))
         if self.data is not None:
@@ -75,7 +91,8 @@ class EvalTask(Section):
         """The `data` section: the preset's or the task's own, limited to `max_prompts` rows."""
         data = self.data or DataConfig.model_validate(PRESETS[str(self.preset)].data(self.path))
         limits = [limit for limit in (data.max_rows, self.max_prompts) if limit is not None]
-        return data.model_copy(update={"max_rows": min(limits, default=None)})
+        kwargs = data.chat_template_kwargs or self.chat_template_kwargs
+        return data.model_copy(update={"max_rows": min(limits, default=None), "chat_template_kwargs": kwargs})
 
     @property
     def functions(self) -> list[RewardFunction]:

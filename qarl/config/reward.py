@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -38,6 +38,18 @@ class RewardFunction(Section):
         near = difflib.get_close_matches(self.name, BUILTIN_REWARDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(BUILTIN_REWARDS)}"
         yield Fault(("name",), self.name, f"no such reward; {hint}, or file.py:function, or package.module:function")
+
+
+def shadowed_column_faults(columns: Mapping[str, str], functions: Sequence[RewardFunction]) -> Iterator[Fault]:
+    """Names of `data.columns` that are options of a user's reward function too: it would get the option's value.
+
+    Options of built-in functions are not passed as columns.
+    """
+    for function in functions:
+        options = function.options if function.name not in BUILTIN_REWARDS else {}
+        for name in sorted(options.keys() & columns.keys()):
+            text = f"is an option of the reward function {function.name} too; rename one of the two"
+            yield Fault((name,), columns[name], text)
 
 
 class RewardConfig(Section):

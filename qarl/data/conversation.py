@@ -1,9 +1,14 @@
-"""A row's prompt as a conversation, and its text by the model's chat template."""
+"""From a row's conversation to the text and the tokens of its prompt, by the model's chat template."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from qarl.data.rendering import LimitExceeded, Refused, limited
 from qarl.errors import UserError
 from qarl.text import visible
 
@@ -45,16 +50,120 @@ def plain_messages(messages: list[Message], place: str) -> list[Message]:
     return plain
 
 
-def render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, place: str) -> str:
-    """The conversation as the tokenizer's chat template writes it, up to where the answer begins.
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a tokenizer and its arguments.
 
-    place: the row. Raises UserError for whatever the template makes of it.
+    Attributes:
+        tokenizer: Has the template.
+        kwargs: `data.chat_template_kwargs`.
+        now: The time that `strftime_now` formats, local and without a zone as in transformers.
+        refusal, remedy: For messages: what happened if the template raises, and how to do without the template.
     """
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program that came with the model: it may raise anything
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{place}: the model's chat template refuses the prompt: {visible(said)}") from error
+
+    tokenizer: PreTrainedTokenizerBase
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    now: datetime = field(default_factory=datetime.now)
+    refusal: str = "the model's chat template refuses the prompt"
+    remedy: str = "set data.chat_template: false"
+
+    def render(self, conversations: Sequence[list[Message]], places: Sequence[str]) -> list[str]:
+        """Render conversations up to the position at which the response begins.
+
+        A final assistant message is continued: its text ends the prompt, as with `continue_final_message` of
+        transformers. If its text is empty or only whitespace, there is nothing to continue, and a new assistant turn
+        begins. One also begins after a final message that calls tools, which is complete.
+
+        Args:
+            conversations: Lists of messages, see `plain_messages`.
+            places: What an error about each conversation starts with.
+
+        Raises:
+            UserError: The template raises, exceeds the limits of `qarl.data.rendering`, does not use one of the
+                arguments, or drops or changes the message to continue.
+        """
+        self._require_used()
+        texts: list[str] = []
+        try:
+            for text in limited(self._render, conversations):
+                texts.append(text)
+        except LimitExceeded as error:
+            raise UserError(
+                f"{places[len(texts)]}: the chat template of {self._name} {error} for one prompt; repair the template, "
+                f"or {self.remedy}"
+            ) from error
+        except Refused as error:
+            raise UserError(f"{places[len(texts)]}: {self.refusal}: {visible(str(error))}") from error
+        return texts
+
+    def _render(self, messages: list[Message]) -> str:
+        """Render one conversation. Runs in the limited child process."""
+        final = messages[-1] if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") else None
+        if final is not None and not final["content"].strip():
+            final, messages = None, messages[:-1]
+        try:
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=final is None,
+                    continue_final_message=final is not None,
+                    strftime_now=lambda format: self.now.strftime(format),
+                    **self.kwargs,
+                )
+            )
+        except ValueError as error:
+            if not str(error).startswith("continue_final_message"):  # transformers' own: the text is not in the result
+                raise
+            raise ValueError(_CHANGED) from error
+        # transformers looks for the text anywhere: an earlier message with the same text hides that it was dropped.
+        if final is not None and not text.rstrip().endswith(final["content"].strip()):
+            raise ValueError(_CHANGED)
+        return text
+
+    def _require_used(self) -> None:
+        template = str(self.tokenizer.chat_template)  # one, or several by name
+        for name in self.kwargs:
+            if not re.search(rf"\b{name}\b", template):
+                raise UserError(
+                    f"data.chat_template_kwargs.{name}: the chat template of {self._name} does not use it; correct "
+                    "the name, or leave it out"
+                )
+
+    @property
+    def _name(self) -> str:
+        return visible(str(self.tokenizer.name_or_path)) or "the tokenizer"
+
+
+def uses_time(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template reads the current time, as that of Llama 3.2 does for its date."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+_CHANGED = (
+    "it drops or changes part of the last message (assistant), which cannot be continued then; shorten that message, "
+    "or end the prompt with a user message"
+)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], templated: bool) -> list[list[int]]:
+    """Token ids of prompts.
+
+    Args:
+        tokenizer: The model's.
+        texts: The prompts.
+        templated: They come from the chat template, which writes its special tokens itself. Other texts get the special
+            tokens that the tokenizer adds in front (BOS), but not those that it adds at the end (EOS, SEP): the model
+            would take the prompt for finished.
+    """
+    if templated:
+        return [list(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+    encoded = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
+    masks = encoded["special_tokens_mask"]  # 1: added by the tokenizer, and not in the text
+    if (mask := next((mask for mask in masks if 0 in mask), None)) is None:  # only empty texts: nothing between the two
+        mask = tokenizer("a", return_special_tokens_mask=True, verbose=False)["special_tokens_mask"]
+    added = next((count for count, special in enumerate(reversed(mask)) if not special), len(mask))
+    return [list(ids[: len(ids) - added]) for ids in encoded["input_ids"]]
 
 
 def _joined(content: Any, here: str) -> str:

@@ -10,6 +10,7 @@ import csv
 import io
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qarl.text import visible
 Row = dict[str, Any]
 
 FILE_BYTES = 8 * 2**30  # of .json and .csv, and of what a .parquet holds: they are read as a whole
+ENTRIES = 1_000_000  # of a directory and those below it
 COLUMNS = 1000  # every row has every column
 
 # A path that mentions none of these belongs to the split `train`: the hub's own rule for a directory of data files.
@@ -53,7 +55,10 @@ def read_directory(directory: Path, split: str) -> list[Row]:
     """
     found: dict[str, list[Path]] = {}
     with path_errors(f"data.source: {directory}"):
-        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        entries = list(islice(directory.rglob("*"), ENTRIES + 1))
+        if len(entries) > ENTRIES:
+            raise UserError(f"data.source: {directory}: holds more than {ENTRIES:,} files; name a directory below it")
+        paths = sorted(path for path in entries if path.is_file())
     for path in paths:
         relative = path.relative_to(directory)
         hidden = any(part.startswith(".") for part in relative.parts)

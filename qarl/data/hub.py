@@ -19,10 +19,12 @@ def load(name: str, subset: str | None, split: str, max_rows: int | None) -> lis
         dataset = datasets.load_dataset(name, subset, split=split)
     except ValueError as error:
         # Unknown split, unknown or missing subset: the library's message lists what there is.
-        raise UserError(f"data.source: `{name}` (subset {subset}, split `{split}`): {_one_line(error)}") from error
+        raise UserError(
+            f"data.source: `{visible(name)}` (subset {subset}, split `{split}`): {_one_line(error)}"
+        ) from error
     except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, or no connection to ask
         raise UserError(
-            f"data.source: cannot load `{name}` from the hub: {_one_line(error)}; "
+            f"data.source: cannot load `{visible(name)}` from the hub: {_one_line(error)}; "
             "check the name and the connection, or give a local file"
         ) from error
     if max_rows is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
+from qarl.config.data import RESERVED_COLUMNS
 from qarl.data.columns import listed, map_columns
-from qarl.data.conversation import is_conversation, plain_messages, render
+from qarl.data.conversation import ChatTemplate, Message, encode, is_conversation, plain_messages
 from qarl.data.sources import Row, load_rows
 from qarl.errors import UserError
 from qarl.text import visible
@@ -18,9 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qarl.config.data import DataConfig
-
-# The rewards take these names as arguments of their own, so a column of that name cannot be handed to them.
-RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completions", "completion_ids"})
 
 PROMPT_CHARS = 10_000_000  # of one prompt: beyond any model's context
 
@@ -77,22 +76,33 @@ def build_prompts(
     max_response_length: int,
     progress: Callable[[int, int], None] | None = None,
     vocabulary: int | None = None,
+    now: datetime | None = None,
 ) -> tuple[list[Prompt], DropReport]:
-    """Load `config.source` and turn its rows into prompts, in the source's order; `Prompt.id` is the row's position.
+    """Load `config.source` and turn its rows into prompts, in the order of the source.
 
-    A row's columns are the source's own plus the mapped ones (`columns: {prompt: question}` adds `prompt`; see
+    The columns of a row are those of the source plus the mapped ones (`columns: {prompt: question}` adds `prompt`; see
     `map_columns`). The prompt is the column `prompt`, or `prompt_template` filled with the row's columns. With
-    `chat_template` it becomes a conversation (text is one user turn; a list of {role, content} is one already, see
-    `plain_messages`; `system_prompt` goes first) rendered by the tokenizer's template, which brings its own special
-    tokens; otherwise it is tokenized as text with the tokenizer's default special tokens. All columns but
-    `RESERVED_COLUMNS` go into `Prompt.columns`.
+    `chat_template` it becomes a conversation, which `ChatTemplate` renders: text is one user message, a list of
+    {role, content} is a conversation already (see `plain_messages`), and `system_prompt` goes first. `encode` says
+    which special tokens a prompt has.
 
-    max_context, max_response_length: tokens; rows that cannot fit both are dropped, as are those longer than
-    `config.max_prompt_length`. progress(done, total) is called with row counts. vocabulary: tokens that the model's
-    embedding has, where it is known.
+    Args:
+        config: The `data` section.
+        tokenizer: Of the model.
+        max_context: Tokens that prompt and response may have together; longer rows are dropped, as are those longer
+            than `config.max_prompt_length`.
+        max_response_length: Tokens of a response.
+        progress: Called with (rows done, rows in all).
+        vocabulary: Number of tokens in the model's embedding, if it is known.
+        now: The time that the chat template sees; default the current time.
 
-    Raises UserError: what `load_rows` raises, a missing column, a bad template, a prompt of the wrong type, a tokenizer
-    without a chat template, a token that the model lacks, nothing left after the filter.
+    Returns:
+        The prompts, and what was dropped. `Prompt.id` is the row's position, `Prompt.columns` holds all columns except
+        `RESERVED_COLUMNS`.
+
+    Raises:
+        UserError: What `load_rows` raises, a missing column, a bad template, a prompt of the wrong type, a tokenizer
+            without a chat template, a token that the model lacks, or no prompt left after the filter.
     """
     if config.chat_template and not tokenizer.chat_template:
         raise UserError(
@@ -101,16 +111,18 @@ def build_prompts(
         )
     if config.system_prompt is not None and not config.chat_template:
         raise UserError("data.system_prompt: needs data.chat_template: true; put the text into data.prompt_template")
+    if config.chat_template_kwargs and not config.chat_template:
+        raise UserError("data.chat_template_kwargs: needs data.chat_template: true; leave them out")
     rows = map_columns(load_rows(config), config)
-    texts = [_render(row, index, config, tokenizer) for index, row in enumerate(rows)]
+    places = [f"data: row {index}" for index in range(len(rows))]
+    texts = _texts(rows, places, config, tokenizer, now)
 
     prompts: list[Prompt] = []
     lengths: list[int] = []
     too_long = over_context = 0
-    special = {"add_special_tokens": False} if config.chat_template else {}
     for start in range(0, len(rows), _BATCH):
         batch = texts[start : start + _BATCH]
-        for index, token_ids in enumerate(tokenizer(batch, **special)["input_ids"], start=start):
+        for index, token_ids in enumerate(encode(tokenizer, batch, config.chat_template), start=start):
             length = len(token_ids)
             lengths.append(length)
             if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
@@ -122,7 +134,7 @@ def build_prompts(
                 over_context += 1
             elif length > 0:
                 columns = {name: value for name, value in rows[index].items() if name not in RESERVED_COLUMNS}
-                prompts.append(Prompt(index, list(token_ids), texts[index], columns))
+                prompts.append(Prompt(index, token_ids, texts[index], columns))
         if progress is not None:
             progress(len(lengths), len(rows))
     report = DropReport(
@@ -142,30 +154,45 @@ def build_prompts(
     return prompts, report
 
 
-def _render(row: Row, index: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text to tokenize."""
-    place = f"data: row {index}"
+def _texts(
+    rows: list[Row], places: list[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, now: datetime | None
+) -> list[str]:
+    """The texts to tokenize. places: what an error about each row starts with."""
+    given = [_given(row, index, places[index], config) for index, row in enumerate(rows)]
+    if config.chat_template:
+        conversations = [_conversation(prompt, index, places[index], config) for index, prompt in enumerate(given)]
+        template = ChatTemplate(tokenizer, config.chat_template_kwargs, now or datetime.now())
+        given = template.render(conversations, places)
+    return [_text(prompt, place) for prompt, place in zip(given, places, strict=True)]
+
+
+def _given(row: Row, index: int, place: str, config: DataConfig) -> Any:
+    """The row's prompt before the chat template: text or a list of messages."""
     prompt = row["prompt"] if config.prompt_template is None else _fill_template(row, index, config.prompt_template)
     if isinstance(prompt, str):
-        if not config.chat_template:
-            return _text(prompt, place)
-        messages = [{"role": "user", "content": prompt}]
-    elif is_conversation(prompt):
+        return prompt
+    if is_conversation(prompt):
         if not config.chat_template:
             raise UserError(f"{place}: `prompt` is a list of messages, which needs data.chat_template: true")
-        messages = plain_messages(prompt, place)
-    elif prompt is None:
+        return prompt
+    if prompt is None:
         raise UserError(f"{place}: `prompt` is null, expected text or a list of messages; drop the row")
+    raise UserError(
+        f"{place}: `prompt` is {type(prompt).__name__} ({visible(f'{prompt!r:.60}')}), expected text or a list "
+        "of {role, content} messages; data.prompt_template: '{prompt}' turns other values into text"
+    )
+
+
+def _conversation(prompt: str | list[Message], index: int, place: str, config: DataConfig) -> list[Message]:
+    if isinstance(prompt, str):
+        messages: list[Message] = [{"role": "user", "content": prompt}]
     else:
-        raise UserError(
-            f"{place}: `prompt` is {type(prompt).__name__} ({visible(f'{prompt!r:.60}')}), expected text or a list "
-            "of {role, content} messages; data.prompt_template: '{prompt}' turns other values into text"
-        )
-    if config.system_prompt is not None:
-        if messages[0]["role"] == "system":
-            raise UserError(f"data.system_prompt: row {index} brings its own system message; leave one of the two out")
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return _text(render(messages, tokenizer, place), place)
+        messages = plain_messages(prompt, place)
+    if config.system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise UserError(f"data.system_prompt: row {index} brings its own system message; leave one of the two out")
+    return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
 def _fill_template(row: Row, index: int, template: str) -> str:

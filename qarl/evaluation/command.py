@@ -23,6 +23,7 @@ from qarl.out_of_memory import memory_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.storage.environment import describe_environment
+from qarl.storage.saved_state import started_at
 from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged
 
@@ -163,4 +164,5 @@ def _loaded(
         prompting.setdefault("chat_template", False)
     if "chat_template" in prompting:
         say(f"prompts {'in the chat template' if prompting['chat_template'] else 'as plain text, without a template'}")
-    return load_tasks(section.tasks, tokenizer, shape.vocab_size if shape else None, prompting)
+    vocabulary = shape.vocab_size if shape else None
+    return load_tasks(section.tasks, tokenizer, vocabulary, prompting, started_at(target.checkpoint))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from pydantic import ValidationError
 
 from qarl.config import EvaluationConfig
 from qarl.config.check_files import Unusable, look
+from qarl.config.data import TEMPLATE_OPTION, template_arguments
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
 from qarl.config.messages import Loc, fault_lines, shown
 from qarl.errors import UserError
 from qarl.inference.target import Target
+from qarl.text import visible
 
 DEFAULT_RESPONSE_LENGTH = 1024  # of the papers' sets, where neither the command nor the run says
 DEFAULT_TRAINING_PROMPTS = 128
@@ -21,7 +24,7 @@ DEFAULT_TRAINING_PROMPTS = 128
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for. None: not given. chat, system: see `prompting`."""
+    """What the command line asks for. None: not given. chat, system, template_kwargs: see `prompting`."""
 
     data: tuple[str, ...] = ()  # NAME or NAME=PATH
     samples: int | None = None
@@ -32,6 +35,7 @@ class Request:
     seed: int | None = None
     chat: bool | None = None
     system: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConfig, list[str]]:
@@ -83,15 +87,19 @@ def prompting(target: Target, request: Request) -> dict[str, Any]:
     A run's own tasks say themselves how they are prompted. Raises UserError for a system message without a template.
     """
     own = target.prompting if request.data else None
-    found = {} if own is None else own.model_dump(include={"chat_template", "system_prompt"})
+    found = {} if own is None else own.model_dump(include={"chat_template", "chat_template_kwargs", "system_prompt"})
     if request.chat is not None:
         found["chat_template"] = request.chat
     if request.system is not None:
         found["system_prompt"] = request.system
+    if request.template_kwargs is not None:
+        found["chat_template_kwargs"] = template_arguments(request.template_kwargs, TEMPLATE_OPTION)
     if found.get("chat_template") is False:
         if request.system is not None:
             raise UserError("--system: is part of the chat template; leave it out, or give --chat")
-        found["system_prompt"] = None
+        if request.template_kwargs:
+            raise UserError(f"{TEMPLATE_OPTION}: belongs to the chat template; leave it out, or give --chat")
+        found |= {"system_prompt": None, "chat_template_kwargs": {}}
     return found
 
 
@@ -109,7 +117,7 @@ def _option(loc: Loc) -> str:
 
 def _preset_task(text: str) -> dict[str, Any]:
     name, equals, path = text.partition("=")
-    place = f"--data {shown(text, 120)}"
+    place = f"--data {visible(shown(text, 120))}"
     if name not in PRESETS:
         raise UserError(f"{place}: {unknown_preset(name)}")
     if equals:

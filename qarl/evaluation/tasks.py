@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ def load_tasks(
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: int | None = None,
     prompting: Mapping[str, Any] | None = None,
+    now: datetime | None = None,
 ) -> list[LoadedTask]:
     """Read the rows of each task and tokenize them.
 
@@ -65,6 +67,7 @@ def load_tasks(
         tokenizer: Of the policy.
         vocabulary: See `build_prompts`.
         prompting: Keys of `data` that replace those of every task.
+        now: See `build_prompts`.
 
     Raises:
         UserError: A task cannot be read; the message names it.
@@ -75,7 +78,7 @@ def load_tasks(
         if task.preset is not None:
             data = data.model_copy(update={"max_prompt_length": sys.maxsize})
         try:
-            prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0, vocabulary=vocabulary)
+            prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0, vocabulary=vocabulary, now=now)
             if report.empty:
                 raise UserError(f"{report.empty} of {report.rows} prompts have no text")
             if task.preset is not None:

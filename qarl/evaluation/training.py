@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +43,21 @@ KEY = "evaluation.max_response_length"
 
 
 def load_training_tasks(
-    config: Config, tokenizer: PreTrainedTokenizerBase, context: int, vocabulary: int | None = None
+    config: Config, tokenizer: PreTrainedTokenizerBase, context: int, vocabulary: int | None, now: datetime
 ) -> list[LoadedTask]:
-    """The tasks of `config.evaluation`, all of whose prompts fit. Raises UserError. vocabulary: see `build_prompts`."""
-    tasks = load_tasks(config.evaluation.tasks, tokenizer, vocabulary)
+    """Load the tasks of `config.evaluation`.
+
+    Args:
+        config: The run's configuration.
+        tokenizer: Of the policy.
+        context: Tokens that the policy may attend to.
+        vocabulary: See `build_prompts`.
+        now: The time of the run's first start.
+
+    Raises:
+        UserError: A task cannot be read, or a prompt with its response exceeds the context.
+    """
+    tasks = load_tasks(config.evaluation.tasks, tokenizer, vocabulary, now=now)
     length = config.eval_response_length
     require_room(tasks, length, context, "the context", KEY)
     if config.rollout.kv_cache_tokens is not None:

@@ -74,19 +74,24 @@ class Prompting(Record):
     chat_template: bool
     system_prompt: str | None = None
     prompt_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
     stop: list[str] = Field([])
     stop_token_ids: list[int] = Field([])
 
     @classmethod
     def of(cls, run: Config) -> Prompting:
         """The prompting of a run."""
-        data = run.data.model_dump(include={"chat_template", "system_prompt", "prompt_template"})
+        data = run.data.model_dump(
+            include={"chat_template", "chat_template_kwargs", "system_prompt", "prompt_template"}
+        )
         return cls(**data, stop=list(run.rollout.stop), stop_token_ids=list(run.rollout.stop_token_ids))
 
     def label(self) -> str:
         """One line for people: how prompts look and what ends a response."""
         how = "in the chat template" if self.chat_template else "as plain text, without a chat template"
         system = "" if self.system_prompt is None else f", with the system message {_shown(self.system_prompt)}"
+        if self.chat_template_kwargs:
+            how += f" with {json.dumps(self.chat_template_kwargs)}"
         ends = [*map(_shown, self.stop), *(f"token {token}" for token in self.stop_token_ids)]
         return f"prompts {how}{system}" + (f"; responses also end at {', '.join(ends)}" if ends else "")
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from qarl_kernels.logprob import Truncation
 from transformers import PreTrainedTokenizerBase
 
+from qarl.config.data import TEMPLATE_OPTION, template_arguments
 from qarl.config.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
+from qarl.data.conversation import ChatTemplate, encode
 from qarl.errors import UserError
 from qarl.inference.context import context_of
 from qarl.inference.opening import open_policy
@@ -23,6 +27,7 @@ from qarl.out_of_memory import memory_errors
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
+from qarl.storage.saved_state import started_at
 from qarl.types import Prompt, Rollout
 
 PROMPT_BYTES = 2**24  # of a prompt's file
@@ -41,6 +46,7 @@ class Look:
         top_k, top_p, min_p: See `Truncation`; 0, 1 and 0 are off.
         max_new_tokens: Longest completion.
         seed: Of the random stream.
+        template_kwargs: Arguments of the chat template; None: the run's own.
         stop: Strings that end a completion, beside the model's end of sequence; None: the run's own.
     """
 
@@ -54,6 +60,7 @@ class Look:
     max_new_tokens: int = 128
     seed: int = 0
     stop: tuple[str, ...] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
     def check(self) -> None:
         """Raise UserError for values that mean nothing, or more than can be done."""
@@ -68,6 +75,7 @@ class Look:
             raise UserError(f"--seed: {self.seed} is no seed; give 0 to {2**31 - 1:,}")
         if len(self.stop or ()) > ITEMS or any(not 1 <= len(text) <= NAME for text in self.stop or ()):
             raise UserError(f"--stop: must be up to {ITEMS:,} texts of 1 to {NAME:,} characters")
+        template_arguments(self.template_kwargs or {}, TEMPLATE_OPTION)
         check_truncation(self.top_k, self.top_p, self.min_p)
         if self.temperature == 0 and self.n > 1:
             raise UserError(f"--n: {self.n} samples at temperature 0 are all the same; set --temperature, such as 1")
@@ -156,7 +164,7 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
                 f"exceed the context of {context}; shorten it, or lower --max-new-tokens"
             )
     prompting = target.prompting
-    if prompting is not None and (look.chat, look.system, look.stop) == (None, None, None):
+    if prompting is not None and (look.chat, look.system, look.stop, look.template_kwargs) == (None,) * 4:
         say(f"as in training: {prompting.label()}")
     say(f"opening {target.label}")
     opened = open_policy(target, device=device, tokenizer=tokenizer)
@@ -190,12 +198,27 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
         raise UserError(f"--chat: the tokenizer of {target.name} has no chat template; give --no-chat")
     if look.system is not None and not chat:
         raise UserError("--system: is part of the chat template; leave it out, or give --chat")
+    if look.template_kwargs and not chat:
+        raise UserError(f"{TEMPLATE_OPTION}: belongs to the chat template; leave it out, or give --chat")
     system = look.system if look.system is not None or prompting is None else prompting.system_prompt
+    shown_texts = texts
+    if chat:
+        own = {} if prompting is None else prompting.chat_template_kwargs
+        kwargs = own if look.template_kwargs is None else look.template_kwargs
+        template = ChatTemplate(
+            tokenizer,
+            kwargs,
+            started_at(target.checkpoint) or datetime.now(),
+            refusal="the chat template refuses the prompt (--no-chat leaves it out)",
+            remedy="give --no-chat",
+        )
+        first = [] if system is None else [{"role": "system", "content": system}]
+        conversations = [[*first, {"role": "user", "content": text}] for text in texts]
+        shown_texts = template.render(conversations, [f"--prompt {place + 1}" for place in range(len(texts))])
     architecture, prompts = load_architecture(target.model), []
-    for place, text in enumerate(texts):
-        shown = _templated(tokenizer, text, system) if chat else text
+    for place, shown in enumerate(shown_texts):
         with foreign_errors(f"--prompt {place + 1}: the tokenizer of {target.name} cannot read it"):
-            ids = list(tokenizer(shown, add_special_tokens=not chat, verbose=False)["input_ids"])
+            (ids,) = encode(tokenizer, [shown], bool(chat))
         if not ids:
             raise UserError(f"--prompt {place + 1}: gives no token at all; give more text")
         if architecture is not None and max(ids) >= architecture.vocab_size:
@@ -203,11 +226,3 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
             raise UserError(f"--prompt {place + 1}: holds {token!r}, a token that the model lacks; leave it out")
         prompts.append(Prompt(place, ids, shown))
     return prompts
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None) -> str:
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    with foreign_errors("--chat: the chat template refuses the prompt (--no-chat leaves it out)"):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qarl.errors import UserError
+from qarl.text import visible
 
 NAME_BYTES = 255  # of one component, on every common file system
 PATH_BYTES = 4095  # Linux' PATH_MAX without the closing NUL
@@ -54,8 +55,8 @@ def user_path(text: str | os.PathLike[str], place: str) -> Path:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path for a message: the start and the end of a long one."""
-    text = os.fspath(path)
+    """A path for a message, on one line: the start and the end of a long one."""
+    text = visible(os.fspath(path))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}"
 
 

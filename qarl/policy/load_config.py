@@ -21,6 +21,7 @@ from qarl.inputs.paths import path_errors, user_path
 from qarl.policy.foreign import foreign_errors, quiet_loading
 from qarl.policy.gguf import kept, write_config
 from qarl.policy.hub import ModelSource
+from qarl.text import visible
 
 
 def locate(config: ModelConfig) -> ModelSource:
@@ -55,7 +56,7 @@ def architecture_of(config: ModelConfig, source: ModelSource, what: str) -> Arch
     with foreign_errors(place):  # of huggingface_hub
         path = source.file(file)
     if path is None:
-        raise UserError(f"{place}: there is no {file}; give a model directory, a hub name, or package:NAME")
+        raise UserError(f"{place}: there is no {visible(file)}; give a model directory, a hub name, or package:NAME")
     with path_errors(place):
         try:
             return read_gguf(path) if source.gguf_file is not None else read_config_json(path)

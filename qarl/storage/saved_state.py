@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
+from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Record, Sha256, checked
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -34,12 +37,14 @@ class OptimizerMeta(Record):
 class PolicyState(Record):
     """What a checkpoint says about its policy and the base model.
 
-    version: optimizer steps taken. snapshot_sha256: digest of the tensors that the masters quantize to. inputs,
-    model_files: see `Inputs`; empty in checkpoints of versions that did not record them.
+    version: optimizer steps taken. snapshot_sha256: digest of the tensors that the masters quantize to. started: see
+    `started_at`; None if the chat template does not use the time. inputs, model_files: see `Inputs`; empty in
+    checkpoints of versions that did not record them.
     """
 
     version: Count
     snapshot_sha256: Sha256
+    started: str | None = None
     inputs: Digests = Field({})
     model_files: ModelFiles = Field({})
 
@@ -50,6 +55,26 @@ class SavedState(PolicyState):
     data: DataPosition
     optimizer: OptimizerMeta
     skipped_in_a_row: Count
+
+
+def started_at(checkpoint: Path | None) -> datetime | None:
+    """When the run of a checkpoint was started first: the local time that its chat template sees ever since.
+
+    A template that writes the date would otherwise give other prompts after midnight.
+
+    Args:
+        checkpoint: Its directory.
+
+    Returns:
+        None if there is no checkpoint, if its state.json cannot be read, which loading it reports, or if it does not
+        record the time.
+    """
+    if checkpoint is None:
+        return None
+    try:
+        return datetime.fromisoformat(read_json_object(checkpoint / "state.json", nonfinite=True)["started"])
+    except (Unreadable, LookupError, TypeError, ValueError):
+        return None
 
 
 class Inputs(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from qarl.config import Config
 from qarl.config.config import mixture_faults
 from qarl.config.quant import scheme_of
 from qarl.data import PromptStream, build_prompts
+from qarl.data.conversation import uses_time
 from qarl.diagnostics.backward import require_fp8_backward
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.distributed.together import together
@@ -38,7 +40,8 @@ from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.room import Room, ranks_room
 from qarl.rollout.shared import NoSampler
-from qarl.storage.saved_state import Inputs
+from qarl.storage.names import checkpoint_steps, step_name
+from qarl.storage.saved_state import Inputs, started_at
 from qarl.text import visible
 from qarl.training.allocator import keep_freed_memory
 from qarl.training.console import RunConsole
@@ -70,11 +73,28 @@ class Run:
     sampling: SamplingParams  # of step 0; each step has its own seed
     evaluation: TrainingEvaluation
     inputs: Inputs
+    started: str | None  # see `PolicyState`
 
     def close(self) -> None:
         with ExitStack() as parts:  # each of them, whatever another raises
             for part in (self.evaluation, self.rewards, self.engine):
                 parts.callback(part.close)
+
+
+def first_start(config: Config, ranks: Ranks) -> datetime:
+    """The local time of the run's first start, which all its chat templates see. A collective.
+
+    It is in every checkpoint of the run. A run that starts, or restarts without a checkpoint, takes the current time of
+    rank 0. Damaged checkpoints count: all of a run record the same time.
+    """
+    resume, folder = config.checkpoint.resume, config.run_dir / "checkpoints"
+    found = [folder / step_name(step) for step in reversed(checkpoint_steps(folder))] if resume == "auto" else []
+    if resume not in ("auto", "never"):
+        found = [Path(resume).expanduser()]
+    times = (started_at(checkpoint) for checkpoint in found if ranks.first)
+    recorded = next((time for time in times if time is not None), None)
+    first = ranks.gather((recorded or datetime.now()).isoformat())[0]
+    return datetime.fromisoformat(first)
 
 
 def set_determinism(config: Config) -> None:
@@ -100,8 +120,9 @@ def build_run(
     device: the learner's; nothing below picks one of its own. rewards_log: gets what the reward functions print.
     ranks: of the run; each has all of this, but the masters, of which it has its rows.
     """
+    started = first_start(config, ranks)
     asked, rewards, task_rewards = together(
-        ranks, lambda: _asked_and_scored(config, device, console, rewards_log, ranks)
+        ranks, lambda: _asked_and_scored(config, device, console, rewards_log, ranks, started)
     )
     place, early = rewards_log.parent, None
     try:
@@ -135,7 +156,19 @@ def build_run(
         rewards.close()
         task_rewards.close()
         raise
-    return Run(policy, asked.tokenizer, updates, learner, engine, asked.stream, rewards, sampling, evaluation, inputs)
+    return Run(
+        policy,
+        asked.tokenizer,
+        updates,
+        learner,
+        engine,
+        asked.stream,
+        rewards,
+        sampling,
+        evaluation,
+        inputs,
+        started.isoformat() if uses_time(asked.tokenizer) else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +184,7 @@ class _Asked:
 
 
 def _asked_and_scored(
-    config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks
+    config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks, started: datetime
 ) -> tuple[_Asked, RewardPool, TaskRewards]:
     set_determinism(config)
     require_trackers(config.logging)
@@ -176,8 +209,8 @@ def _asked_and_scored(
             require_vllm(config, device, context, shape)
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
-        prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary)
-        tasks = load_training_tasks(config, tokenizer, context, vocabulary)
+        prompts, report = build_prompts(config.data, tokenizer, context, longest, vocabulary=vocabulary, now=started)
+        tasks = load_training_tasks(config, tokenizer, context, vocabulary, started)
     console.message(report.summary())
     if len(prompts) < config.train.prompts_per_step:
         raise UserError(

@@ -44,6 +44,7 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
     together(ranks, same_codes)
     state = {
         "version": run.policy.version,
+        "started": run.started,
         "data": data,
         "optimizer": optimizer_meta,
         "skipped_in_a_row": run.learner.skipped_in_a_row,

@@ -1,0 +1,154 @@
+"""A chat template that does not end, or takes all memory, is one line; and the time that templates see is fixed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from templates import DATED, PLAIN
+from tiny_models import byte_tokenizer
+
+from qarl.config.data import DataConfig
+from qarl.data import build_prompts, rendering
+from qarl.data.conversation import ChatTemplate
+from qarl.data.rendering import LimitExceeded, Refused, limited
+from qarl.errors import UserError
+
+LOOP = "{% for i in range(100000) %}"
+ENDLESS = {
+    "loops": LOOP * 3 + "{% endfor %}" * 3,
+    "a filtered loop": LOOP + "{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
+    "loops over messages": "{% for a in messages[0].content %}" * 6 + "x" + "{% endfor %}" * 6,
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a power": "{{ (messages[0].content | length) ** (10 ** 9) }}",
+    "a folded power": "{{ 10 ** (10 ** 10) }}",
+    "a recursive loop": "{% for m in [1, 1] recursive %}{{ loop([m, m]) if loop.depth < 60 }}{% endfor %}",
+}
+LARGE = {
+    "doubled text": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "doubled blocks": "{% macro f(n) %}{% if n %}{% set x %}{{ f(n - 1) }}{% endset %}{{ x }}{{ x }}"
+    "{% else %}{{ 'x' * 1000 }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a long list": "{{ (range(100000) | list) * (messages | length * 100000) }}",
+    "padding": "{{ messages[0].content.ljust(10 ** 10) }}",
+    "replacement": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
+}
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch):
+    monkeypatch.setattr(rendering, "CPU_SECONDS", 0.3)
+    monkeypatch.setattr(rendering, "MEMORY_BYTES", 2**28)
+
+
+def refused(source: str) -> str:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = source
+    tokenizer.name_or_path = "org/model"
+    good, bad = [{"role": "user", "content": "x"}], [{"role": "user", "content": "x" * 100}]
+    with pytest.raises(UserError) as caught:
+        ChatTemplate(tokenizer).render([bad, good], ["data: row 0", "data: row 1"])
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_is_refused(name):
+    said = refused(ENDLESS[name])
+    assert said.startswith("data: row 0: the chat template of org/model takes more than 0.3 s of CPU time"), said
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_that_takes_all_memory_is_refused(name):
+    said = refused(LARGE[name])
+    assert said.startswith("data: row 0: the chat template of org/model takes more than "), said
+
+
+def test_only_the_row_that_exceeds_the_limit_is_named():
+    items = [0.0, 0.0, 1.0, 0.0]
+
+    def work(seconds: float) -> str:
+        deadline = time.process_time() + seconds
+        while time.process_time() < deadline:
+            pass
+        return "done\n"
+
+    done = []
+    with pytest.raises(LimitExceeded, match="CPU time"):
+        for text in limited(work, items):
+            done.append(text)
+    assert done == ["done\n", "done\n"]
+
+
+def test_long_and_odd_texts_come_through():
+    items = ["x" * 5_000_000, "", "\n\n", "\ud800 \u2028 \x00", "é" * 100_000]
+    assert list(limited(lambda text: text, items)) == items
+
+
+def test_no_child_is_left_whatever_happens():
+    pids = []
+    fork = os.fork
+
+    def recorded() -> int:
+        pids.append(fork())
+        return pids[-1]
+
+    def work(item: int) -> str:
+        if item == 3:
+            raise ValueError("three\nlines")
+        return str(item)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fork", recorded)
+        assert list(limited(work, [1, 2])) == ["1", "2"]
+        with pytest.raises(Refused, match="three lines"):
+            list(limited(work, [1, 2, 3, 4]))
+        results = limited(work, [1, 2, 4])
+        assert next(results) == "1"
+        results.close()
+    assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def test_it_works_off_the_main_thread(monkeypatch):
+    monkeypatch.setattr(rendering, "CPU_SECONDS", 0.1)
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            for text in limited(lambda n: "x" if n else str(10**10**10), [1, 0]):
+                found.append(text)
+        except LimitExceeded as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert found[0] == "x" and isinstance(found[1], LimitExceeded) and len(found) == 2
+
+
+# --- the time
+
+
+def prompt_at(folder: Path, template: str, now: datetime | None) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return build_prompts(DataConfig(source=str(path)), tokenizer, 1000, 1, now=now)[0][0].text
+
+
+@pytest.mark.parametrize("kwargs", ["'%d %b %Y'", "'%H:%M:%S.%f'", "format='%A %j %U'", "'%Y' ~ '%m'", "'%Z%z%%'"])
+def test_templates_see_the_given_time(tmp_path, kwargs):
+    midnight = datetime(2026, 12, 31, 23, 59, 59, 999_999)
+    template = PLAIN + "{% if strftime_now is defined %}{{ strftime_now(" + kwargs + ") }}{% endif %}"
+    form = eval(f"dict({kwargs})['format']" if "=" in kwargs else kwargs.replace(" ~ ", " + "))
+    for now in (midnight, midnight + timedelta(microseconds=1), datetime(1999, 2, 3)):
+        assert prompt_at(tmp_path, template, now) == f"<|user|>a\n<|assistant|>{now.strftime(form)}"
+    assert prompt_at(tmp_path, DATED, midnight) == prompt_at(tmp_path, DATED, midnight)
+    assert prompt_at(tmp_path, DATED, None) != prompt_at(tmp_path, DATED, midnight)
