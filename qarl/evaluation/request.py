@@ -99,7 +99,8 @@ def prompting(target: Target, request: Request) -> dict[str, Any]:
             raise UserError("--system: is part of the chat template; leave it out, or give --chat")
         if request.template_kwargs:
             raise UserError(f"{TEMPLATE_OPTION}: belongs to the chat template; leave it out, or give --chat")
-        found |= {"system_prompt": None, "chat_template_kwargs": {}}
+        found["system_prompt"] = None
+        found.pop("chat_template_kwargs", None)  # `load_tasks` drops each task's own
     return found
 
 

@@ -72,9 +72,11 @@ def load_tasks(
     Raises:
         UserError: A task cannot be read; the message names it.
     """
-    loaded = []
+    loaded, changes = [], dict(prompting or {})
+    if changes.get("chat_template") is False:
+        changes.setdefault("chat_template_kwargs", {})
     for task in tasks:
-        data = task.dataset.model_copy(update=dict(prompting or {}))
+        data = task.dataset.model_copy(update=changes)
         if task.preset is not None:
             data = data.model_copy(update={"max_prompt_length": sys.maxsize})
         try:

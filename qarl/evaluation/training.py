@@ -43,7 +43,11 @@ KEY = "evaluation.max_response_length"
 
 
 def load_training_tasks(
-    config: Config, tokenizer: PreTrainedTokenizerBase, context: int, vocabulary: int | None, now: datetime
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    vocabulary: int | None = None,
+    now: datetime | None = None,
 ) -> list[LoadedTask]:
     """Load the tasks of `config.evaluation`.
 
