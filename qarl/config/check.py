@@ -111,7 +111,7 @@ def _inspect(model: ModelConfig) -> Inspection:
         raise UnusableModel("path", model.path, text) from None
     except ValueError as error:  # an absolute path, `..`, a drive
         text = f"is not the name of a file in a hub repository ({' '.join(str(error).split())})"
-        raise UnusableModel("gguf_file", model.gguf_file, text) from None
+        raise UnusableModel("gguf_file", str(model.gguf_file), text) from None
     if not isinstance(cached, str):
         return Inspection(
             None,

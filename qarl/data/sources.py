@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.data import files, tasks
 from qarl.errors import UserError
-from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs.paths import path_errors, shown_path, user_path
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig
@@ -39,7 +39,9 @@ def load_rows(config: DataConfig) -> list[Row]:
         with path_errors(f"data.source: {path}"):
             there, is_file = path.exists(), path.is_file()
         if not there:
-            raise UserError(f"data.source: no file or directory `{source}` (working directory {Path.cwd()})")
+            raise UserError(
+                f"data.source: no file or directory `{shown_path(source)}` (working directory {Path.cwd()})"
+            )
         if not is_file and not path.is_dir():
             raise UserError(f"data.source: {path}: neither a file nor a directory")
         if is_file:

@@ -145,6 +145,8 @@ def _weights(
 def _prompts(prompting: Prompting) -> list[tuple[str, str]]:
     """How the run prompted its policy, and what ended a response."""
     rows = [("Chat template", "the tokenizer's" if prompting.chat_template else "none: prompts are plain text")]
+    if prompting.chat_template_kwargs:
+        rows.append(("Arguments of the template", json.dumps(prompting.chat_template_kwargs, ensure_ascii=False)))
     if prompting.system_prompt is not None:
         rows.append(("System message", json.dumps(prompting.system_prompt, ensure_ascii=False)))
     if prompting.prompt_template is not None:

@@ -219,10 +219,10 @@ def _asked_and_scored(
         )
     inputs = input_digests(config, tokenizer)
     stream = PromptStream(prompts, config.train.seed, config.data.shuffle)
-    with console.phase("reward workers"), ExitStack() as started:
-        rewards = started.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
+    with console.phase("reward workers"), ExitStack() as opened:
+        rewards = opened.enter_context(RewardPool(config.reward, prompts[0].columns.keys(), rewards_log))
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
-        started.pop_all()
+        opened.pop_all()
     return _Asked(tokenizer, context, prompts, stream, tasks, inputs), rewards, task_rewards
 
 

@@ -1,0 +1,201 @@
+"""Whatever stands where a path, a source or a name is expected: it is used, or refused in one line."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qarl
+from qarl.config import Config, check_inputs
+from qarl.config.data import RESERVED_COLUMNS, RESERVED_TEMPLATE_ARGUMENTS, DataConfig, template_arguments
+from qarl.config.source import read_source
+from qarl.data.sources import load_rows
+from qarl.errors import UserError
+from qarl.evaluation.request import Request, evaluation_section
+from qarl.inference.target import resolve_target
+from qarl.storage.rundir import config_difference
+
+EXACT = [{"name": "exact"}]
+JUNK = [
+    *["/", "//", "///", "/.", "/..", ".", "..", "../", "./x", "a//b", "-x", "--", "a/b/c/d", "~", "~/", "~nobody-here"],
+    *[
+        "\0",
+        "a\0b",
+        "x" * 300,
+        "x" * 5000,
+        "a/" + "x" * 300,
+        " ",
+        "with space",
+        "\t",
+        "\n",
+        "a\nb",
+        "trailing/",
+        "a/b/",
+    ],
+    *[
+        "https://huggingface.co/a/b",
+        "s3://b/k",
+        "hf://datasets/a/b",
+        "file:///tmp",
+        "a..b",
+        "a--b",
+        "a/-b",
+        ".a/b",
+        "a/.b",
+    ],
+    *[
+        "a.git",
+        "ünï/cödé",
+        "\u202e",
+        "a:b",
+        "a/b@main",
+        "*",
+        "[a]",
+        "%2f",
+        "C:\\x",
+        "null",
+        "\ud800",
+        "x.gguf",
+        "a.json",
+    ],
+    *["package:", "package:x", "package:/", "task:", "task:x", "task:arithmetic", "reasoning-gym:", "reasoning-gym:/"],
+    *["/dev/null", "/dev/zero", "/proc/self/mem", "/etc/passwd", "/none/x", "x.py:", "x.py:f", "a.jsonl/", "/.json"],
+]
+TEXT = st.text(st.sampled_from("/.~-:@ \0\n\\ab1*%"), max_size=12)
+
+
+def task(**fields: Any) -> dict[str, Any]:
+    return {"evaluation": {"tasks": [fields]}}
+
+
+# A key and the section that has it.
+KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "model.path": lambda v: {"model": {"path": v}},
+    "model.revision": lambda v: {"model": {"path": "org/name", "revision": v}},
+    "model.gguf_file": lambda v: {"model": {"path": "org/name", "gguf_file": v}},
+    "model.gguf_file of a directory": lambda v: {"model": {"path": ".", "gguf_file": v}},
+    "data.source": lambda v: {"data": {"source": v}},
+    "data.subset": lambda v: {"data": {"source": "org/name", "subset": v}},
+    "data.split": lambda v: {"data": {"source": "org/name", "split": v}},
+    "reward": lambda v: {"reward": {"functions": [{"name": v}]}},
+    "objective": lambda v: {"objective": {"name": "custom", "path": v}},
+    "resume": lambda v: {"checkpoint": {"resume": v}},
+    "run_dir": lambda v: {"train": {"steps": 1, "run_dir": v}},
+    "deepspeed": lambda v: {"distributed": {"engine": "deepspeed", "config": v}},
+    "preset's path": lambda v: task(preset="gsm8k", path=v),
+    "task's source": lambda v: task(name="t", data={"source": v}, reward=EXACT),
+    "task's reward": lambda v: task(name="t", data={"source": "task:arithmetic"}, reward=[{"name": v}]),
+}
+
+
+def configured(sections: dict[str, Any]) -> None:
+    base = {"model": {"path": "org/name"}, "data": {"source": "task:arithmetic"}, "reward": {"functions": EXACT}}
+    given = read_source({**base, "train": {"steps": 1}, **sections}, ())
+    check_inputs(given.config(), given.place, given.overrides)
+
+
+def rows_of(source: str) -> None:
+    """The rows of a source that is neither the hub's nor a whole disk."""
+    try:
+        config = DataConfig(source=source)
+    except ValueError:  # `configured` sees to it
+        return
+    if config.kind != "hub" and source.strip("/.~") and ".." not in source:
+        load_rows(config)
+
+
+JOBS: dict[str, Callable[[str], object]] = {
+    **{key: lambda value, section=section: configured(section(value)) for key, section in KEYS.items()},
+    "rows": rows_of,
+    "TARGET": resolve_target,
+    "export": qarl.export,
+    "--data": lambda value: evaluation_section(resolve_target("org/name"), Request(data=(f"gsm8k={value}",))),
+}
+
+
+def used_or_refused(job: str, value: str) -> None:
+    try:
+        JOBS[job](value)
+    except UserError as error:
+        for line in str(error).split("\n"):  # one for each fault
+            assert line and not any(unicodedata.category(character) == "Cc" for character in line), (job, value, line)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_junk_is_used_or_refused_in_one_line(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for value in JUNK:
+        used_or_refused(job, value)
+
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(TEXT)
+    def any_text(value: str) -> None:
+        used_or_refused(job, value)
+
+    any_text()
+
+
+# --- names that shadow others
+
+
+def minimal(**data: Any) -> dict[str, Any]:
+    sections = {"model": {"path": "org/name"}, "reward": {"functions": EXACT}, "train": {"steps": 1}}
+    return {**sections, "data": {"source": "task:arithmetic", **data}}
+
+
+def refused(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_source(given, ()).config()
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_COLUMNS))
+def test_columns_do_not_shadow_arguments_of_rewards(name):
+    given = minimal(columns={name: "answer"})
+    if name == "prompt":
+        read_source(given, ()).config()
+        return
+    refused(given, f'data.columns.{name} = "answer": is an argument that every reward function is called with')
+    task = {"name": "t", "data": given["data"], "reward": EXACT}
+    refused({**minimal(), "evaluation": {"tasks": [task]}}, f"evaluation.tasks.0.data.columns.{name} = ")
+
+
+def test_columns_do_not_shadow_options_of_a_users_reward():
+    own = {"name": "own.py:f", "options": {"scale": 2}}
+    text = "is an option of the reward function own.py:f too"
+    given = minimal(columns={"scale": "answer"})
+    refused({**given, "reward": {"functions": [*EXACT, own]}}, f'data.columns.scale = "answer": {text}')
+    task = {"name": "t", "data": given["data"], "reward": [own]}
+    refused({**minimal(), "evaluation": {"tasks": [task]}}, f'tasks.0.data.columns.scale = "answer": {text}')
+    built_in = {"name": "exact", "options": {"column": "answer"}}
+    read_source({**minimal(columns={"column": "answer"}), "reward": {"functions": [built_in]}}, ()).config()
+
+
+@pytest.mark.parametrize("name", [*RESERVED_TEMPLATE_ARGUMENTS, "", "a b", "a-b", "é", "if", "__class__", "1"])
+def test_arguments_of_the_template_do_not_shadow_its_own(name):
+    for sections in (
+        minimal(chat_template_kwargs={name: 1}),
+        {**minimal(), "evaluation": {"tasks": [{"preset": "gsm8k", "chat_template_kwargs": {name: 1}}]}},
+    ):
+        refused(sections, f".chat_template_kwargs.{name} = 1: is ")
+    with pytest.raises(UserError, match=r"^--chat-template-kwargs: "):
+        template_arguments({name: 1}, "--chat-template-kwargs")
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, b"x", {"a": {1, 2}}, float("nan"), "\ud800"])
+def test_arguments_of_the_template_are_json(value):
+    with pytest.raises(UserError, match="chat_template_kwargs"):
+        read_source(minimal(chat_template_kwargs={"a": value}), ()).config()
+
+
+def test_arguments_need_the_template_and_belong_to_the_run():
+    refused(minimal(chat_template_kwargs={"a": 1}, chat_template=False), "set data.chat_template: true")
+    task = {"name": "t", "data": minimal()["data"], "reward": EXACT, "chat_template_kwargs": {"a": 1}}
+    refused({**minimal(), "evaluation": {"tasks": [task]}}, "here, set data.chat_template_kwargs")
+    runs = [Config.model_validate(minimal(chat_template_kwargs=kwargs)).model_dump() for kwargs in ({}, {"a": False})]
+    assert any("data.chat_template_kwargs.a is not set there, false here" in line for line in config_difference(*runs))
