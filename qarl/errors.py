@@ -1,13 +1,36 @@
-"""The one exception for faults a user can cause and can fix, and the one line for those of qarl itself."""
+"""UserError, and the one line on stderr for every other exception: a fault of the machine, or an internal error."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from qarl.text import visible
 
 UNEXPECTED = 70  # the exit code for a fault of the program's own (EX_SOFTWARE of sysexits.h)
+
+# What the user can do about an errno that says that the machine refuses, whatever the program asked for.
+MACHINE_FIXES = {
+    errno.ENOSPC: "free some space there, or choose another place (TMPDIR for temporary files)",
+    errno.EDQUOT: "remove files that count against your quota, or choose another place (TMPDIR for temporary files)",
+    errno.EMFILE: "raise the limit on open files with ulimit -n",
+    errno.ENFILE: "the whole machine has no file left to open: raise fs.file-max",
+    errno.EFBIG: "raise the limit on the size of files with ulimit -f",
+    errno.EROFS: "make it writable, or choose another place (TMPDIR for temporary files)",
+    errno.EIO: "check the path and the disk",
+    errno.ESTALE: "check the network file system",
+}
+# The same of a path that the error names. Without a path they may come from a defect, such as a wrong process id.
+_PATH_FIXES = {errno.EACCES: "give yourself permission, or choose another path", errno.EPERM: "choose another path"}
+_LIBRARY_ERRNO = re.compile(r"\(os error (\d{1,3})\)")  # as Rust says it: safetensors, tokenizers
+_NO_SPACE = 64 * 2**10  # bytes: a file system with less is full
 
 
 class UserError(Exception):
@@ -17,18 +40,108 @@ class UserError(Exception):
     """
 
 
-def unexpected(error: BaseException) -> str:
-    """One line about a fault that nobody foresaw; the traceback goes into a file that the line names.
+def machine_fault(error: BaseException) -> str | None:
+    """Explain an exception that comes from the state of the machine: a full disk, a limit, a missing directory.
 
-    The file is readable by its owner alone, since values of the run may stand in it.
+    Looks at `error` and at the exceptions that caused it, because libraries wrap what the system says.
+
+    Returns:
+        One line with the path, the reason and a fix. None if `error` is anything else: a missing file that qarl itself
+        should have known about is a defect.
     """
+    return next((line for cause in _causes(error) if (line := _explained(cause)) is not None), None)
+
+
+def with_traceback(line: str, error: BaseException) -> str:
+    """Append the file with the traceback of `error` to `line`, if it can be saved: a leak can meet a limit too."""
+    saved = _saved_traceback(error)
+    return line if saved is None else f"{line} (traceback: {saved})"
+
+
+def _explained(error: BaseException) -> str | None:
+    """What a single exception says of the machine, with a fix; None if it says nothing of it."""
+    if isinstance(error, FileNotFoundError):
+        if _working_directory_is_gone():
+            return "the working directory has been removed; change to one that exists, and run the same command again"
+        if "No usable temporary directory" in str(error):
+            said = " ".join((error.strerror or str(error)).split())
+            return f"{said}; set TMPDIR to a writable directory with free space (and see ulimit -f)"
+        return None
+    code = error.errno if isinstance(error, OSError) else _errno_in(str(error))
+    if code is None:
+        return None
+    path = getattr(error, "filename", None)
+    fix = MACHINE_FIXES.get(code) or (_PATH_FIXES.get(code) if path is not None else None)
+    if fix is None:
+        return None
+    shown = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else None
+    if shown is None and code == errno.ENOSPC:  # a write does not say where
+        shown = ", ".join(map(str, _full_places())) or None
+    place = "" if shown is None else f"{visible(shown)}: "
+    return f"{place}{os.strerror(code).lower()}; {fix}"
+
+
+def _errno_in(text: str) -> int | None:
+    """The errno that a library put into its message."""
+    if found := _LIBRARY_ERRNO.search(text):
+        return int(found[1])
+    said = [code for code in MACHINE_FIXES if os.strerror(code) in text]
+    return max(said, key=lambda code: len(os.strerror(code)), default=None)  # one text is the beginning of another
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and the chain of those that it was raised from."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+def _working_directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _full_places() -> list[Path]:
+    """The full ones of the directories that qarl and its libraries write to without being told."""
+    places = [os.environ.get("TMPDIR") or "/tmp", ".", os.environ.get("QARL_CACHE"), os.environ.get("HOME")]
+    full = []
+    for place in filter(None, places):
+        with suppress(OSError):
+            status = os.statvfs(place)
+            if status.f_bavail * status.f_frsize < _NO_SPACE:
+                full.append(Path(place).absolute())
+    return full
+
+
+def unexpected(error: BaseException) -> str:
+    """One line about an internal error; the line names a file with the traceback."""
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": ")
+    saved = _saved_traceback(error)
+    if saved is None:
+        return f"a fault of qarl's own: {what}; please report it (the traceback could not be saved)"
+    return f"a fault of qarl's own: {what}; please report it with the traceback in {saved}"
+
+
+def _saved_traceback(error: BaseException) -> str | None:
+    """The new file that holds the traceback of `error`; None if the machine refuses to write one.
+
+    The file is readable by its owner only, because it may contain values of the run.
+    """
     text = f"{' '.join(sys.argv)!r}\nPython {sys.version}\n\n{''.join(traceback.format_exception(error))}"
+    name = None
     try:
         fd, name = tempfile.mkstemp(prefix="qarl-fault-", suffix=".txt")
         with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-    except OSError as failure:
-        reason = failure.strerror or str(failure)
-        return f"a fault of qarl's own: {what}; please report it (the traceback could not be saved: {reason})"
-    return f"a fault of qarl's own: {what}; please report it with the traceback in {name}"
+    except OSError:
+        if name is not None:
+            with suppress(OSError):
+                os.unlink(name)
+        return None
+    return name

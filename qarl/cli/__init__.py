@@ -22,7 +22,7 @@ from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
 from qarl.distributed.launch import gpus_for_ranks, train_on_ranks
 from qarl.distributed.notes import leave_note, mark_done
 from qarl.distributed.place import own_arguments, place, rank_of_several
-from qarl.errors import UNEXPECTED, UserError, unexpected
+from qarl.errors import UNEXPECTED, UserError, machine_fault, unexpected, with_traceback
 from qarl.inputs.code import describe
 from qarl.machine import gpu_bytes, machine_bytes
 from qarl.memory import Item, estimate, expected_device, peak_bytes, too_large
@@ -91,6 +91,9 @@ def _main(argv: list[str] | None) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
     except Exception as error:  # the last handler of the program
+        if (line := machine_fault(error)) is not None:
+            _say(with_traceback(line, error), 2)
+            raise SystemExit(2) from None
         _say(unexpected(error), UNEXPECTED)
         raise SystemExit(UNEXPECTED) from None
     except BaseException as error:  # commands return their exit code, so SystemExit comes from code that one called
@@ -120,6 +123,10 @@ def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Options of `qarl` itself."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed; change to one that exists") from None
 
 
 @app.command()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qarl.errors import UNEXPECTED, UserError
+from qarl.errors import UNEXPECTED, UserError, machine_fault
 from qarl.signals import Interrupted
 
 FAULT = "fault.json"
@@ -79,7 +79,7 @@ def exit_code(error: BaseException) -> int:
         return 128 + signal.SIGINT
     if isinstance(error, Interrupted):
         return error.exit_code
-    return UNEXPECTED if isinstance(error, Exception) else 2
+    return UNEXPECTED if isinstance(error, Exception) and machine_fault(error) is None else 2
 
 
 def host() -> str:

@@ -15,16 +15,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from qarl.storage.disk import disk_errors
+
 PREFIX = "qarl-ranks-"
 LOCK = "lock"
+ROOM = 2**17  # bytes for notes of the ranks and for what they print before the run directory is open
 
 
 @contextmanager
 def meeting_folder() -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """(a new directory, what the ranks are to inherit: the descriptor of its lock, where there can be one)."""
+    """Create the directory, and remove it at the end.
+
+    Yields:
+        The directory, and the file descriptors that the ranks inherit: that of its lock, if there can be one.
+
+    Raises:
+        UserError: The file system of TMPDIR has no room for it.
+    """
     with suppress(OSError):
         _remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        with disk_errors(Path(name), ROOM, "TMPDIR"):
+            (Path(name) / "room").write_bytes(bytes(ROOM))
+            (Path(name) / "room").unlink()
         lock = _locked(Path(name))
         try:
             yield Path(name), () if lock is None else (lock,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import sys
 import time
 from contextlib import suppress
@@ -34,6 +35,7 @@ from qarl.errors import UserError
 from qarl.policy.device import pick_device
 from qarl.storage.environment import package_versions
 
+LEAST_FILES = 64  # sockets of gloo, the store and reward workers; two ranks on a CPU were seen to need 24
 _ON_FIRST_RANK = ("tensorboard", "wandb", "trackio")  # the other ranks may do without them
 
 
@@ -45,6 +47,7 @@ def connect(config: Config, device: torch.device) -> Ranks:
     own = place()
     if own is None:
         return Alone()
+    _require_files()
     group = Group(Meeting(own), device, config.distributed.timeout_s, config.run_dir)
     try:
         _require_same(group, config)
@@ -53,6 +56,13 @@ def connect(config: Config, device: torch.device) -> Ranks:
     if group.first:
         forget_fault(config.run_dir)
     return group
+
+
+def _require_files() -> None:
+    """Raise UserError if this process may open too few files: gloo aborts the process when it cannot open a socket."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < LEAST_FILES:
+        raise UserError(f"several ranks: each opens up to {LEAST_FILES} files, and ulimit -n is {limit}; raise it")
 
 
 def rank_device(name: str) -> torch.device:

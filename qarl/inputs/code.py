@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,8 +88,9 @@ def describe(error: BaseException) -> str:
 
 
 def _import_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script's path lacks the directory the user stands in
+    with suppress(FileNotFoundError):  # the working directory has been removed
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # the path of a console script lacks the working directory
     return importlib.import_module(name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qarl.errors import UserError
+from qarl.errors import MACHINE_FIXES, UserError
 from qarl.text import visible
 
 NAME_BYTES = 255  # of one component, on every common file system
@@ -77,6 +77,8 @@ def path_errors(place: str, fix: str = "check the path") -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # writing is `qarl.storage.disk`'s to explain
             raise
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            fix = MACHINE_FIXES[error.errno]
         raise UserError(f"{place}: {reason_of(error)}; {fix}") from error
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{place}: {' '.join(str(error).split())}; {fix}") from error

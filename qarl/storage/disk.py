@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from qarl.errors import UserError
+from qarl.errors import MACHINE_FIXES, UserError
 
 
 def free_bytes(path: Path) -> int:
@@ -44,7 +44,7 @@ def _refusal(path: Path, needed: int | None, place: str, error: OSError) -> User
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = f"make it writable, or choose another {place}"
     else:
-        fix = f"check the path and the disk, or choose another {place}"
+        fix = MACHINE_FIXES.get(error.errno or 0, f"check the path and the disk, or choose another {place}")
     return UserError(f"{path}: cannot be written: {reason}; {fix}")
 
 

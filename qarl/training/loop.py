@@ -316,8 +316,9 @@ def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
     directory = shlex.quote(str(config.run_dir))
     # The programs beside this Python, spelled out where the shell would not find them (make's .venv is not activated).
     programs = Path(sys.executable).parent
-    if programs.is_relative_to(Path.cwd()):
-        programs = programs.relative_to(Path.cwd())
+    with suppress(FileNotFoundError):  # the working directory may have been removed during the run
+        if programs.is_relative_to(Path.cwd()):
+            programs = programs.relative_to(Path.cwd())
     python, board, qarl = (
         n if shutil.which(n) else shlex.quote(str(programs / n)) for n in ("python", "tensorboard", "qarl")
     )
