@@ -30,8 +30,9 @@ TemplateKwargs = Annotated[
     typer.Option(
         TEMPLATE_OPTION,
         parser=text_of(TEMPLATE_OPTION),
-        metavar="JSON",
-        help="Arguments of the chat template, such as '{\"enable_thinking\": false}'. Default: the run's own.",
+        metavar="TEXT",
+        help="Arguments of the chat template as a JSON object, such as '{\"enable_thinking\": false}'. Default: the "
+        "run's own.",
     ),
 ]
 Step = Annotated[int | None, typer.Option(min=0, max=STEPS, help="Which checkpoint of a run; default the newest.")]

@@ -109,8 +109,8 @@ def _inspect(model: ModelConfig) -> Inspection:
     except HFValidationError as error:
         text = f"is not a directory or a hub name ({' '.join(str(error).split())})"
         raise UnusableModel("path", model.path, text) from None
-    except ValueError as error:  # an absolute path, `..`, a drive
-        text = f"is not the name of a file in a hub repository ({' '.join(str(error).split())})"
+    except ValueError:  # an absolute path, `..`, a drive
+        text = "is not the name of a file in a hub repository; give one such as model.Q4_0.gguf"
         raise UnusableModel("gguf_file", str(model.gguf_file), text) from None
     if not isinstance(cached, str):
         return Inspection(

@@ -254,3 +254,35 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny_model, capsys, arguments, me
     assert (code, out) == (2, "")
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_arguments_of_the_template_are_the_runs_own_unless_given(tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(THINKING)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"source": "task:arithmetic", "chat_template_kwargs": {"enable_thinking": False}},
+            "reward": {"functions": [{"name": "exact"}]},
+            "train": {"steps": 1},
+        }
+    )
+    run = replace(resolve_target(str(model)), run=config)
+    tokenizer = load_tokenizer(run.model)
+    for target, given, text in (
+        (run, None, "hi<think></think>"),
+        (run, {}, "hi"),
+        (run, {"enable_thinking": True}, "hi"),
+        (replace(run, run=None), None, "hi"),
+        (replace(run, run=None), {"enable_thinking": False}, "hi<think></think>"),
+    ):
+        assert render(target, tokenizer, ["hi"], Look(template_kwargs=given))[0].text == text
+    with pytest.raises(UserError, match="--chat-template-kwargs: belongs to the chat template"):
+        render(run, tokenizer, ["hi"], Look(chat=False, template_kwargs={"enable_thinking": False}))
+    with pytest.raises(UserError, match=r"chat_template_kwargs.messages = 1: is set by qarl"):
+        completions(model, ["hi"], template_kwargs={"messages": 1})

@@ -87,6 +87,16 @@ def test_eval_prompts_a_given_set_as_the_run_did(placed, data, options, text):
         assert own.keys() <= {"chat_template", "system_prompt"} and ("chat" in options) == ("chat_template" in own)
 
 
+def test_eval_gives_the_template_the_arguments_of_the_run(placed):
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    for place in placed({"chat_template_kwargs": off}).values():
+        target, sets = resolve_target(str(place)), ("gsm8k",)
+        for options, expected in (({}, off), ({"template_kwargs": on}, on), ({"chat": False}, None)):
+            assert prompting(target, Request(data=sets, **options)).get("chat_template_kwargs") == expected, place
+        with pytest.raises(UserError, match="--chat-template-kwargs: belongs to the chat template"):
+            prompting(target, Request(data=sets, chat=False, template_kwargs=on))
+
+
 def test_a_system_message_without_the_template_is_refused(placed):
     target = resolve_target(str(placed({"chat_template": False})["export"]))
     with pytest.raises(UserError, match="--system: is part of the chat template"):
