@@ -67,6 +67,8 @@ def _explained(error: BaseException) -> str | None:
             said = " ".join((error.strerror or str(error)).split())
             return f"{said}; set TMPDIR to a writable directory with free space (and see ulimit -f)"
         return None
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "no further thread can be started; raise the limit on processes with ulimit -u"
     code = error.errno if isinstance(error, OSError) else _errno_in(str(error))
     if code is None:
         return None

@@ -53,6 +53,10 @@ def test_what_the_machine_refuses_is_one_line_with_its_path_and_a_fix(code, path
     assert exit_code(error) == 2
 
 
+def test_a_limit_on_threads_is_one_line():
+    assert "ulimit -u" in (machine_fault(RuntimeError("can't start new thread")) or "")
+
+
 def in_handling() -> Exception:
     """A defect in code that handles a refusal."""
     try:
@@ -154,20 +158,18 @@ def test_a_removed_working_directory_is_named_by_every_command(qarl, tmp_path, c
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
-    [FEW_FILES.replace("SPARE", "0"), FEW_FILES.replace("SPARE", "2"), SMALL_FILES.replace("BYTES", "4000")],
-    ids=["no file", "two files", "small files"],
+    [FEW_FILES.replace("SPARE", "0"), SMALL_FILES.replace("BYTES", "4000")],
+    ids=["no file", "small files"],
 )
 @pytest.mark.parametrize("when", ["at the start", "at the second rollout"])
 def test_a_limit_of_the_process_is_one_line_and_the_run_goes_on_without_it(qarl, config, tmp_path, what, when):
     before = what if when == "at the start" else AT_THE_SECOND_ROLLOUT.replace("WHAT", repr(what))
     done = qarl.run("train", config, before=before, cwd=tmp_path)
-    enough = "+ 2" in what and when == "at the second rollout"  # a step has no more files open at once
-    if not enough:
-        assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
-        assert any(os.strerror(code).lower() in done.err.lower() for code in (errno.EMFILE, errno.EFBIG)), done.err
-        assert "limit" in done.err  # on what, and that it can be raised
-        assert (tmp_path / "run" / "checkpoints" / "000001").is_dir() == (when == "at the second rollout")
-        done = qarl.run("train", config, cwd=tmp_path)
+    assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+    assert any(os.strerror(code).lower() in done.err.lower() for code in (errno.EMFILE, errno.EFBIG)), done.err
+    assert "limit" in done.err  # on what, and that it can be raised
+    assert (tmp_path / "run" / "checkpoints" / "000001").is_dir() == (when == "at the second rollout")
+    done = qarl.run("train", config, cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]

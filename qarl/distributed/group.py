@@ -40,9 +40,18 @@ _ON_FIRST_RANK = ("tensorboard", "wandb", "trackio")  # the other ranks may do w
 
 
 def connect(config: Config, device: torch.device) -> Ranks:
-    """The ranks that this process's launcher started, once all of them are here; `Alone` without a launcher.
+    """Wait for all ranks that the launcher of this process started.
 
-    device: of `rank_device`. Raises UserError where ranks were started with different configurations.
+    Args:
+        config: The configuration of the run.
+        device: The device of this rank, from `rank_device`.
+
+    Returns:
+        The ranks, or `Alone` without a launcher.
+
+    Raises:
+        UserError: The ranks cannot find each other in time, or were started with different configurations.
+        OtherRankFailed: Another rank failed while it started.
     """
     own = place()
     if own is None:

@@ -89,7 +89,7 @@ def test_any_environment_is_a_place_or_one_line_that_names_the_variable(environm
 
 # --- listeners
 
-TIMEOUT_S = 0.7
+TIMEOUT_S = 0.5
 
 
 @contextmanager

@@ -179,7 +179,7 @@ def place(qarl, tiny_model, tmp_path_factory) -> Place:
 
 @given(case=CASES)
 @budget(
-    max_examples=3,
+    max_examples=2,
     deadline=None,
     derandomize=True,
     database=None,
