@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from qarl.errors import UserError
 
 START_S = 120.0  # least time for the ranks of `--nproc` to start, which share the cores of one machine
 RETRY_S = 0.1
+QUIET_S = 0.1  # for a listener that is no store to close a new connection, or to speak
 
 _runs = itertools.count()  # a process may train several runs, and their keys in the launcher's store must differ
 
@@ -108,10 +110,7 @@ class _Connecting(threading.Thread):
     def run(self) -> None:
         if not self._listens and not self._await_listener():
             return
-        self.fault = (
-            f"accepts connections, but did not answer as torch's store {self._within}: another program listens there; "
-            "choose a free MASTER_PORT"
-        )
+        self.fault = self._foreign()
         try:
             self.store = self._listening() if self._listens else self._client()
         except RuntimeError as error:  # torch.distributed raises nothing else
@@ -123,12 +122,23 @@ class _Connecting(threading.Thread):
                 else f"cannot be used: {said[:300]}"
             )
 
+    def _foreign(self) -> str:
+        return (
+            f"accepts connections, but did not answer as torch's store {self._within}: another program listens there; "
+            "choose a free MASTER_PORT"
+        )
+
     def _await_listener(self) -> bool:
-        """Wait until something listens. Python retries, because torch prints a stack trace per attempt."""
+        """Wait until something listens that may be a store, which neither closes a connection nor speaks first.
+
+        Python looks and retries, because torch prints a stack trace to stderr per failed attempt.
+        """
         while (left := self._end - time.monotonic()) > 0:
             try:
-                with socket.create_connection(self._address, timeout=left):
-                    return True
+                with socket.create_connection(self._address, timeout=left) as connection:
+                    if not select.select([connection], [], [], QUIET_S)[0]:
+                        return True
+                    self.fault = self._foreign()
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 self.fault = (
