@@ -18,6 +18,7 @@ from qarl.distributed.ranks import OtherRankFailed, Ranks
 from qarl.errors import UserError
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import read_history
+from qarl.storage.saved_state import Inputs
 from qarl.training.keeper import Keeper
 from qarl.training.state import capture
 
@@ -36,7 +37,8 @@ class Place:
             updates=updates,
             policy=SimpleNamespace(version=0, current=snapshot),
             stream=SimpleNamespace(state=lambda: {"position": self.step}),
-            inputs={},
+            inputs=Inputs({}, {}),
+            started=None,
         )
         console = SimpleNamespace(warn=self.said.append, message=self.said.append, phase=lambda name: nullcontext())
         directory = SimpleNamespace(path=folder, checkpoints=folder / "checkpoints")
@@ -62,14 +64,14 @@ class Place:
         self.learn()
         self.keeper.finish(self.step)
 
-    def rescue(self, fault: Exception | None, together: bool = True) -> None:
+    def rescue(self, fault: BaseException | None, together: bool = True) -> None:
         """What a run's loop does with a fault that ranks agree on, or that one has alone."""
         try:
             if together:
                 self.ranks.agree(fault)
             elif fault is not None:
                 raise fault
-        except Exception as error:
+        except BaseException as error:
             self.keeper.rescue(self.recorder, error)
 
 
@@ -97,10 +99,11 @@ def test_a_step_is_saved_by_all_and_recorded_by_the_first(tmp_path):
     assert read_history(tmp_path).checkpoint == 1
 
 
-def test_a_fault_that_all_agree_on_saves_the_finished_step(tmp_path):
+@pytest.mark.parametrize("fault", [ValueError("odd"), SystemExit(0)])
+def test_a_fault_that_all_agree_on_saves_the_finished_step(tmp_path, fault):
     def work(place: Place) -> None:
         place.take()
-        place.rescue(ValueError("odd") if place.ranks.rank == 1 else None)
+        place.rescue(fault if place.ranks.rank == 1 else None)
 
     places = of_ranks(tmp_path, work)
     assert saved(tmp_path) == [1, 2]
@@ -116,11 +119,12 @@ def test_a_step_that_lacks_its_metrics_is_finished_first(tmp_path):
     assert saved(tmp_path) == [1, 2] and [place.logged for place in places] == [[2], [], []]
 
 
-def test_what_one_rank_raises_alone_leaves_the_newest_checkpoint(tmp_path):
+@pytest.mark.parametrize("fault", [ValueError("odd"), SystemExit(0), KeyboardInterrupt()])
+def test_what_one_rank_raises_alone_leaves_the_newest_checkpoint(tmp_path, fault):
     def work(place: Place) -> None:
         place.take()
         if place.ranks.rank == 1:  # the others are in a collective that never ends
-            place.rescue(ValueError("odd"), together=False)
+            place.rescue(fault, together=False)
 
     first, alone, _ = of_ranks(tmp_path, work)
     assert saved(tmp_path) == [1] and first.said == []
