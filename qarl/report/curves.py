@@ -24,7 +24,8 @@ class Curves:
 REWARD_PARTS = Curves("Parts of the reward", "mean over the responses", ((r"reward/(.+)_mean", r"\1"),))
 REWARD = (
     REWARD_PARTS,
-    Curves("Failed scores", "scores a step", (("reward/failed", "failed"),)),
+    Curves("Failed scores", "scores per step", (("reward/failed", "failed"),)),
+    Curves("Skipped rows", "rows per step that a function returned None for", ((r"reward/(.+)_skipped", r"\1"),)),
     Curves("Response length", "tokens", (("response/length_mean", "mean"), ("response/length_max", "longest"))),
     Curves("Responses cut at the length limit", "fraction", (("response/truncated_frac", "truncated"),)),
 )

@@ -59,7 +59,7 @@ def _completion(row: dict[str, Any], place: str) -> Completion:
         details.append(f"advantage {number(row['advantage'])}")
     parts = row.get("rewards")
     if isinstance(parts, dict) and len(parts) > 1:
-        details.append(", ".join(f"{name} {_text(value)}" for name, value in parts.items()))
+        details.append(", ".join(f"{name} {_score(value)}" for name, value in parts.items()))
     prompt, completion = (_text(row.get(key, "")) for key in ("prompt", "completion"))
     return Completion(prompt, completion, _reward(row), " · ".join(details))
 
@@ -68,3 +68,7 @@ def _text(value: Any) -> str:
     if isinstance(value, (int, float)):
         return number(value)
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _score(value: Any) -> str:
+    return "skipped" if value is None else _text(value)

@@ -1,7 +1,8 @@
 """Reward functions, built-in and the user's own, run in worker processes under a time limit.
 
-A reward function has TRL's signature, `f(completions, prompts, **columns) -> list[float]`: texts, the prompts they
-answer, and one list a data column, all of one length; a column `completion_ids` has the completions' token ids.
+A reward function has TRL's signature, `f(completions, prompts, **columns) -> list[float | None]`: the responses' texts,
+the prompts, and one list per data column, all of the same length. The column `completion_ids` holds the token ids of
+the responses. None for a row means that the function does not score it.
 """
 
 from qarl.rewards.batch import RewardResult

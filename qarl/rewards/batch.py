@@ -26,14 +26,22 @@ IMPATIENT = 0.1  # x timeout_s
 class RewardResult:
     """Scores of one batch, in its order.
 
-    total: the weighted sum over the functions. by_function: label -> unweighted scores, 0 where the function failed.
-    failed: label -> completions it failed on (every label is there). messages: one line a failure.
+    Attributes:
+        total: Weighted sum over the functions that scored the completion; 0 if all of them skipped it (as in TRL).
+        by_function: Label to unweighted scores: 0 if the function failed, None if it skipped the completion.
+        failed: Label to the number of completions that the function failed on. Has every label.
+        messages: One line per failure, and one if all functions skipped a completion.
     """
 
     total: list[float]
-    by_function: dict[str, list[float]]
+    by_function: dict[str, list[float | None]]
     failed: dict[str, int]
     messages: list[str]
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Label to the number of completions that the function returned None for. Has every label."""
+        return {label: scores.count(None) for label, scores in self.by_function.items()}
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Batch:
         self._timeout_s, self._max_failed_frac = timeout_s, max_failed_frac
         count = len(completions)
         self._share = share or Share(0, count)
-        self._scores = [[0.0] * count for _ in labels]
+        self._scores: list[list[float | None]] = [[0.0] * count for _ in labels]
         self._failed = [0] * len(labels)
         self._messages: list[str] = []
         self._retries = [_Retries() for _ in labels]
@@ -141,14 +149,23 @@ class Batch:
         self._retried.extend(Task(task.function, range(i, i + 1)) for i in task.indices)
 
     def result(self) -> RewardResult:
-        total = [
-            sum(w * s[i] for w, s in zip(self._weights, self._scores, strict=True))
-            for i in range(len(self._completions))
-        ]
+        unscored = [i for i, row in enumerate(zip(*self._scores, strict=True)) if all(s is None for s in row)]
+        if unscored:
+            first = self._number(unscored[0])
+            text = f"every reward function returned None for {len(unscored)} completions, which score 0; the first is"
+            self._note(f"{text} completion {first}")
+        total = [self._total(i) for i in range(len(self._completions))]
         scores = dict(zip(self._labels, self._scores, strict=True))
         return RewardResult(total, scores, dict(zip(self._labels, self._failed, strict=True)), self._messages)
 
-    def _keep(self, function: int, index: int, score: float) -> None:
+    def _total(self, index: int) -> float:
+        scored = zip(self._weights, (scores[index] for scores in self._scores), strict=True)
+        return sum((weight * score for weight, score in scored if score is not None), 0.0)
+
+    def _keep(self, function: int, index: int, score: float | None) -> None:
+        if score is None:
+            self._scores[function][index] = None
+            return
         weighted = self._weights[function] * score
         if abs(weighted) <= SCORE_LIMIT:
             self._scores[function][index] = score

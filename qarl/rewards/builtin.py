@@ -22,6 +22,10 @@ BUILTINS = {
 }
 
 
+# One think block, then one answer block. `.*?` in place of "no further tag" would also match several blocks.
+ONE_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>"
+
+
 def column_values(columns: dict[str, list], name: str) -> list:
     """One data column. Raises UserError listing the columns there are."""
     if name not in columns:
@@ -130,7 +134,7 @@ def format(
     completions: list[str],
     prompts: list[str],
     *,
-    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>",
+    pattern: str = ONE_ANSWER,
     **columns: list,
 ) -> list[float]:
     """1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines too), else 0."""

@@ -16,7 +16,7 @@ from qarl.inputs import code
 from qarl.rewards.builtin import BUILTINS
 
 # f(completions, prompts, columns), options bound
-RewardFunction = Callable[[list[str], list[str], dict[str, list]], list[float]]
+RewardFunction = Callable[[list[str], list[str], dict[str, list]], list[float | None]]
 
 
 def labels(names: list[str]) -> list[str]:
@@ -109,6 +109,6 @@ def _call(
     completions: list[str],
     prompts: list[str],
     columns: dict[str, list],
-) -> list[float]:
+) -> list[float | None]:
     given = {name: values for name, values in columns.items() if name not in hidden}
     return function(completions=completions, prompts=prompts, **{**given, **options})

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from qarl.distributed.place import alone
 from qarl.errors import UserError
 from qarl.rewards.frames import REPLY_BYTES, BadFrame, Frames, frame, parse_reply
 from qarl.rewards.log import Output, RewardLog
@@ -49,11 +50,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """How a task ended. outcome: its scores, or what went wrong. hung: it had no answer in its time. stale: how many
-    replies that were not to this call were dropped meanwhile."""
+    """How a task ended.
+
+    Attributes:
+        task: The task.
+        outcome: One score per completion (None: the function skipped the row), or what went wrong.
+        hung: Whether it gave no answer within its time limit.
+        stale: Number of replies to other calls that were dropped meanwhile.
+    """
 
     task: Task
-    outcome: list[float] | str
+    outcome: list[float | None] | str
     hung: bool = False
     stale: int = 0
 
@@ -85,6 +92,8 @@ class Worker:
                 stderr=prints,
                 pass_fds=[child.fileno(), life],
                 start_new_session=True,
+                # A function that calls init_process_group or a hub client must not take itself for a rank of the run.
+                env=alone(os.environ),
             )
         except BaseException:
             self._close()
@@ -240,7 +249,7 @@ class Worker:
             return self._done(visible(value))
         raise BadFrame("sent something that is no reply")
 
-    def _done(self, outcome: list[float] | str, hung: bool = False) -> Report:
+    def _done(self, outcome: list[float | None] | str, hung: bool = False) -> Report:
         task, self.task = self.task, None
         assert task is not None, "a task ends once"
         self._number = 0  # of no request
@@ -277,5 +286,8 @@ def _are_scores(value: Any, count: int) -> bool:
     return (
         isinstance(value, list)
         and len(value) == count
-        and all(type(score) is float and math.isfinite(score) and abs(score) <= SCORE_LIMIT for score in value)
+        and all(
+            score is None or (type(score) is float and math.isfinite(score) and abs(score) <= SCORE_LIMIT)
+            for score in value
+        )
     )

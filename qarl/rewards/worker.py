@@ -8,7 +8,7 @@ a number, and a reply that does not repeat it is dropped:
     <- {request, functions: [[label, name, options]], columns or null}
     -> {request, kind, value}: loading, label for each, then ready, null or error, message
     <- {request, function: its index, completions, prompts, columns}
-    -> {request, kind, value}: scores, [float] or raised, message or error, message; "error" stops the run
+    -> {request, kind, value}: scores, [float or null] or raised, message or error, message; "error" stops the run
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Link:
 
 def run(
     function: RewardFunction, completions: list[str], prompts: list[str], columns: dict[str, list]
-) -> tuple[str, list[float] | str]:
+) -> tuple[str, list[float | None] | str]:
     """Call the function and check what it returns. Any exception of the user's, SystemExit too, becomes a message."""
     try:
         return "scores", checked(function(completions, prompts, columns), len(completions))
@@ -122,11 +122,19 @@ def run(
         return "raised", describe(error)
 
 
-def checked(scores: Any, count: int) -> list[float]:
-    """`count` finite floats of at most SCORE_LIMIT. Raises ValueError or TypeError that says what was returned instead.
+def checked(scores: Any, count: int) -> list[float | None]:
+    """Validate what a reward function returned.
 
-    scores: anything that gives its items in an order (a list, a tuple, an array, a generator). A number is a
-    `numbers.Real` or a scalar array or tensor (something with `.item()`).
+    Args:
+        scores: Anything that gives its items in an order (a list, a tuple, an array, a generator). An item is None, a
+            `numbers.Real`, or a scalar array or tensor (something with `.item()`).
+        count: Number of completions.
+
+    Returns:
+        One finite float of at most SCORE_LIMIT per completion, or None for a row that the function skips.
+
+    Raises:
+        TypeError, ValueError: It is something else; the message says what.
     """
     expected = f"expected a list of {count} numbers"
     if isinstance(scores, (str, bytes, bytearray, Mapping, Set)):  # whose items are no scores of completions
@@ -142,10 +150,12 @@ def checked(scores: Any, count: int) -> list[float]:
     return [_score(value) for value in values]
 
 
-def _score(value: Any) -> float:
+def _score(value: Any) -> float | None:
+    if value is None:
+        return None
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, numbers.Real):
-        raise TypeError(f"returned {_shown(value)} ({type(value).__name__}), expected a number")
+        raise TypeError(f"returned {_shown(value)} ({type(value).__name__}), expected a number or None")
     if abs(float(number)) > SCORE_LIMIT and number not in (math.inf, -math.inf):
         raise ValueError(f"returned {_shown(value)}, more than the {SCORE_LIMIT:.0e} that a score may be")
     if not math.isfinite(number):

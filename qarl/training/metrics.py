@@ -61,10 +61,17 @@ class Clock(Observer):
 
 
 def reward_metrics(scores: RewardResult) -> dict[str, float]:
-    """Mean and spread of the total, the mean of each function, and how many scores failed."""
+    """Mean and deviation of the total, the mean of each function, and the numbers of failed and skipped scores.
+
+    A function's mean is over the responses that it scored, and missing if it skipped all. `reward/LABEL_skipped`
+    is there if the function skipped any.
+    """
     metrics = {"reward/mean": mean(scores.total), "reward/std": deviation(scores.total)}
     if len(scores.by_function) > 1:
-        metrics |= {f"reward/{label}_mean": mean(values) for label, values in scores.by_function.items()}
+        for label, values in scores.by_function.items():
+            if scored := [value for value in values if value is not None]:
+                metrics[f"reward/{label}_mean"] = mean(scored)
+    metrics |= {f"reward/{label}_skipped": float(count) for label, count in scores.skipped.items() if count}
     return metrics | {"reward/failed": float(sum(scores.failed.values()))}
 
 

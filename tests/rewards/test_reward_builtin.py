@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from decimal import Decimal
 
 import pytest
@@ -142,6 +143,7 @@ def test_length(options, expected):
         ("<answer>4</answer>", 0.0),
         ("so <think>a</think><answer>4</answer>", 0.0),
         ("<think>a</think><answer>4</answer> done", 0.0),
+        ("<think>a < b</think><answer><b>4</b></answer>", 1.0),
     ],
 )
 def test_format_default_is_think_then_answer(completion, expected):
@@ -207,3 +209,12 @@ def test_reasoning_gym_scores_with_the_options_of_the_task():
 def test_options_and_columns_are_checked_on_an_empty_batch(function, options, message):
     with pytest.raises(UserError, match=message):
         function([], [], answer=[], other=[], **options)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_format_default_accepts_one_think_and_one_answer_block_only(seed):
+    rng = random.Random(seed)
+    parts = ["<think>a</think>", "<answer>b</answer>", "\n", " ", "c", "<think>", "</think>", "<answer>", "</answer>"]
+    text = "".join(rng.choices(parts, [5, 5, 2, 2, 1, 1, 1, 1, 1], k=rng.randrange(2, 6)))
+    right = text.split() == ["<think>a</think><answer>b</answer>"] or text.split() == parts[:2]
+    assert score(format, [text, parts[0] + parts[1], parts[0] + parts[1] * 2]) == [float(right), 1.0, 0.0]

@@ -197,3 +197,25 @@ def test_worker_imports_neither_torch_nor_other_heavy_packages():
     ).stdout
     for heavy in ("torch", "numpy", "transformers", "datasets", "pydantic", "sympy", "math_verify", "reasoning_gym"):
         assert f"'{heavy}'" not in modules
+
+
+LAUNCHERS = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "QARL_RANKS"),
+]
+
+
+def test_a_worker_inherits_the_environment_without_the_variables_of_launchers(tmp_path, monkeypatch):
+    for name in [*LAUNCHERS, "MINE"]:
+        monkeypatch.setenv(name, "1")
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef sees(completions, **columns): return [float(name in os.environ) for name in completions]\n"
+    )
+    names = [*LAUNCHERS, "MINE", "PATH"]
+    with RewardPool(RewardConfig(functions=[{"name": f"{tmp_path}/mine.py:sees"}])) as rewards:
+        assert dict(zip(names, score(rewards, *names).total, strict=True)) == {
+            **dict.fromkeys(LAUNCHERS, 0.0),
+            "MINE": 1.0,
+            "PATH": 1.0,
+        }
