@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from qarl.errors import UserError
+from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 
 BUILTINS = {
     "exact": "qarl.rewards.builtin:exact",
@@ -60,16 +62,32 @@ def exact(
     column: str = "answer",
     strip: bool = True,
     casefold: bool = False,
+    think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """1 if the completion is the text of `column`, else 0. strip: surrounding white space; casefold: case ignored."""
+    """1 if the response is the text of `column`, else 0.
+
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        column: Data column of the answers.
+        strip: Whether to ignore surrounding white space.
+        casefold: Whether to ignore case.
+        think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null: all of it.
+        columns: The data's columns.
+
+    Returns:
+        One score per response.
+    """
+    check_tags(think_tags)
 
     def normal(text: str) -> str:
         text = text.strip() if strip else text
         return text.casefold() if casefold else text
 
     answers = ground_truths(columns, column)
-    return [float(normal(c) == normal(str(a))) for c, a in zip(completions, answers, strict=True)]
+    said = [after_thinking(c, p, think_tags) for c, p in zip(completions, prompts, strict=True)]
+    return [float(s is not None and normal(s) == normal(str(a))) for s, a in zip(said, answers, strict=True)]
 
 
 def regex(
@@ -79,24 +97,45 @@ def regex(
     pattern: str,
     group: int | str | None = None,
     column: str = "answer",
+    think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """Without `group`: 1 if `pattern` is found in the completion (`re.search`), else 0.
+    """1 if the pattern is found in the response, or if a group of it is the right answer, else 0.
 
-    With `group` (number or name): 1 if the first match's group equals `final_answer` of `column` as text, both
-    stripped. Flags go into the pattern, as in `(?s)`.
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        pattern: Regular expression, as for `re.search`. Flags go into it, as in `(?s)`.
+        group: Number or name of the group that must equal `final_answer` of `column`, both stripped. None: a match in
+            any part of the response scores 1.
+        column: Data column of the answers.
+        think_tags: With `group`, only what follows a think block of these tags counts, see `after_thinking`; null, or
+            if the pattern itself has one of the tags in it: all of it.
+        columns: The data's columns.
+
+    Returns:
+        One score per response.
     """
     compiled = _compile(pattern)
+    check_tags(think_tags)
     if group is None:
         return [float(compiled.search(completion) is not None) for completion in completions]
     if group not in {0, *range(1, compiled.groups + 1), *compiled.groupindex}:
         raise UserError(f"group {group!r} is not in the pattern {pattern!r}")
     answers = ground_truths(columns, column)
+    tags = tags_for(pattern, think_tags)
     scores = []
-    for completion, answer in zip(completions, answers, strict=True):
-        match = compiled.search(completion)
+    for completion, prompt, answer in zip(completions, prompts, answers, strict=True):
+        said = after_thinking(completion, prompt, tags)
+        match = None if said is None else compiled.search(said)
         scores.append(float(match is not None and (match[group] or "").strip() == final_answer(answer)))
     return scores
+
+
+def tags_for(pattern: str | None, think_tags: Sequence[str] | None) -> Sequence[str] | None:
+    """The think tags, or None if the user's pattern has one of them in it and so deals with think blocks itself."""
+    mentions = pattern is not None and think_tags is not None and any(tag in pattern for tag in think_tags)
+    return None if mentions else think_tags
 
 
 def length(

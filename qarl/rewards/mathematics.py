@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from decimal import Decimal, DecimalException
+from functools import lru_cache, partial
+
 import math_verify
+from latex2sympy2_extended import NormalizationConfig
+from math_verify.errors import TimeoutException
+from math_verify.utils import timeout
+from sympy import Expr, Float
 
 from qarl.errors import UserError
 from qarl.rewards.builtin import final_answer, ground_truths
+from qarl.rewards.equality import same
+from qarl.rewards.number_text import read
+from qarl.rewards.numbers import Quantity, equal
+from qarl.rewards.responses import (
+    THINK_TAGS,
+    after_thinking,
+    check_tags,
+    final_box,
+    final_fragment,
+    formulas,
+    has_prose,
+    joined_formulas,
+)
+from qarl.rewards.spelling import ascii_math, clean
 
-_DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
+# Units are read here: math-verify would take the variable of `5m` for one.
+_EXTRACTION = [
+    math_verify.LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True)
+    ),
+    math_verify.ExprExtractionConfig(),
+]
+_PRECISION = 50  # digits of constants such as sqrt(2)
+_LENGTH = 2_000  # of an expression for math-verify
+_HUGE = re.compile(r"\^\s*\{?\s*[-+]?\s*\d{7,}|\d[eE][-+]?\d{5,}|\d{4,}!|!!")
+_E_NOTATION = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]\{?([-+]?\d+)\}?(?![\w.])")
+_MIXED = re.compile(r"(?<![\d.}])(\d+)\s*(\\frac\{\d+\}\{\d+\})")
+_LAST_LINE = re.compile(r"####[ \t]*([^\n]*?)\s*$")
 
 
 def math(
@@ -16,34 +51,118 @@ def math(
     *,
     column: str = "answer",
     timeout_s: int = 2,
+    think_tags: Sequence[str] | None = THINK_TAGS,
+    complete_box: bool = True,
     **columns: list,
 ) -> list[float]:
-    """1 if the completion's final answer equals the ground truth mathematically, else 0 (math-verify).
+    """1 if the response's final answer equals the ground truth mathematically, else 0.
 
-    The ground truth is `final_answer` of `column`: a number, LaTeX, or a text with `\\boxed{}` or `$...$` in it. Where
-    it is written with `####`, a completion may be too, and what follows its last `####` counts.
-    timeout_s: whole seconds for each of parsing and comparing one completion; past them it scores 0. math-verify
-    keeps that limit with SIGALRM, so this runs in a main thread only.
+    docs/configuration.md says which part of a response is its final answer, and what equals what. Numbers, lists and units
+    are compared here, other expressions by math-verify.
 
-    Raises ValueError for a ground truth that is not there (null) or cannot be parsed.
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        column: Data column of the ground truths: numbers, LaTeX, or texts with `\\boxed{}`, `$...$` or `####` in them.
+        timeout_s: Whole seconds for each call of math-verify; past them the answer counts as wrong. math-verify keeps
+            the limit with SIGALRM, so this runs in a main thread only.
+        think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null: all of it.
+        complete_box: Whether a last box that is not closed means that there is no answer. If not, it is ignored.
+        columns: The data's columns.
+
+    Returns:
+        One score per response.
+
+    Raises:
+        ValueError: A ground truth is null, empty, or cannot be parsed.
     """
     if type(timeout_s) is not int or timeout_s < 1:
         raise UserError(f"timeout_s must be a whole number of seconds, at least 1, got {timeout_s!r}")
+    if type(complete_box) is not bool:
+        raise UserError(f"complete_box must be true or false, got {complete_box!r}")
+    check_tags(think_tags)
+    symbolic = partial(_symbolic, timeout_s)
     scores = []
-    for completion, answer in zip(completions, ground_truths(columns, column), strict=True):
-        gold = _parse_gold(answer, timeout_s)
-        # math-verify knows no `####`: of a GSM8K solution it may take a number before it.
-        text = final_answer(completion) if "####" in str(answer) else completion
-        candidate = math_verify.parse(text, parsing_timeout=timeout_s)
-        scores.append(float(math_verify.verify(gold, candidate, timeout_seconds=timeout_s)))
+    for completion, prompt, answer in zip(completions, prompts, ground_truths(columns, column), strict=True):
+        gold = _gold(answer)
+        said = after_thinking(completion, prompt, think_tags)
+        fragment = None if said is None else _fragment(said, "####" in str(answer), complete_box)
+        scores.append(float(fragment is not None and same(gold, fragment, symbolic)))
     return scores
 
 
-def _parse_gold(answer: object, timeout_s: int) -> list:
-    text = final_answer(answer)
-    if not any(delimiter in text for delimiter in _DELIMITERS):
-        text = rf"\boxed{{{text}}}"  # else plain `x^2 + 1` is taken for the last number in it
-    gold = math_verify.parse(text, parsing_timeout=timeout_s)
-    if not gold:
-        raise ValueError(f"math-verify finds no answer in the ground truth {str(answer)[-60:]!r}")
+def _gold(answer: object) -> str:
+    """The ground truth as one expression. Raises ValueError if it is empty."""
+    text = ascii_math(final_answer(answer))
+    box = final_box(text, complete=False)
+    found = formulas(text) if box is None else []
+    gold = box or (joined_formulas(text, found, len(found) - 1, -1) if found else text)
+    if not clean(gold):
+        raise ValueError(f"there is no answer in the ground truth {str(answer)[-60:]!r}")
     return gold
+
+
+def _fragment(response: str, marked: bool, complete_box: bool) -> str | None:
+    """The final answer in a response. marked: the ground truth is written behind `####`, as in GSM8K."""
+    text = ascii_math(response)
+    if marked and "####" in text:
+        text = text.rpartition("####")[2]
+        if "\\boxed" not in text and "\\fbox" not in text:
+            text = text.strip().partition("\n")[0]
+    elif "\\boxed" not in text and (line := _LAST_LINE.search(text)) is not None:
+        text = line[1]
+    text = text.strip()
+    if len(text) <= 200 and "\n" not in text and "\\boxed" not in text and "\\fbox" not in text:
+        if not has_prose(text):  # nothing but an expression
+            return text
+        return final_fragment(text, complete_box) or text
+    return final_fragment(text, complete_box)
+
+
+def _symbolic(timeout_s: int, gold: str, answer: str) -> bool:
+    """Whether two expressions are equal, by math-verify, or as numbers of 50 digits if they have no variables.
+
+    Raises ValueError if math-verify cannot parse the ground truth.
+    """
+    if max(len(gold), len(answer)) > _LENGTH or any(_HUGE.search(text) for text in (gold, answer)):
+        return False
+    return any(_equal(g, a, timeout_s) for g in _spellings(gold) for a in _spellings(answer))
+
+
+def _spellings(text: str) -> list[str]:
+    """The expression for math-verify: e-notation as a product, which it reads as Euler's number, and as it is."""
+    text = _MIXED.sub(r"(\1+\2)", text.replace("$", ""))
+    product = _E_NOTATION.sub(r"(\1 \\times 10^{\2})", text)
+    return [text] if product == text else [product, text] if re.search(r"\de[-+][1-9]", text) else [product]
+
+
+def _equal(gold: str, answer: str, timeout_s: int) -> bool:
+    wanted, said = _constant(gold, timeout_s), _constant(answer, timeout_s)
+    if wanted is not None and said is not None:
+        return equal(wanted, said)
+    target = _parse(gold, timeout_s)
+    if not target:
+        raise ValueError(f"math-verify finds no answer in the ground truth {gold[-60:]!r}")
+    return math_verify.verify(list(target), list(_parse(answer, timeout_s)), timeout_seconds=timeout_s)
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str, timeout_s: int) -> tuple:
+    return tuple(math_verify.parse(rf"\boxed{{{text}}}", _EXTRACTION, parsing_timeout=timeout_s))
+
+
+@lru_cache(maxsize=1024)
+def _constant(text: str, timeout_s: int) -> Quantity | None:
+    """The value of an expression without variables; None if it has some, or is not a real number."""
+    if found := read(text):
+        return found[0]
+    parsed = _parse(text, timeout_s)
+    if not parsed or not isinstance(parsed[0], Expr) or parsed[0].free_symbols:
+        return None
+    try:
+        value = timeout(timeout_seconds=timeout_s)(lambda: parsed[0].doit().evalf(_PRECISION))()
+        if not (value.is_Float or value.is_Integer or value.is_Rational):
+            return None
+        return Quantity(Decimal(str(value.evalf(_PRECISION))), approximate=parsed[0].has(Float))
+    except (TimeoutException, DecimalException, ArithmeticError, AttributeError, TypeError, ValueError):
+        return None

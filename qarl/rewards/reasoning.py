@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.rewards.builtin import column_values
+from qarl.rewards.builtin import column_values, tags_for
+from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 
 try:
     from reasoning_gym import create_dataset
@@ -23,32 +24,50 @@ def reasoning_gym(
     *,
     pattern: str | None = None,
     column: str = "entry",
+    think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
-    """The task's score of the answer, usually in [0, 1]; `column` holds the entries of `reasoning-gym:NAME` data.
+    """The task's score of the answer, usually in [0, 1].
 
-    The answer is the stripped completion, or with `pattern` the first group of its last match (`.` matches newlines,
-    e.g. `<answer>(.*?)</answer>`), and 0 where it does not match.
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        pattern: Regular expression whose last match has the answer in its first group, such as
+            `<answer>(.*?)</answer>`; `.` matches newlines. No match scores 0. None: the answer is the whole response.
+        column: Data column of the entries of `reasoning-gym:NAME` data.
+        think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null, or if the pattern
+            has one of the tags in it: all of it.
+        columns: The data's columns.
+
+    Returns:
+        One score per response.
     """
+    check_tags(think_tags)
     try:
         compiled = None if pattern is None else re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise UserError(f"pattern {pattern!r} is not a regular expression: {error}") from error
     if compiled is not None and compiled.groups < 1:
         raise UserError(f"pattern {pattern!r} needs a group around the answer")
+    tags = tags_for(pattern, think_tags)
     scores = []
-    for completion, entry in zip(completions, column_values(columns, column), strict=True):
-        answer = completion
-        if compiled is not None:
-            matches = list(compiled.finditer(completion))
-            if not matches:
-                scores.append(0.0)
-                continue
-            answer = matches[-1][1] or ""
+    for completion, prompt, entry in zip(completions, prompts, column_values(columns, column), strict=True):
+        answer = _last_match(compiled, after_thinking(completion, prompt, tags))
+        if answer is None:
+            scores.append(0.0)
+            continue
         metadata = entry["metadata"]
         score = _scorer(metadata["source_dataset"], json.dumps(metadata.get("source_options", {}), sort_keys=True))
         scores.append(float(score(answer.strip(), entry)))
     return scores
+
+
+def _last_match(pattern: re.Pattern[str] | None, text: str | None) -> str | None:
+    """The first group of the last match, or the whole text without a pattern; None if there is no answer."""
+    if pattern is None or text is None:
+        return text
+    matches = list(pattern.finditer(text))
+    return (matches[-1][1] or "") if matches else None
 
 
 @lru_cache

@@ -218,3 +218,41 @@ def test_format_default_accepts_one_think_and_one_answer_block_only(seed):
     text = "".join(rng.choices(parts, [5, 5, 2, 2, 1, 1, 1, 1, 1], k=rng.randrange(2, 6)))
     right = text.split() == ["<think>a</think><answer>b</answer>"] or text.split() == parts[:2]
     assert score(format, [text, parts[0] + parts[1], parts[0] + parts[1] * 2]) == [float(right), 1.0, 0.0]
+
+
+THINKING = [
+    ("<think>yes</think>yes", "p", 1.0),
+    ("<think>yes</think>no", "p", 0.0),
+    ("<think>yes", "p", 0.0),
+    ("yes", "p<think>", 0.0),
+    ("no</think>yes", "p<think>", 1.0),
+    ("yes<think>", "p", 0.0),
+    ("yes", "<think> and </think>", 1.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "prompt", "expected"), THINKING)
+def test_exact_and_regex_count_what_follows_a_think_block(completion, prompt, expected):
+    pattern = {"pattern": "^\\s*(yes)", "group": 1}
+    assert exact([completion], [prompt], answer=["yes"]) == [expected]
+    assert regex([completion], [prompt], answer=["yes"], **pattern) == [expected]
+    assert regex([completion], [prompt], answer=["yes"], think_tags=None, pattern="(yes)", group=1) == [1.0]
+    assert regex([completion], [prompt], pattern="yes") == [1.0]  # without a group: anywhere
+    assert exact([completion], [prompt], answer=[completion], think_tags=None) == [1.0]
+
+
+def test_a_regex_with_a_tag_in_it_reads_think_blocks_itself():
+    pattern = "<think>.*</think>\\s*<answer>(.*?)</answer>"
+    completion = "<think>a</think><answer>yes</answer>"
+    assert regex([completion], ["p"], answer=["yes"], pattern=pattern, group=1) == [1.0]
+
+
+@pytest.mark.parametrize(("completion", "prompt", "expected"), THINKING)
+def test_reasoning_gym_counts_what_follows_a_think_block(chain_sum, completion, prompt, expected):
+    from qarl.rewards.reasoning import reasoning_gym
+
+    right = chain_sum["answer"][0]
+    said = completion.replace("yes", f"={right}=")
+    entry, options = chain_sum["entry"][:1], {"pattern": "=(.*?)="}
+    assert reasoning_gym([said], [prompt], entry=entry, **options) == [expected]
+    assert reasoning_gym([said], [prompt], entry=entry, think_tags=None, **options) == [1.0]
