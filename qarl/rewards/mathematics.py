@@ -57,8 +57,8 @@ def math(
 ) -> list[float]:
     """1 if the response's final answer equals the ground truth mathematically, else 0.
 
-    docs/configuration.md says which part of a response is its final answer, and what equals what. Numbers, lists and units
-    are compared here, other expressions by math-verify.
+    docs/configuration.md says which part of a response is its final answer, and what equals what. Numbers, lists and
+    units are compared here, other expressions by math-verify.
 
     Args:
         completions: Responses.
