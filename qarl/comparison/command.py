@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qarl.comparison.inputs import input_differences, notices
 from qarl.comparison.launch import Start, TrainProcess, locked, train_members, write_configs
 from qarl.comparison.members import entry_of, grouped
 from qarl.comparison.page import write_outputs
@@ -81,9 +82,11 @@ def _train_and_compare(
     own = out / "runs"  # of members that had other names, such as those before a second seed was asked for
     roots = [*reuse, own] if own.is_dir() else reuse
     records = [record for root in roots for record in _below(root)]
-    find_finished(members, records)
+    not_reused = find_finished(members, records)
     with locked(out), ProgressView(members) as view:
         write_configs(members, out)
+        for said in not_reused:
+            view.say(said)
         for member in members:
             if member.state != "waiting":
                 what = f"reused, {member.run_dir}" if member.reused else f"{member.state}: {member.reason}"
@@ -150,14 +153,17 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
             records[member.name] = read_run(member.run_dir)
     columns = study.columns if study else []
     entries = [entry_of(member, records.get(member.name), columns) for member in members]
+    inputs = input_differences({name: record for name, record in records.items() if record.metrics})
     comparison = build(
         title,
         command_line(),
         entries,
-        grouped(entries) if _seeds_apart(members) else [],
+        grouped(entries) if _seeds_apart(members, inputs) else [],
         environments_of(members, records),
         differing(configurations(members)),
         study,
+        inputs,
+        notices(records, inputs),
     )
     write_json(out / "comparison.json", comparison)
     write_outputs(out, comparison, records)
@@ -165,13 +171,15 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
     print(f"page: {out / 'comparison.html'}")
 
 
-def _seeds_apart(members: list[Member]) -> bool:
-    """Whether members of the same group differ in their seed, and in nothing else."""
+def _seeds_apart(members: list[Member], inputs: dict[str, dict[str, Any]]) -> bool:
+    """Whether members of the same group differ only in their seed. inputs: see `input_differences`."""
     kinds: dict[str, list[Member]] = {}
     for member in members:
         kinds.setdefault(member.group, []).append(member)
     return all(
-        len({member.seed for member in kind}) == len(kind) and set(differing(configurations(kind))) <= {"train.seed"}
+        len({member.seed for member in kind}) == len(kind)
+        and set(differing(configurations(kind))) <= {"train.seed"}
+        and all(len({str(by[m.name]) for m in kind if m.name in by}) <= 1 for by in inputs.values())
         for kind in kinds.values()
     )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from qarl.comparison.plan import Member
-from qarl.comparison.progress import ProgressView
+from qarl.comparison.progress import ProgressView, last_record
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.machine import visible_gpus
@@ -30,6 +30,7 @@ from qarl.memory import expected_device
 from qarl.signals import Signals
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.lock import open_lock
+from qarl.storage.runs import METRICS
 
 POLL_SECONDS = 0.2
 
@@ -128,9 +129,14 @@ class _Training:
         return code
 
     def conclude(self, code: int, interrupted: bool) -> None:
-        """Set the state that exit code `code` means."""
+        """Set the state that exit code `code` means. A run is finished only if its last step is recorded."""
         member = self.member
-        if code == 0:
+        assert member.config is not None, "what trains has a configuration"
+        steps = member.config.train.steps
+        step = (last_record(member.run_dir / METRICS) or {}).get("step", 0)
+        if code == 0 and step < steps:
+            member.state, member.reason = "failed", f"ended with exit code 0 after step {step} of {steps}"
+        elif code == 0:
             member.state = "finished"
         elif interrupted:
             member.state, member.reason = "stopped", "interrupted; the same command goes on"

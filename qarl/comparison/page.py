@@ -59,7 +59,7 @@ def _subtitle(members: list[dict[str, Any]]) -> str:
 
 
 def _results(comparison: dict[str, Any], members: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[Block]:
-    blocks: list[Block] = []
+    blocks: list[Block] = [Text(line, "warning") for line in comparison["notices"]]
     if groups:
         heads = [Column("group"), Column("seeds", "right"), Column("interval")]
         rows = [[g["name"], str(len(g["seeds"])), g["interval"]] for g in groups]
@@ -226,6 +226,7 @@ def _bars(shown: list[dict[str, Any]], key: str, scale: int) -> list[Bar]:
 def _differences(comparison: dict[str, Any], members: list[dict[str, Any]]) -> list[Block]:
     tables = (
         ("Configuration keys that are not the same in every run", comparison["configuration_differences"]),
+        ("Inputs that are not the same in every run that recorded them", comparison["input_differences"]),
         ("Environments that are not the same for every run", comparison["environment_differences"]),
     )
     return [_difference_table(caption, keys) for caption, keys in tables if keys]
@@ -233,12 +234,12 @@ def _differences(comparison: dict[str, Any], members: list[dict[str, Any]]) -> l
 
 def _difference_table(caption: str, keys: dict[str, dict[str, Any]]) -> Table:
     """The longer of keys and runs goes down the page."""
-    names = list(next(iter(keys.values())))
+    names = list(dict.fromkeys(name for by in keys.values() for name in by))
     if len(keys) >= len(names):
         columns = [Column("key"), *map(Column, names)]
-        return Table(columns, [[key, *(_value(by[name]) for name in names)] for key, by in keys.items()], caption)
+        return Table(columns, [[key, *(_value(by.get(name)) for name in names)] for key, by in keys.items()], caption)
     columns = [Column("run"), *map(Column, keys)]
-    return Table(columns, [[name, *(_value(by[name]) for by in keys.values())] for name in names], caption)
+    return Table(columns, [[name, *(_value(by.get(name)) for by in keys.values())] for name in names], caption)
 
 
 def _value(value: Any) -> str:
@@ -250,7 +251,7 @@ def _environment(comparison: dict[str, Any]) -> list[Block]:
     if environment is None:
         return []
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items())
-    facts = [(key, _value(value)) for key, value in environment.items() if key != "packages"]
+    facts = [(key, _value(value)) for key, value in environment.items() if key not in ("packages", "inputs")]
     blocks: list[Block] = [Facts([*facts, ("packages", packages), ("comparison", " ".join(comparison["command"]))])]
     if comparison["environment_differences"]:
         blocks.append(Text("The first run's; what differs in others stands above."))

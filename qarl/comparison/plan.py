@@ -18,15 +18,15 @@ from typing import Any, Literal, get_args
 from qarl_formats.registry import scheme_class, scheme_names
 from qarl_formats.scheme import GRIDS
 
+from qarl.comparison.inputs import input_fault
 from qarl.config import Config, check_inputs
 from qarl.config.config import QuantConfig
 from qarl.config.load import make_config, read_yaml
 from qarl.config.messages import capped, shown
 from qarl.config.overrides import apply_overrides, override_keys
-from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.storage.rundir import config_difference
-from qarl.storage.runs import RunRecord
+from qarl.storage.runs import RunRecord, read_run
 
 MEMBERS = 1000  # of a comparison
 UNQUANTIZED = "bf16"
@@ -141,30 +141,55 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
     return members
 
 
-def find_finished(members: list[Member], records: list[RunRecord]) -> None:
-    """Mark the members that need no training, in place: a finished run of the same configuration is among `records`
-    or in the member's own directory.
+def find_finished(members: list[Member], records: list[RunRecord]) -> list[str]:
+    """Mark the members that need no training, in place: a finished run of the same configuration and the same inputs is
+    among `records` or in the member's own directory, which comes first.
 
-    records: runs to reuse (`--reuse`). A member's own directory comes first.
-    Raises UserError: the directory of a member holds a run of another configuration, or more steps than asked for.
+    Args:
+        members: Of the comparison.
+        records: Runs to reuse (`--reuse`).
+
+    Returns:
+        One line for each run of `records` that is not reused because its inputs differ.
+
+    Raises:
+        UserError: The directory of a member holds a run of another configuration, of other inputs, or with more steps
+            than asked for.
     """
-    from qarl.storage.runs import read_run
-
+    lines: list[str] = []
     for member in members:
         if member.config is None:
             continue
-        if (member.run_dir / "config.yaml").exists():
-            own = read_run(member.run_dir)
-            if own.metrics:
-                _check_same(own, member)
-                member.reused = own.state == "finished" and own.step == member.config.train.steps
-        if not member.reused:
-            for record in records:
-                if record.state == "finished" and _same(record, member.config):
-                    member.run_dir, member.reused = record.path, True
-                    break
-        if member.reused:
-            member.state = "finished"
+        record = _own_run(member)
+        if record is None:
+            candidates = [other for other in records if other.state == "finished" and _same(other, member.config)]
+            record = _with_same_inputs(member, candidates, lines)
+        if record is not None:
+            member.state, member.reused, member.run_dir = "finished", True, record.path
+    return lines
+
+
+def _own_run(member: Member) -> RunRecord | None:
+    """The finished run in the member's own directory, if there is one."""
+    assert member.config is not None
+    if not (member.run_dir / "config.yaml").exists():
+        return None
+    own = read_run(member.run_dir)
+    if not own.metrics:
+        return None
+    _check_same(own, member)
+    return own if own.state == "finished" and own.step == member.config.train.steps else None
+
+
+def _with_same_inputs(member: Member, candidates: list[RunRecord], lines: list[str]) -> RunRecord | None:
+    """The first candidate that was made from the member's inputs. lines: gets the reasons against the others."""
+    assert member.config is not None
+    for record in candidates:
+        fault = input_fault(record, member.config)
+        if fault is None:
+            return record
+        lines.append(f"{member.name}: {record.path} is not reused: {fault.reason}")
+    return None
 
 
 def _same(record: RunRecord, config: Config) -> bool:
@@ -172,8 +197,8 @@ def _same(record: RunRecord, config: Config) -> bool:
 
 
 def _difference(record: RunRecord, config: Config) -> list[str]:
-    """As the run directory compares configurations, both through YAML."""
-    return config_difference(parse_yaml(record.config.to_yaml(), ""), parse_yaml(config.to_yaml(), ""))
+    """The keys that differ and must not, as the run directory compares configurations."""
+    return config_difference(record.config.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
 def _check_same(own: RunRecord, member: Member) -> None:
@@ -190,6 +215,8 @@ def _check_same(own: RunRecord, member: Member) -> None:
             f"{own.path}: holds {own.step} steps, more than train.steps = {member.config.train.steps}; "
             "choose another --out, or raise train.steps"
         )
+    if fault := input_fault(own, member.config):
+        raise UserError(f"{own.path}: {fault.reason}; {fault.fix}, or choose another --out")
 
 
 def _taken(axes: Axes) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +61,22 @@ def build(
     environments: dict[str, dict[str, Any]],
     differences: dict[str, dict[str, Any]],
     study: Study | None = None,
+    inputs: dict[str, dict[str, Any]] | None = None,
+    notices: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What comparison.json holds. environments: member -> environment.json; the first is given, and what differs."""
+    """What comparison.json holds.
+
+    Args:
+        title: Of the page.
+        command: Arguments of the process.
+        entries: Members, of `entry_of`.
+        groups: Of `grouped`.
+        environments: Member -> environment.json. The first one is written down, and the differences of the others.
+        differences: Of the members' configurations, of `differing`.
+        study: The study that the members are variants of.
+        inputs: Of `input_differences`.
+        notices: Lines that readers of the numbers must see.
+    """
     told = {name: {k: v for k, v in each.items() if k not in _UNTOLD} for name, each in environments.items()}
     return {
         "format_version": FORMAT_VERSION,
@@ -70,7 +84,11 @@ def build(
         "title": title,
         "command": command,
         "environment": next(iter(told.values()), None),
-        "environment_differences": differing({name: flatten(environment) for name, environment in told.items()}),
+        "environment_differences": differing(
+            {name: flatten({k: v for k, v in each.items() if k != "inputs"}) for name, each in told.items()}
+        ),
+        "input_differences": inputs or {},
+        "notices": list(notices),
         "members": entries,
         "groups": groups,
         "configuration_differences": differences,
@@ -141,7 +159,7 @@ def _study_number(column: StudyColumn) -> Number:
 
 
 def print_table(comparison: dict[str, Any], console: Console | None = None) -> None:
-    """The members' table, the groups', and a line for each reason."""
+    """The members' table, the groups', and a line for each notice and reason."""
     console = console or Console()
     members, groups = comparison["members"], comparison["groups"]
     states = lambda entry: [entry["state"], number(entry.get("steps"))]  # noqa: E731
@@ -149,6 +167,8 @@ def print_table(comparison: dict[str, Any], console: Console | None = None) -> N
     if groups:
         seeds = lambda group: [str(len(group["seeds"])), group["interval"]]  # noqa: E731
         _print_fitting(console, groups, used(groups, comparison), ["seeds", "interval"], seeds)
+    for line in comparison["notices"]:
+        console.print(Text(visible(line)), soft_wrap=True)
     for entry in members:
         if entry["reason"]:
             console.print(Text(visible(f"{entry['name']}: {entry['state']}: {entry['reason']}")), soft_wrap=True)

@@ -48,10 +48,15 @@ def read_file(path: Path) -> list[Row]:
 
 
 def read_directory(directory: Path, split: str) -> list[Row]:
-    """Rows of all files under `directory` whose relative path has `split` as a word, in the order of their paths.
+    """Rows of the files of a split. Raises UserError as `split_files` does, and for files that cannot be read."""
+    return _same_keys([row for path in split_files(directory, split) for row in read_file(path)], directory)
 
-    As on the hub, files that mention no split are `train`. Raises UserError when the split is missing or is there in
-    two formats.
+
+def split_files(directory: Path, split: str) -> list[Path]:
+    """The data files under `directory` whose relative path has `split` as a word, sorted by path.
+
+    As on the hub, files that mention no split are `train`. Raises UserError if the split is missing or is there in two
+    formats.
     """
     found: dict[str, list[Path]] = {}
     with path_errors(f"data.source: {directory}"):
@@ -75,7 +80,7 @@ def read_directory(directory: Path, split: str) -> list[Row]:
     suffixes = sorted({path.suffix.lower() for path in paths})
     if len(suffixes) > 1:
         raise UserError(f"data.source: split `{split}` of {directory} is there as {' and '.join(suffixes)}; name one")
-    return _same_keys([row for path in paths for row in read_file(path)], directory)
+    return paths
 
 
 def _same_keys(rows: list[Row], place: Path) -> list[Row]:

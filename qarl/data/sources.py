@@ -33,7 +33,7 @@ def load_rows(config: DataConfig) -> list[Row]:
             f"data.task: {sorted(config.task)} have no meaning for `{source}`; "
             "only `task:` and `reasoning-gym:` sources take options"
         )
-    elif _is_local(source):
+    elif is_local(source):
         _refuse_subset(config)
         path = user_path(source, "data.source")
         with path_errors(f"data.source: {path}"):
@@ -60,7 +60,7 @@ def load_rows(config: DataConfig) -> list[Row]:
     return rows
 
 
-def _is_local(source: str) -> bool:
+def is_local(source: str) -> bool:
     path = user_path(source, "data.source")
     looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     with path_errors(f"data.source: {path}"):

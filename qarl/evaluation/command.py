@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qarl.config import EvaluationConfig, RewardConfig
 from qarl.config.quant import OF_TRAINING
@@ -20,12 +20,16 @@ from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
 from qarl.invocation import command_line
 from qarl.out_of_memory import memory_errors
+from qarl.policy.fingerprints import config_values, model_digests
 from qarl.policy.load import load_tokenizer
-from qarl.policy.load_config import load_architecture
+from qarl.policy.load_config import load_architecture, load_model_config
 from qarl.storage.environment import describe_environment
 from qarl.storage.saved_state import started_at
 from qarl.training.console import RunConsole
 from qarl.training.noise import quiet_libraries, rewards_logged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @memory_errors("lower --max-response-length, or take a larger machine; the same command goes on")
@@ -66,14 +70,15 @@ def evaluate_target(
         for note in notes:
             console.message(note)
         with console.phase("tokenizer and data"):
-            tasks = _loaded(section, target, dict(prompting or {}), console.message)
+            tokenizer = load_tokenizer(target.model)
+            tasks = _loaded(section, target, tokenizer, dict(prompting or {}), console.message)
         for task in tasks:
             if task.dropped:
                 console.warn(f"{task.name}: {task.dropped} prompts dropped, longer than its data.max_prompt_length")
         settings = Settings.of(section, length, stop, frozenset())
         room, key = context_of(target), "--max-response-length"
         require_room(tasks, settings.max_response_length, room, "the context", key)
-        identity = _identity(target, tasks, settings)
+        identity = _identity(target, tokenizer, tasks, settings)
         path = out or _default_directory(target, tasks, identity)
         limits = target.run.reward if target.run else RewardConfig(functions=tasks[0].functions)
         with ResultsDirectory.open(path, identity) as directory, rewards_logged(path / "rewards.log"):
@@ -130,13 +135,19 @@ def evaluate_target(
     return results, path
 
 
-def _identity(target: Target, tasks: list[LoadedTask], settings: Settings) -> dict[str, Any]:
-    """What decides the results, but for the weights and the stop tokens, which loading them tells."""
+def _identity(
+    target: Target, tokenizer: PreTrainedTokenizerBase, tasks: list[LoadedTask], settings: Settings
+) -> dict[str, Any]:
+    """What decides the results, except the weights and the stop tokens, which are known once the policy is loaded."""
     sampling = settings.describe()
     del sampling["stop_token_ids"]
     quant = target.quant.model_dump(exclude=OF_TRAINING)
     return {
         "step": target.step,
+        "model": {
+            "config.json": config_values(load_model_config(target.model)),
+            **model_digests(target.model, None, tokenizer),
+        },
         "quant": quant,
         "sampling": sampling,
         "tasks": {task.name: task.fingerprint for task in tasks},
@@ -156,10 +167,14 @@ def _default_directory(target: Target, tasks: list[LoadedTask], identity: dict[s
 
 
 def _loaded(
-    section: EvaluationConfig, target: Target, prompting: dict[str, Any], say: Callable[[str], None]
+    section: EvaluationConfig,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    prompting: dict[str, Any],
+    say: Callable[[str], None],
 ) -> list[LoadedTask]:
     """The tasks. A model of unknown prompting, whose tokenizer has no chat template, gets plain text, and `say` so."""
-    shape, tokenizer = load_architecture(target.model), load_tokenizer(target.model)
+    shape = load_architecture(target.model)
     if target.prompting is None and not tokenizer.chat_template:
         prompting.setdefault("chat_template", False)
     if "chat_template" in prompting:

@@ -128,8 +128,12 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
         theirs = read_json_object(stored)
     except UserError as error:
         raise UserError(f"{error}; choose another {PLACE}") from error
-    known = {key: theirs[key] for key in identity if key in theirs}
-    difference = config_difference(known, identity)
+    if missing := [key for key in identity if key not in theirs]:
+        raise UserError(
+            f"{path}: its evaluation.json does not record {missing[0]!r} (an older qarl wrote it), so it is unknown "
+            f"whether it holds the same evaluation; choose another {PLACE}"
+        )
+    difference = config_difference({key: theirs[key] for key in identity}, identity)
     if difference:
         raise UserError(
             f"{path}: holds the results of another evaluation ({'; '.join(difference[:3])}); "

@@ -21,7 +21,8 @@ from qarl_kernels.attention import PAGE
 from qarl.config import Config
 from qarl.distributed.ranks import Alone, Ranks
 from qarl.distributed.together import on_first
-from qarl.evaluation.records import append_rows, keep_rows, to_line
+from qarl.errors import UserError
+from qarl.evaluation.records import append_rows, keep_rows, read_rows, to_line
 from qarl.evaluation.results import Row, metrics_of
 from qarl.evaluation.runner import MemorySink, Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
@@ -98,6 +99,42 @@ class TrainingEvaluation:
     def close(self) -> None:
         self._rewards.close()
 
+    def check(self, run_dir: Path, step: int) -> list[str]:
+        """Require that the tasks are those of the run's earlier evaluations; changes nothing. A collective.
+
+        A curve must not go on with values over other prompts, answers or rewards. Settings such as `samples` may
+        change.
+
+        Args:
+            run_dir: The run directory.
+            step: The run goes on from here; later evaluations do not count.
+
+        Returns:
+            A line about tasks of which earlier evaluations, by an older qarl, do not say what their data was.
+
+        Raises:
+            UserError: A task of the same name had other data.
+        """
+        return on_first(self._ranks, lambda: self._same_tasks(run_dir / EVALUATIONS, step)) or []
+
+    def _same_tasks(self, path: Path, step: int) -> list[str]:
+        rows = [row for row in read_rows(path, Evaluation) if row["step"] <= step] if self._tasks else []
+        unknown: list[str] = []
+        for row in rows:
+            there = row.get("task_fingerprints", {})
+            for index, task in enumerate(self._tasks):
+                if there.get(task.name, task.fingerprint) != task.fingerprint:
+                    raise UserError(
+                        f"{path}: evaluation task {task.name} had other prompts, answers or reward functions after "
+                        f"step {row['step']}; restore them, set evaluation.tasks.{index}.name to a new name, or "
+                        "remove the file"
+                    )
+                if task.name not in there and any(entry["name"] == task.name for entry in row["tasks"]):
+                    unknown.append(task.name)
+        names = ", ".join(dict.fromkeys(unknown))
+        line = f"{path}: an older qarl did not record the data of task {names}; it is unknown whether it is the same"
+        return [line] if unknown else []
+
     def begin(self, run_dir: Path, step: int) -> None:
         """Forget the evaluations after `step`, from which the run goes on. Raises UserError if the disk refuses."""
         self._run_dir = run_dir
@@ -151,7 +188,9 @@ class TrainingEvaluation:
             ranks.count,
         )
         seconds = time.perf_counter() - started
+        tasks = {task.name: task.fingerprint for task in self._tasks}
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
+        record["task_fingerprints"] = tasks
         on_first(ranks, lambda: self._write(step, sink.rows, record))
         track(step, metrics_of(summary) | {"time/eval_s": seconds})
         for entry in summary["tasks"]:

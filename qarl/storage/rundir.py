@@ -3,7 +3,7 @@
     .lock                 flock of the one process that writes here
     config.yaml           resolved configuration, with every default
     environment.json      package versions, devices, threads, git revision, seed of the latest start; digests of
-                          the model and the rewards
+                          the model, the rewards, the objective and all files that the configuration names
     history.json          the newest checkpoint that was saved, with the first of them
     fault.json            which of several ranks ended the latest start, and how
     rank-001.log ...      what other ranks than the first print under `qarl train --nproc`; rank-001/ has the logs of
@@ -41,6 +41,7 @@ from qarl.inputs.paths import path_errors
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.environment import describe_environment, environment_changes
 from qarl.storage.history import HISTORY, History, began_after, ranks_after, read_history, write_history
+from qarl.storage.input_files import changed_while_training, input_files
 from qarl.storage.lock import holder, open_lock, write_holder
 from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
 
@@ -155,14 +156,28 @@ class RunDirectory:
     def begin(self, inputs: Mapping[str, Any] | None = None, history: History | None = None) -> list[str]:
         """Write config.yaml and environment.json: from now on the directory stays, and belongs to this configuration.
 
-        Call once thread counts are set. inputs: digests of what the run is made from. history: of `history_at`.
-        Returns one line for each package, device or thread count that differs from the previous start, each of which
-        can cost bit-identical resumption. Raises UserError if the disk refuses.
+        Call once thread counts are set.
+
+        Args:
+            inputs: Digests of what the run is made from; the digests of `input_files` are added.
+            history: Of `history_at`.
+
+        Returns:
+            One line for each package, device or thread count that differs from the previous start. Each can cost
+            bit-identical resumption.
+
+        Raises:
+            UserError: The disk refuses, or a file that the configuration names cannot be read.
         """
-        environment = describe_environment(self._config.train.seed, inputs)
-        changes = environment_changes(self.path / "environment.json", environment)
+        path = self.path / "environment.json"
+        recorded = {**(inputs or {}), "files": input_files(self._config)}
+        goes_on = history is not None and history.checkpoint > 0
+        if changed := changed_while_training(path, recorded) if goes_on else []:
+            recorded["changed"] = changed
+        environment = describe_environment(self._config.train.seed, recorded)
+        changes = environment_changes(path, environment)
         with disk_errors(self.path):
-            atomic_write_text(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+            atomic_write_text(path, json.dumps(environment, indent=2) + "\n")
             atomic_write_text(self.path / "config.yaml", self._config.to_yaml())
         if history is not None and history != (read_history(self.path) or History()):
             write_history(self.path, history)

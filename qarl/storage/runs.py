@@ -60,10 +60,11 @@ class _TaskScores(_Scores):
 
 
 class Evaluation(Row):
-    """A line of evaluations.jsonl."""
+    """A line of evaluations.jsonl. task_fingerprints: task -> SHA-256 of its prompts, answers and rewards."""
 
     tasks: list[_TaskScores] = Field([])
     overall: _Scores | None = None
+    task_fingerprints: dict[str, str] = Field({})
 
 
 State = Literal["running", "finished", "stopped", "empty"]

@@ -190,6 +190,8 @@ class Loop:
         """
         config, run, keeper, ranks = self.config, self.run, self.keeper, self.ranks
         step = keeper.resume()
+        for line in run.evaluation.check(self.directory.path, step):
+            self.console.warn(line)
         with self.console.phase("sampler"):
             publish_together(run.engine, run.policy.current, ranks, config.rollout)
         with together(ranks, self.recorder) as recorder:

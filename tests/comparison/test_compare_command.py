@@ -165,6 +165,18 @@ def test_another_comparison_takes_finished_runs_with_reuse(compared, folder, qar
     assert not (folder / "again/runs").exists()
 
 
+def test_another_seed_is_not_averaged_with_a_member_of_another_reward(compared, folder, qarl):
+    file, argv = folder / "judge.py", (compared[0][0], "--schemes", "w8a8", "--seeds", "0,1")
+    file.write_text(JUDGE.replace("float(len(c))", "2.0 * len(c)"))
+    name = "reward.functions: the source of `judge` changed since the run was trained"
+    own = compare(qarl, folder, *argv)
+    assert own.code == 2 and own.err.count("\n") == 1 and name in own.err and "w8a8-aligned-seed0: " in own.err
+    other = compare(qarl, folder, *argv, "--reuse", "runs", "--out", "reward", "train.steps=2")
+    assert other.code == 0 and f"w8a8-aligned-seed0 is not reused: {name}" in other.out, other.err
+    assert not any(member["reused"] for member in members(folder / "reward").values())
+    file.write_text(JUDGE)
+
+
 def test_the_directory_of_another_configuration_is_refused_before_anything_starts(compared, folder, qarl):
     out = folder / "runs/compare-tiny"
     before = (out / "comparison.json").read_bytes()

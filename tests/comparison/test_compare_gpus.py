@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -33,6 +34,14 @@ class Ended:
     def send_signal(self, signum: int) -> None: ...
 
 
+def recorded(member: Member, steps: int) -> None:
+    """Write the metrics of a training that recorded `steps` steps; of none, no file."""
+    member.run_dir.mkdir()
+    if steps:
+        lines = "".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1))
+        (member.run_dir / "metrics.jsonl").write_text(lines)
+
+
 def placed(
     tmp_path: Path, monkeypatch, gpus: list[str], jobs: int, *polls: int, device: str = "cuda", **sections: Any
 ) -> list[str | None]:
@@ -52,6 +61,8 @@ def placed(
         seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
         return Ended(left.pop(0))
 
+    for member in members:
+        recorded(member, 4)
     write_configs(members, tmp_path)
     with ProgressView(members) as view:
         assert train_members(members, tmp_path, view, start, jobs) is None
@@ -75,6 +86,18 @@ def test_one_gpu_or_none_is_left_as_it_is(tmp_path, monkeypatch, gpus) -> None:
 @pytest.mark.parametrize("sections", [{"rollout": BESIDE}, {"device": "cpu"}])
 def test_a_member_that_needs_several_or_none_sees_all(tmp_path, monkeypatch, sections) -> None:
     assert placed(tmp_path, monkeypatch, ["0", "1"], 2, 1, 1, **sections) == [None, None]
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_exit_code_0_is_a_failure_unless_the_last_step_is_recorded(tmp_path, steps) -> None:
+    config = Config.model_validate(settings_of(write_model(tmp_path / "model")))  # of 4 steps
+    member = Member("m", "w4a16", "aligned", 0, tmp_path / "run", config)
+    recorded(member, steps)
+    write_configs([member], tmp_path)
+    with ProgressView([member]) as view:
+        train_members([member], tmp_path, view, lambda *_: Ended(1))
+    reason = f"ended with exit code 0 after step {steps} of 4"
+    assert (member.state, member.reason) == (("finished", None) if steps == 4 else ("failed", reason))
 
 
 def test_a_process_has_the_environment_that_it_is_given(tmp_path, monkeypatch) -> None:

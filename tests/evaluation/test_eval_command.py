@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,72 @@ def test_the_directory_of_another_evaluation_is_refused(commands):
         commands.model, "--data", f"gsm8k={commands.file}", "--max-response-length", 9, "--max-prompts", 1, "--out", "r"
     )
     assert "error: r: holds the results of another evaluation (sampling.max_response_length is 8 there, 9 here)" in said
+
+
+def _edit_json(name: str, **values):
+    def edit(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edit
+
+
+def _flip_weight(folder: Path) -> None:
+    file = folder / "model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _change_row(key: str):
+    def edit(folder: Path) -> None:
+        rows = [dict(row) for row in ROWS]
+        rows[0][key] += "9"
+        (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return edit
+
+
+EDITS = {
+    "rms_norm_eps": (_edit_json("model/config.json", rms_norm_eps=1e-3), "model.config.json.rms_norm_eps is 1e-06"),
+    "rope": (
+        _edit_json("model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+        "model.config.json.rope_parameters.rope_theta is 10000 there, 500 here",
+    ),
+    "tokenizer": (_edit_json("model/tokenizer.json", normalizer={"type": "Lowercase"}), "model.tokenizer is"),
+    "stop token": (
+        _edit_json("model/generation_config.json", eos_token_id=[1, 70]),
+        "stop_token_ids.1 is not set there, 70 here",
+    ),
+    "weights": (_flip_weight, "weights is"),
+    "question": (_change_row("question"), "tasks.gsm8k is"),
+    "answer": (_change_row("answer"), "tasks.gsm8k is"),
+    "nothing": (lambda folder: os.utime(folder / "model/config.json", ns=(10**18, 10**18)), None),
+}
+
+
+def test_an_evaluation_does_not_go_on_after_any_of_its_inputs_changed(commands):
+    """Completions of two models or two data sets must not become one average."""
+    kept = commands.folder / "kept"
+    shutil.copytree(commands.model, kept / "model")
+    shutil.copy(commands.file, kept)
+    commands.model = commands.folder / "model"
+    shutil.copytree(kept, commands.folder, dirs_exist_ok=True)
+    assert commands.gsm8k("--out", "r", before=INTERRUPT).code == 130
+    before = (commands.folder / "r/completions.jsonl").read_bytes()
+    wrong = []
+    for name, (edit, line) in EDITS.items():
+        shutil.copytree(kept, commands.folder, dirs_exist_ok=True)
+        edit(commands.folder)
+        done = commands.gsm8k("--out", "r")
+        refused = done.code == 2 and f"r: holds the results of another evaluation ({line}" in done.err
+        if refused != (line is not None):
+            wrong.append((name, done.err))
+        elif line:
+            assert (commands.folder / "r/completions.jsonl").read_bytes() == before
+        else:
+            assert "8 completions are there already" in done.out
+    assert not wrong
 
 
 def test_a_run_without_tasks_is_evaluated_on_its_training_data(commands, trained):

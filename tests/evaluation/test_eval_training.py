@@ -6,6 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+from qarl_kernels.logprob import Truncation
+from tiny_runs import settings
+
+from qarl.config import Config, ModelConfig
+from qarl.errors import UserError
+from qarl.evaluation.training import TrainingEvaluation
+from qarl.rollout.engine import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +76,7 @@ class Evaluated:
     """One configuration: `plain` without evaluations, `reference` with them, and runs of a test's own."""
 
     def __init__(self, qarl, model: Path, folder: Path) -> None:
-        from tiny_runs import settings, write_config
+        from tiny_runs import write_config
 
         self.qarl, self.folder = qarl, folder
         data = settings(model, train={"steps": 3}, logging={"tensorboard": False})
@@ -158,6 +168,93 @@ def test_evaluation_may_be_changed_on_resumption_and_is_then_done_anew(evaluated
     samples = {r["step"]: r["tasks"][0]["samples"] for r in jsonl(run / "evaluations.jsonl")}
     assert samples == {0: 2, 2: 3, 3: 3}
     assert training_record(run) == training_record(evaluated.plain)
+
+
+PROBLEMS = [{"prompt": f"{a} + {b}", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6))]
+GRADE = "STRICT = 1\n\ndef grade(completions, prompts, **columns):\n    return [1.0 for c in completions]\n"
+
+
+def _own_task(folder: Path, **task) -> dict:
+    data = {"source": str(folder / "problems.json"), "max_prompt_length": 64}
+    reward = [{"name": f"{folder}/grade.py:grade"}]
+    return {"name": "own", "data": data, "reward": reward, **task}
+
+
+def _loaded(folder: Path, model: Path, **task):
+    from qarl.config import EvalTask
+    from qarl.evaluation.tasks import load_tasks
+    from qarl.policy.load import load_tokenizer
+
+    config = EvalTask.model_validate(_own_task(folder, **task))
+    return load_tasks([config], load_tokenizer(ModelConfig(path=str(model))))
+
+
+def _evaluation_of(tasks) -> TrainingEvaluation:
+    config = Config.model_validate({**settings(Path("unread")), "evaluation": {"samples": 1}})
+    sampling = SamplingParams(1, 0, 8, Truncation(), (), frozenset())
+    return TrainingEvaluation(config, tasks, None, sampling)
+
+
+@given(
+    st.sampled_from(["prompt", "answer", "row more", "row less", "order", "reward", "template", "max_prompts"]),
+    st.integers(0, len(PROBLEMS) - 1),
+)
+@limits(max_examples=16, deadline=None)
+def test_a_task_with_other_data_is_refused_unless_it_has_another_name(tiny_model, tmp_path_factory, what, row):
+    folder, model = tmp_path_factory.mktemp("own"), tiny_model("llama")
+    rows, grade, changes = [dict(problem) for problem in PROBLEMS], GRADE, {}
+    (folder / "problems.json").write_text(json.dumps(rows))
+    (folder / "grade.py").write_text(grade)
+    before = _loaded(folder, model)
+    fingerprints = {before[0].name: before[0].fingerprint}
+    line = {"step": 2, "tasks": [{"name": "own"}], "task_fingerprints": fingerprints}
+    (folder / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    if what in ("prompt", "answer"):
+        rows[row][what] += "0"
+    elif what == "row more":
+        rows.insert(row, {"prompt": "7 + 7", "answer": "14"})
+    elif what == "row less":
+        del rows[row]
+    elif what == "order":
+        rows = rows[row:] + rows[:row] if row else rows[::-1]
+    elif what == "reward":
+        grade = grade.replace("1\n", f"{row + 2}\n")
+    elif what == "template":
+        changes["data"] = {**_own_task(folder)["data"], "prompt_template": "{prompt} =" + "!" * row}
+    else:
+        changes["max_prompts"] = 1 + row % 2
+    (folder / "problems.json").write_text(json.dumps(rows))
+    (folder / "grade.py").write_text(grade)
+    assert _evaluation_of(before).check(folder, 2) == []
+    with pytest.raises(
+        UserError, match=r"^\S+evaluations.jsonl: evaluation task own had other .* after step 2; restore"
+    ):
+        _evaluation_of(_loaded(folder, model, **changes)).check(folder, 2)
+    assert _evaluation_of(_loaded(folder, model, **changes)).check(folder, 1) == []  # the later one is forgotten
+    assert _evaluation_of(_loaded(folder, model, **changes, name="other")).check(folder, 2) == []
+
+
+def test_evaluations_of_an_older_version_are_a_warning(tiny_model, tmp_path):
+    (tmp_path / "problems.json").write_text(json.dumps(PROBLEMS))
+    (tmp_path / "grade.py").write_text(GRADE)
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "tasks": [{"name": "own"}]}\n')
+    (line,) = _evaluation_of(_loaded(tmp_path, tiny_model("llama"))).check(tmp_path, 2)
+    assert "did not record the data of task own" in line
+
+
+def test_a_run_does_not_go_on_with_another_evaluation_set(evaluated, tmp_path):
+    (tmp_path / "problems.json").write_text(json.dumps(PROBLEMS))
+    (tmp_path / "grade.py").write_text(GRADE)
+    run, tasks = tmp_path / "run", f"evaluation.tasks={json.dumps([_own_task(tmp_path)])}"
+    assert evaluated.train(run, tasks, "train.steps=2").code == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    (tmp_path / "problems.json").write_text(json.dumps(PROBLEMS[::-1]))
+    done = evaluated.train(run, tasks)
+    assert done.code == 2 and done.err.count("\n") == 1, done.err
+    assert "evaluation task own had other prompts, answers or reward functions after step 0; restore them" in done.err
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert evaluated.train(run, tasks.replace('"own"', '"reversed"')).code == 0
+    assert [r["tasks"][0]["name"] for r in jsonl(run / "evaluations.jsonl")] == ["own", "reversed", "reversed"]
 
 
 def test_a_reward_that_breaks_down_in_an_evaluation_loses_no_finished_step(evaluated, tmp_path):

@@ -1,0 +1,130 @@
+"""Whether runs were made from the same inputs: files, rewards and evaluation settings behind equal configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from qarl.config import Config
+from qarl.storage.input_files import UNKNOWN, changed_names, present_inputs
+from qarl.storage.rundir import config_difference, flatten
+from qarl.storage.runs import RunRecord
+
+SHOWN = 4  # names in one line
+_SCHEDULE = ("every", "before_training", "at_end")  # keys of `evaluation` that change no value
+
+
+class Fault(NamedTuple):
+    """Why a finished run does not count as a member, and what a user can do."""
+
+    reason: str
+    fix: str
+
+
+def input_fault(record: RunRecord, config: Config) -> Fault | None:
+    """Compare a run with the inputs of today.
+
+    Args:
+        record: A run of the same configuration.
+        config: The configuration; its files are read.
+
+    Returns:
+        None if nothing that the run recorded is different.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    recorded = recorded_inputs(record)
+    used = recorded.get("changed")
+    if isinstance(used, list) and used:
+        return Fault(f"the run used several versions of {listed(used)}", "train it again")
+    if names := changed_names(recorded, present_inputs(config, list(recorded))):
+        return Fault(f"{listed(names)} changed since the run was trained", "restore that")
+    evaluated = record.state == "finished" and record.evaluations
+    if evaluated and (lines := config_difference(_evaluation(record.config), _evaluation(config))):
+        return Fault(f"its evaluations have other settings ({'; '.join(lines[:3])})", "restore these values")
+    return None
+
+
+def unknown_inputs(record: RunRecord) -> str | None:
+    """One line about what a run does not say about its inputs, so that nobody can compare it; None if it says all."""
+    recorded = recorded_inputs(record)
+    if not recorded:
+        return "an older qarl recorded no inputs, so it is unknown whether they are the same"
+    files = recorded.get("files")
+    if not isinstance(files, dict):
+        return "an older qarl recorded no digests of files, so it is unknown whether model and data are the same"
+    unknown = [name for name, identity in files.items() if identity == UNKNOWN]
+    return f"it is unknown whether {listed(unknown)} is the same" if unknown else None
+
+
+def recorded_inputs(record: RunRecord) -> dict[str, Any]:
+    """`inputs` of a run's environment.json; empty if it has none."""
+    inputs = record.environment.get("inputs")
+    return inputs if isinstance(inputs, dict) else {}
+
+
+def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, Any]]:
+    """Inputs that are not the same in all runs.
+
+    Args:
+        records: Member -> its run.
+
+    Returns:
+        Input -> member -> value or digest, for the members that recorded one. What transformers resolved of the model
+        counts; its files do so only if a run recorded nothing else.
+    """
+    flat = {name: _comparable(recorded_inputs(record)) for name, record in records.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    found: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        known = {name: values[key] for name, values in flat.items() if key in values and values[key] != UNKNOWN}
+        section = key.partition(": ")[0]
+        silent = [name for name, values in flat.items() if name not in known and _has_section(values, section)]
+        values = {**known, **dict.fromkeys(silent)}
+        if len({str(value) for value in values.values()}) > 1:
+            found[key] = values
+    return found
+
+
+def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) -> list[str]:
+    """What the table and the page say about inputs before anybody compares numbers."""
+    lines = []
+    if differences:
+        lines.append(
+            f"the runs were made from different inputs: {listed(list(differences))}; comparison.json has all of them "
+            "(input_differences)"
+        )
+    unknown: dict[str, list[str]] = {}
+    for name, record in records.items():
+        if line := unknown_inputs(record):
+            unknown.setdefault(line, []).append(name)
+    return lines + [f"{listed(names)}: {line}" for line, names in unknown.items()]
+
+
+def listed(names: list[Any]) -> str:
+    """The first names and the number of the others."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(str, names[:SHOWN])) + more
+
+
+def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:
+    """`SECTION: PART` -> value. Files of the model are left out if their resolved values are recorded."""
+    resolved = "config.json" in inputs
+    flat: dict[str, Any] = {}
+    for kind, parts in inputs.items():
+        for part, value in flatten(parts).items() if isinstance(parts, dict) else ():
+            if kind != "files":
+                flat[f"{kind}: {part}"] = value
+            elif not (resolved and part.startswith("model.path: ") and value != UNKNOWN):
+                flat[part] = value
+    return flat
+
+
+def _has_section(values: Mapping[str, Any], section: str) -> bool:
+    return any(key.partition(": ")[0] == section for key in values)
+
+
+def _evaluation(config: Config) -> Any:
+    """The `evaluation` section without its schedule."""
+    return config.evaluation.model_dump(mode="json", exclude=set(_SCHEDULE))

@@ -1,0 +1,257 @@
+"""Which bytes a configuration names: one digest per file, computed without torch.
+
+A run records these digests at its start (`inputs.files` in environment.json). `qarl compare` computes them again before
+it reuses a finished run, because equal configurations may name files that somebody edited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qarl.config import Config, RewardConfig
+from qarl.config.data import DataConfig
+from qarl.config.evaluation import EvalTask
+from qarl.config.model import ModelConfig
+from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
+from qarl.data.files import split_files
+from qarl.data.sources import is_local
+from qarl.data.tasks import generate
+from qarl.errors import UserError
+from qarl.inputs.files import Unreadable, open_regular
+from qarl.inputs.json import read_json_object
+from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs.tensors import INDEX, SINGLE, shard_names
+from qarl.objectives.custom import Custom
+from qarl.rewards.builtin import BUILTINS
+from qarl.rewards.fingerprint import reward_fingerprint
+
+UNKNOWN = "unknown"  # the identity of something on the hub that is not in the local cache
+
+_CHUNK = 2**20
+_REMEMBERED = 2**20  # bytes; larger files are hashed once per process, unless their size or time changes
+_MODEL_FILES = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tekken.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_GENERATED_ROWS = 100  # enough to notice another version of a task generator
+
+
+def present_inputs(
+    config: Config, kinds: Sequence[str] = ("reward", "objective", "files")
+) -> dict[str, dict[str, str]]:
+    """The inputs that can be identified without torch, as `inputs` in environment.json has them.
+
+    Args:
+        config: A checked configuration.
+        kinds: Which to compute. `files` reads the model's weights, at about 1 GB/s per core.
+
+    Returns:
+        `reward`: see `reward_fingerprint`. `objective`: the source of a user's own objective, if there is one.
+        `files`: see `input_files`.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    found: dict[str, dict[str, str]] = {}
+    if "reward" in kinds:
+        found["reward"] = reward_fingerprint(config.reward)
+    if "objective" in kinds and isinstance(config.objective, Custom):
+        found["objective"] = config.objective.fingerprint()
+    if "files" in kinds:
+        found["files"] = input_files(config)
+    return found
+
+
+def input_files(config: Config) -> dict[str, str]:
+    """Identify the files that a configuration names, except the sources of its reward and objective.
+
+    Args:
+        config: A checked configuration.
+
+    Returns:
+        Configuration key, and the file if the key names a directory, to an identity: `model.path: config.json`,
+        `data.source`, `evaluation.tasks.NAME: data.source`. The identity is the SHA-256 of the file's bytes; of a hub
+        name the commit in the local cache (`unknown` if it is not cached); of a generated task a digest of its first
+        rows, or the version of reasoning-gym.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    files = dict(_model_files(config.model))
+    digests = dict(_data("data.source", config.data))
+    for task in config.evaluation.tasks:
+        digests |= _task(task)
+    if isinstance(config.distributed.config, str):
+        files["distributed.config"] = user_path(config.distributed.config, "distributed.config")
+    with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter's lock
+        hashed = pool.map(_identity, files.values())
+        return dict(zip(files, hashed, strict=True)) | digests
+
+
+def _model_files(model: ModelConfig) -> Iterator[tuple[str, Path | str]]:
+    """(name, file or identity) for what the loaders of weights and tokenizer read."""
+    place = "model.path"
+    if model.path.startswith(PREFIX):
+        try:
+            file = package_gguf(model)
+        except UnusableModel as error:
+            raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
+        yield f"{place}: {file.name}", file
+        return
+    directory = user_path(model.path, place)
+    with path_errors(f"{place}: '{model.path}'"):
+        if not directory.is_dir():
+            yield f"{place}: commit", hub_commit("models", model.path, model.revision)
+            return
+        names = [name for name in _MODEL_FILES if (directory / name).exists()]
+        if model.trust_remote_code:
+            names += sorted(path.name for path in directory.glob("*.py"))
+        if model.gguf_file is not None:
+            names.append(model.gguf_file)
+        elif (directory / SINGLE).exists():
+            names.append(SINGLE)
+        elif (directory / INDEX).exists():
+            names.append(INDEX)
+            with suppress(Unreadable):  # loading it says what is wrong with it
+                names += [name for name in shard_names(directory / INDEX) if (directory / name).exists()]
+    yield from ((f"{place}: {name}", directory / name) for name in names)
+
+
+def _task(task: EvalTask) -> Iterator[tuple[str, str]]:
+    """The data of an evaluation task, and the sources of its own reward functions."""
+    key = f"evaluation.tasks.{task.name}"
+    yield from _data(f"{key}: data.source", task.dataset)
+    own = [function for function in task.functions if function.name not in BUILTINS]
+    if own:
+        rewards = reward_fingerprint(RewardConfig(functions=own))
+        yield from ((f"{key}: the source of `{name}`", digest) for name, digest in rewards.items())
+
+
+def _data(key: str, data: DataConfig) -> Iterator[tuple[str, str]]:
+    if data.kind == "task":
+        rows = generate(data.source, data.task, _GENERATED_ROWS)
+        yield key, hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    elif data.kind == "reasoning_gym":
+        yield key, f"reasoning-gym {_version('reasoning-gym')}"
+    elif not is_local(data.source):
+        yield f"{key}: commit", hub_commit("datasets", data.source, None)
+    else:
+        path = user_path(data.source, key)
+        with path_errors(f"{key}: {path}"):
+            if path.is_file():
+                yield key, _identity(path)
+                return
+            files = split_files(path, data.split)
+        yield from ((f"{key}: {file.relative_to(path)}", _identity(file)) for file in files)
+
+
+def hub_commit(kind: str, name: str, revision: str | None) -> str:
+    """The commit of a hub repository in the local cache, `unknown` if it is not there. Never asks the hub.
+
+    Args:
+        kind: `models` or `datasets`.
+        name: Of the repository.
+        revision: Branch, tag or commit; None is the branch main.
+    """
+    from huggingface_hub import constants  # a fifth of a second, which local files need not pay
+
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    file = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "refs" / (revision or "main")
+    try:
+        commit = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return UNKNOWN
+    return commit if _COMMIT.fullmatch(commit) else UNKNOWN
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+def _identity(file: Path | str) -> str:
+    """The SHA-256 of a file; a text is an identity already."""
+    if isinstance(file, str):
+        return file
+    with path_errors(str(file)):
+        status = file.stat()
+    if status.st_size < _REMEMBERED:
+        return _sha256(file)
+    return _sha256_once(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(4096)
+def _sha256_once(file: Path, size: int, modified: int, inode: int) -> str:
+    return _sha256(file)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open_regular(file) as content:
+        try:
+            while chunk := content.read(_CHUNK):
+                digest.update(chunk)
+        except OSError as error:
+            raise Unreadable(str(file), f"cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The inputs that are not as they were, named as a user knows them.
+
+    Args:
+        then: `inputs` of an environment.json.
+        now: Of `present_inputs`. A kind that only one of the two has is not compared, nor is an `unknown` identity.
+    """
+    names = []
+    for kind, here in now.items():
+        there = then.get(kind)
+        if not isinstance(there, dict):
+            continue
+        for part in {**there, **here}:
+            pair = there.get(part), here.get(part)
+            if pair[0] != pair[1] and UNKNOWN not in pair:
+                names.append(_name(kind, part))
+    return names
+
+
+def changed_while_training(path: Path, now: Mapping[str, Any]) -> list[str]:
+    """The inputs of which a run has used several versions, because `checkpoint.allow_changed` let it go on.
+
+    Evaluation tasks are left out: a changed one is refused, unless nothing was evaluated yet.
+
+    Args:
+        path: The environment.json of the run's previous start. If it is missing or damaged, nothing is known.
+        now: `inputs` of this start.
+    """
+    try:
+        then = read_json_object(path).get("inputs")
+    except Unreadable:
+        return []
+    if not isinstance(then, dict):
+        return []
+    before = then.get("changed")
+    known = [name for name in before if isinstance(name, str)] if isinstance(before, list) else []
+    kinds = {kind: now[kind] for kind in ("reward", "objective", "files") if kind in now}
+    names = [name for name in changed_names(then, kinds) if not name.startswith("evaluation.")]
+    return list(dict.fromkeys([*known, *names]))
+
+
+def _name(kind: str, part: str) -> str:
+    if kind == "files":
+        return part
+    return f"{'reward.functions' if kind == 'reward' else 'objective.path'}: the source of `{part}`"

@@ -1,0 +1,259 @@
+"""Members whose inputs changed behind the same configuration: noticed in every place that would mix their numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from comparisons import evaluation, settings_of, step_record
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
+
+from qarl.comparison.command import compare_runs
+from qarl.comparison.plan import Member, find_finished
+from qarl.config import Config
+from qarl.errors import UserError
+from qarl.storage.history import History
+from qarl.storage.input_files import UNKNOWN, hub_commit, present_inputs
+from qarl.storage.rundir import RunDirectory
+from qarl.storage.runs import read_run
+
+# File -> its contents, and how a message names it.
+FILES = {
+    "model/config.json": (None, "model.path: config.json"),
+    "model/generation_config.json": ('{"eos_token_id": 1}', "model.path: generation_config.json"),
+    "model/tokenizer.json": ('{"model": {"vocab": {"a": 0}}}', "model.path: tokenizer.json"),
+    "model/tokenizer_config.json": ('{"bos_token": "<s>"}', "model.path: tokenizer_config.json"),
+    "model/chat_template.jinja": ("{{ messages[0].content }}", "model.path: chat_template.jinja"),
+    "model/model.safetensors.index.json": (
+        '{"weight_map": {"a": "one.safetensors"}}',
+        "model.path: model.safetensors.ind",
+    ),
+    "model/one.safetensors": ("not really, but planning reads no weights" * 30_000, "model.path: one.safetensors"),
+    "rows/train.jsonl": ('{"prompt": "1 + 1", "answer": "2"}\n' * 3, "data.source: train.jsonl"),
+    "reward.py": ("import helper\nGAIN = 1\n\ndef judge(completions, prompts, **columns): ...\n", "source of `judge`"),
+    "helper.py": ("WORDS = ['a']\n", "source of `judge`"),
+    "objective.py": ("BETA = 0.5\n\ndef mine(inputs): ...\n", "objective.path: the source of `mine`"),
+    "test.json": ('[{"prompt": "2 + 2", "answer": "4"}]', "evaluation.tasks.sums: data.source"),
+    "grade.py": ("def grade(completions, prompts, **columns): ...\n", "evaluation.tasks.sums: the source of `grade`"),
+}
+
+
+@dataclass
+class World:
+    """A configuration that names a file of every kind, and finished runs of it."""
+
+    folder: Path
+
+    def config(self, seed: int = 0, run_dir: str = "run", **sections: dict) -> Config:
+        task = {
+            "name": "sums",
+            "data": {"source": str(self.folder / "test.json"), "max_prompt_length": 64},
+            "reward": [{"name": f"{self.folder}/grade.py:grade"}],
+        }
+        data = settings_of(
+            self.folder / "model",
+            **{
+                "data": {"source": str(self.folder / "rows")},
+                "reward": {"functions": [{"name": f"{self.folder}/reward.py:judge"}]},
+                "objective": {"name": "custom", "path": f"{self.folder}/objective.py:mine"},
+                "evaluation": {"tasks": [task], "samples": 2, "max_response_length": 8},
+                "train": {"steps": 4, "seed": seed, "run_dir": str(self.folder / run_dir)},
+                **sections,
+            },
+        )
+        return Config.model_validate(data)
+
+    def trained(self, config: Config) -> Path:
+        """A finished run, begun as training begins one."""
+        with RunDirectory.open(config, "auto") as run:
+            run.begin(present_inputs(config, ["reward", "objective"]))
+            metrics = "".join(json.dumps(step_record(step)) + "\n" for step in range(1, config.train.steps + 1))
+            (run.path / "metrics.jsonl").write_text(metrics)
+            (run.path / "evaluations.jsonl").write_text(json.dumps(evaluation(4, 0.5)) + "\n")
+        return run.path
+
+    def own(self, config: Config) -> Member:
+        """A member in whose directory `config` was trained."""
+        member = Member("m", "w4a16", "aligned", config.train.seed, Path(config.run_dir), config)
+        find_finished([member], [])
+        return member
+
+    def reusing(self, config: Config, run: Path) -> tuple[Member, list[str]]:
+        member = Member("m", "w4a16", "aligned", config.train.seed, self.folder / "not-there", config)
+        return member, find_finished([member], [read_run(run)])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    from comparisons import write_model
+
+    folder = tmp_path_factory.mktemp("world")
+    write_model(folder / "model")
+    (folder / "rows").mkdir()
+    for name, (content, _) in FILES.items():
+        if content is not None:
+            (folder / name).write_text(content)
+    found = World(folder)
+    found.trained(found.config())
+    return found
+
+
+def damaged(content: bytes, at: float, how: str) -> bytes:
+    """The content with one byte changed, removed or added."""
+    place = min(int(at * len(content)), len(content) - 1)
+    middle = {"change": bytes([content[place] ^ 1]), "remove": b"", "add": content[place : place + 1] * 2}[how]
+    return content[:place] + middle + content[place + 1 :]
+
+
+@given(st.sampled_from(sorted(FILES)), st.floats(0, 1), st.sampled_from(["change", "remove", "add"]))
+@limits(max_examples=60, deadline=None)
+def test_one_byte_of_any_input_is_noticed_and_undoing_it_makes_the_run_count_again(world, name, at, how):
+    file, config = world.folder / name, world.config()
+    content = file.read_bytes()
+    file.write_bytes(damaged(content, at, how))
+    try:
+        with pytest.raises(UserError) as caught:
+            world.own(config)
+        said = str(caught.value)
+        assert FILES[name][1] in said and "restore that, or choose another --out" in said and "\n" not in said
+        member, lines = world.reusing(config, Path(config.run_dir))
+        assert (member.state, member.reused) == ("waiting", False)
+        assert len(lines) == 1 and "is not reused" in lines[0] and FILES[name][1] in lines[0]
+    finally:
+        file.write_bytes(content)
+    assert world.own(config).reused
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_file_that_is_only_touched_or_written_again_changes_nothing(world, name):
+    file = world.folder / name
+    file.write_bytes(file.read_bytes())
+    os.utime(file, ns=(10**18, 10**18))
+    assert world.own(world.config()).reused
+
+
+@pytest.mark.parametrize("name", ["model/added_tokens.json", "rows/more.jsonl"])
+def test_a_file_that_is_new_is_noticed(world, name):
+    (world.folder / name).write_text('{"prompt": "3 + 3", "answer": "6"}\n')
+    try:
+        with pytest.raises(UserError, match=Path(name).name):
+            world.own(world.config())
+    finally:
+        (world.folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "same"),
+    [("samples", 3, False), ("temperature", 0.5, False), ("every", 2, True), ("at_end", False, True)],
+)
+def test_evaluations_with_other_settings_are_not_averaged(world, key, value, same):
+    config = world.config()
+    other = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={key: value, "pass_at": [1]})})
+    if same:
+        other = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={key: value})})
+        assert world.own(other).reused
+        return
+    with pytest.raises(UserError, match=rf"its evaluations have other settings .*{key} is"):
+        world.own(other)
+
+
+def test_a_run_that_went_on_with_another_reward_is_no_member(world):
+    """`checkpoint.allow_changed` lets a run go on; its numbers are of neither reward alone."""
+    config = world.config(run_dir="mixed")
+    path = world.trained(config)
+    file = world.folder / "reward.py"
+    content = file.read_bytes()
+    for text in (content + b"GAIN = 2\n", content):
+        file.write_bytes(text)
+        with RunDirectory.open(config, "auto") as run:
+            run.begin(present_inputs(config, ["reward", "objective"]), History(checkpoint=2))
+    with pytest.raises(UserError, match=r"used several versions of reward.functions: the source of `judge`; train it"):
+        world.own(config)
+    assert json.loads((path / "environment.json").read_text())["inputs"]["changed"]
+
+
+@pytest.mark.parametrize("kept", [None, "reward"])
+def test_a_run_of_an_older_version_counts_with_a_notice_and_what_it_recorded_is_compared(world, kept, tmp_path, capsys):
+    config = world.config(run_dir=f"old-{kept}")
+    path = world.trained(config)
+    environment = json.loads((path / "environment.json").read_text())
+    inputs = environment.pop("inputs")
+    if kept:
+        environment["inputs"] = {kept: inputs[kept]}
+    (path / "environment.json").write_text(json.dumps(environment))
+    assert world.own(config).reused
+    compare_runs([path, world.folder / "run"], tmp_path / "out")
+    assert f"{path.name}: an older qarl recorded no" in capsys.readouterr().out
+    if kept:
+        (world.folder / "helper.py").write_text("WORDS = ['b']\n")
+        with pytest.raises(UserError, match="the source of `judge`"):
+            world.own(config)
+        (world.folder / "helper.py").write_text(FILES["helper.py"][0])
+
+
+@pytest.mark.parametrize("name", ["reward.py", "rows/train.jsonl"])
+def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_no_group(world, name, tmp_path, capsys):
+    runs = [world.folder / "run"]
+    file = world.folder / name
+    content = file.read_bytes()
+    for seed in (1, 2):
+        runs.append(world.trained(world.config(seed, f"{name.replace('/', '-')}-{seed}")))
+        file.write_bytes(content + b" ")
+    file.write_bytes(content)
+    assert compare_runs(runs[:2], tmp_path / "same") == 0
+    assert "different inputs" not in capsys.readouterr().out
+    same = json.loads((tmp_path / "same/comparison.json").read_text())
+    assert same["groups"] and not same["input_differences"] and not same["notices"]
+    assert compare_runs(runs, tmp_path / "out") == 0
+    line = f"the runs were made from different inputs: {FILES[name][1]}"
+    if name == "reward.py":
+        line = "the runs were made from different inputs: reward: judge"
+    assert line in capsys.readouterr().out.replace("\n", " ")
+    mixed = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert mixed["groups"] == [] and len(mixed["input_differences"]) == 1
+    assert line in (tmp_path / "out/comparison.html").read_text().replace("&#39;", "'")
+
+
+def test_planning_reads_inputs_without_torch(world):
+    import subprocess
+
+    code = (
+        "import sys, json; from qarl.config import Config; from qarl.storage.input_files import present_inputs\n"
+        f"present_inputs(Config.model_validate_json({world.config().model_dump_json()!r}))\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_hub_name_is_its_commit_in_the_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = random.Random(0).randbytes(20).hex()
+    assert hub_commit("models", "some/model", None) == UNKNOWN
+    (tmp_path / "models--some--model/refs").mkdir(parents=True)
+    (tmp_path / "models--some--model/refs/main").write_text(commit)
+    assert hub_commit("models", "some/model", None) == commit
+    assert hub_commit("models", "some/model", "v1") == UNKNOWN
+    assert hub_commit("models", "some/model", "0" * 40) == "0" * 40
+
+
+@pytest.mark.parametrize(
+    ("source", "other"),
+    [("task:arithmetic", {"seed": 1}), ("reasoning-gym:chain_sum", None)],
+)
+def test_a_generated_task_has_an_identity(world, source, other):
+    def identity(**task: object) -> str:
+        config = world.config(data={"source": source, "task": task})
+        return present_inputs(config, ["files"])["files"]["data.source"]
+
+    assert identity() == identity() and identity() != UNKNOWN
+    if other:
+        assert identity(**other) != identity()
