@@ -93,6 +93,8 @@ def math(
 
 def _gold(answer: object) -> str:
     """The ground truth as one expression. Raises ValueError if it is empty."""
+    if isinstance(answer, float):  # in capitals no exponent is taken for Euler's number
+        return repr(answer).upper()
     text = ascii_math(final_answer(answer))
     box = final_box(text, complete=False)
     found = formulas(text) if box is None else []

@@ -31,6 +31,7 @@ _MIXED_FRAC = re.compile(r"(?P<whole>\d+)\s*\{?\\frac\s*\{\s*(?P<top>\d+)\s*\}\s
 _EXPONENT = re.compile(r"[+-]?\d+(?:\.\d+)?")
 _OPERATOR = re.compile(r"\s*(\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\\div(?![A-Za-z])|[*/+^-]|\^)\s*")
 _MONEY = re.compile(rf"^(?P<sign>[-+]?)\s*(?P<currency>[{re.escape(CURRENCY)}])\s*(?P<rest>.*)$", re.DOTALL)
+_PER = re.compile(r"\s*(?:/|per\b|\\text\{\s*(?:/|per\b))[^\d=<>]*")  # $3 per pound: the price, whatever it is for
 # 2e-1 is 0.2, and 2e - 1 to a mathematician; 1e-05, 1.5e-7 and 1E-5 are numbers only.
 _EULER = re.compile(r"(?<![\d.])(\d+)e([+-])([1-9]\d?)(?![\d.])")
 
@@ -65,7 +66,8 @@ def _based(text: str) -> Quantity | None:
         return None
     name = match["base"] or match["named"]
     base = int(name) if name.isdigit() else _WORDS.get(name, 0)
-    if not 2 <= base <= 36 or not any(c.isdigit() for c in match["digits"]):  # F_{16} is a name
+    named = match["digits"].isalpha() and (len(match["digits"]) == 1 or base <= 10)  # F_{16}: a name
+    if not 2 <= base <= 36 or named:
         return None
     whole, _, part = match["digits"].partition(".")
     digits, sign = whole + part, -1 if match["sign"] else 1
@@ -87,7 +89,9 @@ def _quantity(text: str) -> Quantity:
     rest = text[parser.position :]
     unit = read_unit(rest)
     if isinstance(unit, bool):
-        raise NotANumber
+        if money is None or not _PER.fullmatch(rest):
+            raise NotANumber
+        unit = None
     if money is not None:
         currency = find(money["currency"])
         assert currency is not None, "every sign of CURRENCY is a unit"

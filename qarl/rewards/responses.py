@@ -53,6 +53,7 @@ def _leaves_open(prompt: str, opening: str, closing: str) -> bool:
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_CUT_BOX = re.compile(r"\\(?:b(?:o(?:xe?)?)?|fb?o?)$")  # the response ended within the command
 _BETWEEN_BOXES = re.compile(r"(?:\\[()\[\],;! ]|[\s$.])*(?:,|;|\band\b|\bor\b)[\s$]*(?:\\[()\[\],;! ]|[\s$])*", re.I)
 
 
@@ -67,6 +68,8 @@ def final_box(text: str, complete: bool) -> str | None:
         The content. Boxes with only a comma, `and` or `or` between them are one answer, joined by commas. None if there
         is no box; an empty text if there is no answer.
     """
+    if complete and _CUT_BOX.search(text):
+        return ""
     answer: list[str] = []
     begin = len(text)
     for match in reversed(list(_BOX.finditer(text))):
@@ -103,7 +106,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 _FORMULA = re.compile(
-    r"(?<!\\)\$\$(?P<a>(?:\\.|[^$\\])+)\$\$|(?<![\\\d])\$(?P<b>(?:\\.|[^$\\\n])+)\$|\\\((?P<c>.+?)\\\)|\\\[(?P<d>.+?)\\\]",
+    r"(?<!\\)\$\$(?P<a>(?:\\.|[^$\\])+)\$\$|(?<![\\\d])\$(?P<b>(?:\\.|[^$\\\n])+)\$|\\\((?P<c>(?:(?!\\\().)+?)\\\)|\\\[(?P<d>(?:(?!\\\[).)+?)\\\]",
     re.DOTALL,
 )
 _SEPARATOR = re.compile(r"\s*(?:,|;|\band\b|\bor\b|,\s*and\b|,\s*or\b)\s*", re.I)

@@ -55,6 +55,8 @@ _RULES = [
         re.compile(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle|textstyle|limits|boldsymbol)(?![A-Za-z])\.?"),
         "",
     ),
+    (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}|\\underline(?=\s*\{)"), ""),
+    (re.compile(r"\\hspace\*?\{[^{}]*\}"), " "),
     (re.compile(r"\\!\s*"), ""),
     (re.compile(r"(?<=\d)(?:\\[,;:]|~|\\ )\s*(?=\d{3}(?!\d|\s*/|\\,/))"), ""),
     (re.compile(r"(?<=\d)\{,\}\s*(?=\d{3}(?!\d))"), ","),
@@ -75,6 +77,7 @@ _RULES = [
         "°",
     ),
     (re.compile(r"\{\s*°\s*\}"), "°"),
+    (re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)°"), r"\1{\\frac{\2\\pi}{180}}"),
     (re.compile(r"(?<=\d)\s*\\text\{\s*[eE]\s*\}\s*(?=\{?[-+]?\d)"), "e"),
     (re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\}\S*?)\s*\}\s*\{\s*(\\text\{[^{}]*\}[^{}]*)\s*\}"), r"\1/\2"),
     (re.compile(r"\\%|\\text\{\s*\\?%\s*\}"), "%"),
@@ -108,7 +111,7 @@ def clean(text: str) -> str:
     `\\dfrac12` becomes `\\frac{1}{2}`, `\\mathrm{cm}` `\\text{cm}`, `^\\circ` `°`, `12\\,000` and `12{,}000` a number.
     """
     text = ascii_math(text).strip()
-    text = re.sub(r"(?<=[\d}])\s*\\?$", "", text) if text.endswith("\\") else text
+    text = text.rstrip("\\ \n")
     while len(text) > 2 and (text[0], text[-1]) == ("$", "$") and "$" not in text[1:-1]:
         text = text[1:-1].strip()
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$")):

@@ -194,7 +194,7 @@ def _product(body: str, spaced: bool, marked: bool) -> Unit | bool | None:
             return False
         position = match.end()
         if match["op"] is not None:
-            if not known and set(match["op"]) & set("*/()-"):
+            if not known and set(match["op"]) & set("*/-" if marked else "*/()-"):
                 return False
             sign = -1 if "/" in match["op"] else sign if match["op"].strip() else 1 if sign == 1 else sign
             continue

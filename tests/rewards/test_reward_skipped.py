@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
 from qarl.config.reward import RewardConfig
 from qarl.rewards import RewardPool
+from qarl.rewards.shared import gather_results
 from qarl.training.metrics import reward_metrics
 
 # Completion "1 - 3" scores 1 with the first function, None with the second, and 3 with the third.
@@ -61,3 +63,21 @@ def test_metrics_leave_out_skipped_rows(picking):
             "reward/failed": 0.0,
         }
     )
+
+
+class _TwoRanks:
+    """Ranks that have the same results."""
+
+    count = 2
+
+    def gather(self, value: dict) -> list[dict]:
+        return [json.loads(json.dumps(value))] * 2
+
+    def __getattr__(self, name: str):
+        raise AssertionError(name)
+
+
+def test_skipped_rows_of_all_ranks_are_counted(picking, monkeypatch):
+    monkeypatch.setattr("qarl.rewards.shared.together", lambda ranks, judge: judge())
+    result = gather_results(picking.score(["1 - -", "3 4 -"], ["p"] * 2, {}), _TwoRanks(), 0.5)
+    assert result.skipped == {"first": 0, "second": 2, "third": 4}
