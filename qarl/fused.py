@@ -1,14 +1,14 @@
 """Layers that an engine multiplies as one weight: q, k and v of an attention block, gate and up of an MLP.
 
-Of a mixture of experts: gate and up of all experts of a layer, and down of all of them.
+In a mixture of experts: gate and up of all experts of a layer, and down of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from qarl_formats.scheme import Scheme
+from qarl_formats.scheme import Scheme, is_ignored
 
 from qarl.experts import EXPERT_NAMES, experts_of
 
@@ -29,7 +29,7 @@ _OF_EXPERTS = {
 
 
 def fused_groups(names: Iterable[str]) -> list[list[str]]:
-    """Modules that are fused with one another, by full name; those that stand alone are left out."""
+    """Return the groups of modules that are fused, by full name; modules without a partner are left out."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         block, _, projection = name.rpartition(".")
@@ -40,10 +40,41 @@ def fused_groups(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def shared_scales(modules: Iterable[str], scheme: Scheme, master: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Of each weight, by parameter name, what it is quantized with in common with those it is fused with.
+def fusion_fault(scheme: Scheme, ignore: list[str], rows: Mapping[str, int]) -> tuple[str, str] | None:
+    """Find fused layers that vLLM cannot load.
 
-    modules: the quantized ones. master: the float32 master of a parameter; asked for where the scheme shares anything.
+    vLLM multiplies q, k and v as one weight, and gate and up. It needs them to be quantized together or not at all, and
+    no block of rows that shares a scale may span two of them.
+
+    Args:
+        scheme: Quantization scheme.
+        ignore: Modules that are not quantized.
+        rows: Output features of each Linear, by module name.
+
+    Returns:
+        The key of the `quant` section that is at fault (`ignore` or `scheme`) and the reason, or None.
+    """
+    if not scheme.quantized:
+        return None
+    for names in fused_groups(rows):
+        ignored = [name for name in names if is_ignored(name, ignore)]
+        if 0 < len(ignored) < len(names):
+            other = next(name for name in names if name not in ignored)
+            return "ignore", f"vLLM fuses {ignored[0]}, which is ignored, with {other}, which is not"
+        cut = next((name for name in names[:-1] if rows[name] % scheme.row_block), None)
+        if cut is not None and not ignored:
+            blocks = f"its {rows[cut]} rows are not a multiple of the block of {scheme.row_block} rows"
+            return "scheme", f"vLLM fuses {cut} with {names[-1]}, and {blocks}"
+    return None
+
+
+def shared_scales(modules: Iterable[str], scheme: Scheme, master: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return the values that fused weights share when they are quantized, by parameter name.
+
+    Args:
+        modules: Quantized modules.
+        scheme: Quantization scheme.
+        master: Returns the float32 master of a parameter; called only if the scheme shares values.
     """
     found: dict[str, Tensor] = {}
     for group in fused_groups(modules):

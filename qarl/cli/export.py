@@ -26,6 +26,10 @@ ShardSize = Annotated[
 Unpacked = Annotated[
     bool, typer.Option("--unpacked", help="int4 codes one to a byte (int-quantized), which some W4A8 kernels want.")
 ]
+NoVllm = Annotated[
+    bool,
+    typer.Option("--no-vllm", help="Allow what vLLM cannot load; only transformers and qarl have to read the result."),
+]
 
 
 def export(
@@ -42,6 +46,7 @@ def export(
     dtype: Annotated[Literal["bf16"] | None, typer.Option(help="Export the masters, unquantized.")] = None,
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,
+    no_vllm: NoVllm = False,
     verify: Annotated[bool, typer.Option("--verify", help="Load it again and compare it with the run.")] = False,
 ) -> None:
     """Write a run's checkpoint as a compressed-tensors checkpoint for vLLM and transformers; its codes bit for bit.
@@ -57,6 +62,7 @@ def export(
             dtype=dtype,
             max_shard_size=max_shard_size,
             unpacked=unpacked,
+            for_vllm=not no_vllm,
             progress=progress,
         )
     show(written)
@@ -65,7 +71,7 @@ def export(
 
 
 def show(report: ExportResult) -> None:
-    """Say what was written."""
+    """Print a summary of the export."""
     weights = [name for name in report.files if name.endswith(".safetensors")]
     total = sum(report.files.values())
     typer.echo(f"{report.path}: {total:,} bytes in {len(report.files)} files, {len(weights)} of them with tensors")
@@ -77,7 +83,7 @@ def show(report: ExportResult) -> None:
 
 @contextmanager
 def bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Bytes written, at a terminal; nothing else where."""
+    """Show the bytes written on a terminal; show nothing elsewhere."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from qarl.terminal.console import Console

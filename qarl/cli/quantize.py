@@ -10,7 +10,7 @@ from qarl_formats.registry import scheme_names
 
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
-from qarl.cli.export import ShardSize, Unpacked, bar, show
+from qarl.cli.export import NoVllm, ShardSize, Unpacked, bar, show
 from qarl.cli.options import VerifyDigests
 from qarl.config.quant import GROUPED, ZERO_POINTS
 
@@ -52,6 +52,7 @@ def quantize(
     max_shard_size: ShardSize = "5GB",
     unpacked: Unpacked = False,
     verify_digests: VerifyDigests = True,
+    no_vllm: NoVllm = False,
 ) -> None:
     """Write a model as a compressed-tensors checkpoint, each weight rounded to the nearest code: a baseline."""
     with bar(str(out)) as progress:
@@ -66,6 +67,7 @@ def quantize(
             max_shard_size=max_shard_size,
             unpacked=unpacked,
             verify_digests=verify_digests,
+            for_vllm=not no_vllm,
             progress=progress,
         )
     show(written)

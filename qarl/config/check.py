@@ -28,7 +28,7 @@ from qarl.config.overrides import override_keys
 from qarl.config.package_model import PREFIX, UnusableModel, package_gguf
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.fused import fused_groups
+from qarl.fused import fusion_fault
 from qarl.text import visible
 
 
@@ -198,28 +198,13 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
 
 
 def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]:
-    """vLLM multiplies q, k and v at once, and gate and up: such layers are quantized together, or none of them is, and
-    no block of rows with one scale may reach from one into the next."""
-    ignore = config.quant.ignore
-    if config.quant.scheme == "bf16":
-        return
+    """Layers that vLLM fuses and that cannot be fused as `quant` has them; see `fusion_fault`."""
     rows = {linear.name: linear.out_features for linear in linears}
-    block = scheme_of(config.quant).row_block
-    for names in fused_groups(rows):
-        ignored = [name for name in names if is_ignored(name, ignore)]
-        if 0 < len(ignored) < len(names):
-            other = next(name for name in names if name not in ignored)
-            text = f"rollout.engine vllm fuses {ignored[0]}, which it names, with {other}; name both or neither"
-            yield Fault(("quant", "ignore"), ignore, text)
-            return  # the layers repeat
-        cut = next((name for name in names[:-1] if rows[name] % block), None)
-        if cut is not None and not ignored:
-            text = (
-                f"rollout.engine vllm fuses {cut} with {names[-1]}, and its {rows[cut]} rows are not whole "
-                f"blocks of {block}; use another scheme, or engine native"
-            )
-            yield Fault(("quant", "scheme"), config.quant.scheme, text)
-            return
+    fault = fusion_fault(scheme_of(config.quant), config.quant.ignore, rows)
+    if fault is not None:
+        key, reason = fault
+        fix = "ignore both or neither" if key == "ignore" else "use another scheme"
+        yield Fault(("quant", key), getattr(config.quant, key), f"{reason}; {fix}, or set rollout.engine to native")
 
 
 def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:

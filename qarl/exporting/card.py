@@ -92,8 +92,16 @@ def model_card(
     if scheme.quantized:
         rounded = "" if scheme.scale_dtype == dtype else f", with their scales rounded to {dtype}"
         parts.append(f"transformers needs the `compressed-tensors` package; it dequantizes the weights{rounded}.\n")
+    parts.append(f"Oldest readers: vLLM 0.24, transformers {_oldest_transformers(scheme)}.\n")
     parts.append("`qarl_export.json` lists where the tensors come from, with a SHA-256 of each.\n")
     return "\n".join(parts)
+
+
+def _oldest_transformers(scheme: Scheme) -> str:
+    """The oldest transformers that reads `scheme`, and the compressed-tensors it needs."""
+    if scheme.name.startswith("nvfp4") or (scheme.zero_points and not scheme.symmetric):
+        return "5.16 with compressed-tensors 0.17"
+    return "4.57 with compressed-tensors 0.12" if scheme.quantized else "4.57"
 
 
 def _front_matter(target: Target, scheme: Scheme) -> str:

@@ -14,6 +14,7 @@ from qarl.errors import UserError
 from qarl.experts import is_router
 from qarl.exporting.card import model_card
 from qarl.exporting.writer import ExportReport, export_checkpoint
+from qarl.fused import fusion_fault
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged
@@ -28,12 +29,19 @@ def export_target(
     dtype: torch.dtype,
     max_shard_bytes: int,
     unpacked: bool = False,
+    for_vllm: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReport:
     """Export a run's checkpoint, or a model rounded to nearest, in the scheme of `target`.
 
-    Arguments as `export_checkpoint` has them. Raises UserError, which for a damaged checkpoint names the earlier ones:
-    which of them to fall back to is the user's to say.
+    Args:
+        target: The run's checkpoint or the model.
+        out, dtype, max_shard_bytes, unpacked, progress: See `export_checkpoint`.
+        for_vllm: Refuse what vLLM cannot load. If False, only transformers and qarl have to read the result.
+
+    Raises:
+        UserError: Something does not fit, or the checkpoint is damaged; the error then lists the earlier checkpoints,
+            and the user decides which of them to export.
     """
     scheme = scheme_of(target.quant)
     if unpacked and not scheme.unpackable:
@@ -41,6 +49,8 @@ def export_target(
     masters = _open(target)
     if target.run is None:
         _check_options(target, masters)
+    if for_vllm:
+        _check_fusion(target, masters)
     specs = masters.specs(target.quant, dtype, unpacked)
     file_format = quantization_config(scheme, target.quant.ignore, unpacked)["format"] if scheme.quantized else None
     card = model_card(
@@ -68,9 +78,9 @@ def _open(target: Target) -> Masters:
 
 
 def _check_options(target: Target, masters: Masters) -> None:
-    """Raise UserError for layers that the command line's scheme cannot store, and for ignored ones that do not exist.
+    """Raise UserError if the scheme on the command line cannot store a layer, or an ignored layer does not exist.
 
-    A run's own section was checked when the run started.
+    The `quant` section of a run was checked when the run started.
     """
     masters.check(scheme_of(target.quant), target.quant.ignore, place="--group-size")
     routers = [name.removesuffix(".weight") for name in masters.shapes if is_router(name)]  # never quantized
@@ -80,3 +90,16 @@ def _check_options(target: Target, masters: Masters) -> None:
                 f"--ignore: {entry!r} matches no Linear layer of {target.name}; give a name such as "
                 f"{min(masters.linears)}, or re:<regex>"
             )
+
+
+def _check_fusion(target: Target, masters: Masters) -> None:
+    """Raise UserError if the export would quantize a part of a layer that vLLM fuses."""
+    modules = [name.removesuffix(".weight") for name in masters.shapes]
+    rows = {module: masters.shapes[f"{module}.weight"][0] for module in modules if module in masters.linears}
+    fault = fusion_fault(scheme_of(target.quant), target.quant.ignore, rows)
+    if fault is not None:
+        key, reason = fault
+        option = f"--{key}" if target.run is None else f"quant.{key} of the run"
+        fix = {"ignore": "ignore both or neither", "scheme": "use another scheme"}[key]
+        fix = f"{fix}, or" if target.run is None else "export its masters with --dtype bf16, or"
+        raise UserError(f"{option}: {reason}; {fix} pass --no-vllm; transformers and qarl can read the result")

@@ -13,7 +13,7 @@ token does not make the rest incomparable.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from qarl_formats.quantize import unpack_codes
-from qarl_formats.scheme import Scheme
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
@@ -37,12 +36,14 @@ from qarl.exporting.readers import (
     read_vllm,
     release_memory,
 )
+from qarl.fused import fusion_fault
 from qarl.inference.export_record import read_export_record
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.json import read_json_object
 from qarl.inputs.open_tensors import OpenTensors
 from qarl.inputs.tensors import stored_tensors
+from qarl.policy.skeleton import linear_names
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import read_records
 from qarl.types import Prompt
@@ -120,17 +121,21 @@ def verify_export(
     shapes = {weight.shape for weight in weights.values()}
     mixed = any(experts_of(name.rpartition(".")[0]) for name in weights)
     fault = fault_of_experts(stored["quantization_config"]) if mixed else None
+    scheme, model = scheme_of(target.quant), opened.policy.model
+    rows = {name: model.get_submodule(name).out_features for name in linear_names(model)}
+    unfused = fusion_fault(scheme, target.quant.ignore, rows)
     opened.close()
-    del opened
+    del opened, model
     release_memory()
     responses = reference.token_ids
-    scheme = scheme_of(target.quant)
     drops = (scheme.activation_arguments() or {}).get("strategy") == "token"
-    read_library = _transformers(shapes, scheme, fault)
+    fault = next(filter(None, (fault, *(scheme.library_fault(*shape) for shape in sorted(shapes)))), None)
+    read_library = _unless(fault, read_transformers)
+    read_server = _unless(unfused and unfused[1], read_vllm)
     readers: list[tuple[str, Callable[[], Reading]]] = [
         ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
         ("transformers", lambda: read_library(out, prompts, responses, MAX_TOKENS, where, drops)),
-        ("vllm", lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, mixed, out / "vllm.log")),
+        ("vllm", lambda: read_server(out, prompts, responses, MAX_TOKENS, dtype, mixed, out / "vllm.log")),
     ]
     for name, read in readers:
         try:
@@ -153,16 +158,13 @@ def verify_export(
     return record
 
 
-def _transformers(shapes: Iterable[tuple[int, int]], scheme: Scheme, fault: str | None) -> Callable[..., Reading]:
-    """`read_transformers`, or what raises Unsupported: for a `fault`, or a shape that the library cannot read."""
-    fault = next(filter(None, (fault, *(scheme.library_fault(*shape) for shape in sorted(shapes)))), None)
-    if fault is None:
-        return read_transformers
+def _unless(fault: str | None, read: Callable[..., Reading]) -> Callable[..., Reading]:
+    """Return `read`, or a function that raises Unsupported with the reason `fault`."""
 
     def unsupported(*arguments: Any) -> Reading:
         raise Unsupported(fault)
 
-    return unsupported
+    return read if fault is None else unsupported
 
 
 def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:

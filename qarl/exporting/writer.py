@@ -22,7 +22,7 @@ from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
 from qarl.inference.target import Target
 from qarl.policy.device import DTYPES
-from qarl.policy.load import load_tokenizer
+from qarl.policy.load import load_tokenizer, saved_tokenizer_class
 from qarl.storage.disk import disk_errors
 from qarl.storage.environment import package_versions
 from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_document, files_in, save_tokenizer
@@ -71,7 +71,7 @@ def export_checkpoint(
     total = stored_bytes(specs)
     same_as_run = same_codes_expected(target) and DTYPES[target.run.model.dtype] == dtype
     with staged(out) as directory:
-        save_tokenizer(load_tokenizer(target.model), directory)
+        save_tokenizer(load_tokenizer(target.model), directory, saved_tokenizer_class(target.model))
         tokenizer_files = {str(path.relative_to(directory)): file_digest(path) for path in files_in(directory)}
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_space(out, needed)

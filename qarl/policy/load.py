@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     with quiet_loading():
         check_tokenizer(tokenizer, f"model.path: cannot use the tokenizer of '{config.path}'", architecture)
     return tokenizer
+
+
+def saved_tokenizer_class(config: ModelConfig) -> str | None:
+    """`tokenizer_class` of the model's tokenizer_config.json; None if it has no such file or entry."""
+    path = locate(config).file("tokenizer_config.json")
+    name = None if path is None else json.loads(path.read_bytes()).get("tokenizer_class")
+    return name if isinstance(name, str) else None
 
 
 def _read_tokenizer(config: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:

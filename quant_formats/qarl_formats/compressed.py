@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from qarl_formats.quantize import QuantizedWeight
 
+_NEW_ARGUMENTS = ("scale_dtype", "zp_dtype")  # fields of QuantizationArgs since compressed-tensors 0.13
+_STATIC_ORDERS = (None, "static", "weight")
+
 
 def tensor_specs(scheme: Scheme, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
     """The tensors of one Linear [out_features, in_features], by suffix, in the order in which they are stored.
@@ -94,7 +97,9 @@ def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = Fals
     Built by the library's own classes from the values of its presets (W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC, ...),
     and written as `ModelCompressor.update_config` writes it. The format is set by name: left to infer it, the
     library would store W4A8 unpacked as int-quantized. The file does not record the scale dtype or the grid: the
-    first is that of the stored tensors, the second is no matter for the reader. unpacked: see `tensor_specs`.
+    first is that of the stored tensors, the second does not matter to a reader. unpacked: see `tensor_specs`.
+    Arguments that compressed-tensors added after 0.12 are left out if they are unset, because older versions refuse
+    unknown fields.
 
     Returns:
         plain JSON values.
@@ -119,12 +124,17 @@ def quantization_config(scheme: Scheme, ignore: list[str], unpacked: bool = Fals
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=list(ignore),
     )
-    return {
+    values = {
         "version": compressed_tensors.__version__,
         "sparsity_config": {},
         "transform_config": {},
         **config.model_dump(mode="json"),
     }
+    for arguments in (values["config_groups"]["group_0"][key] or {} for key in ("weights", "input_activations")):
+        for key in _NEW_ARGUMENTS:
+            if key in arguments and arguments[key] is None:
+                del arguments[key]
+    return values
 
 
 def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[str]]:
@@ -184,7 +194,9 @@ def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
             f"{_shown(bits)}-bit {weight_type} weights with {quantized or 'unquantized'} activations have no scheme"
         )
     kinds = [kind for kind in kinds if strategy in kind.strategies]
-    if not kinds or weights.get("actorder"):
+    # GPTQ with static activation ordering (alias: weight) changes the order in which columns are rounded. The groups
+    # stay in column order, so the file has the layout of an unordered one.
+    if not kinds or weights.get("actorder") not in _STATIC_ORDERS:
         raise ValueError(f"weight strategy {strategy!r} (actorder {str(weights.get('actorder'))[:20]}) cannot be read")
     wanted = kinds[0]().activation_arguments()
     if wanted is not None and any(activations.get(key, True) != value for key, value in wanted.items()):

@@ -108,7 +108,8 @@ def test_vllm_needs_the_layers_it_fuses_ignored_together(inspect):
     half = "quant.ignore=[lm_head, model.layers.1.mlp.up_proj]"
     inspect(half)
     message = refused(inspect, half, "rollout.engine=vllm")
-    assert "quant.ignore = " in message and "with model.layers.1.mlp.gate_proj; name both or neither" in message
+    assert "quant.ignore = " in message and "ignore both or neither" in message
+    assert "fuses model.layers.1.mlp.up_proj, which is ignored, with model.layers.1.mlp.gate_proj" in message
     inspect("rollout.engine=vllm", "quant.ignore=[lm_head, 're:.*layers.1.mlp.(gate|up)', 're:.*o_proj']")
     inspect("rollout.engine=vllm", half, "quant.scheme=bf16", "quant.group_size=")
 
@@ -117,7 +118,8 @@ def test_vllm_needs_whole_blocks_of_rows_in_the_layers_it_fuses(inspect):
     scheme = ["quant.scheme=fp8_block", "quant.group_size="]
     inspect(*scheme)
     message = refused(inspect, *scheme, "rollout.engine=vllm")
-    assert 'quant.scheme = "fp8_block"' in message and "its 96 rows are not whole blocks of 128" in message
+    assert 'quant.scheme = "fp8_block"' in message
+    assert "its 96 rows are not a multiple of the block of 128 rows" in message
     inspect(*scheme, "rollout.engine=vllm", "quant.ignore=[lm_head, 're:.*(q|k|v|gate|up)_proj']")
 
 

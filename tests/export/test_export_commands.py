@@ -167,6 +167,7 @@ def test_quantize_stores_what_round_to_nearest_gives(name, tiny_model, qarl, tmp
     options = ["--group-size", wanted["group_size"]] if "group_size" in wanted else []
     options += ["--asymmetric"] * (not wanted.get("symmetric", True))
     options += ["--grid", wanted["grid"]] if "grid" in wanted else []
+    options += ["--no-vllm"] * (name == "fp8_block")  # the layers are smaller than a block
     qarl("quantize", tiny_model("qwen2"), tmp_path / "out", "--scheme", wanted["scheme"], *options)
     target = resolve_target(str(tiny_model("qwen2")), quant=wanted)
     expected = snapshot_of(target, open_masters(target), torch.bfloat16).tensors
@@ -175,6 +176,17 @@ def test_quantize_stores_what_round_to_nearest_gives(name, tiny_model, qarl, tmp
     assert all(same_bytes(stored[tensor], expected[tensor]) for tensor in expected)
     opened = resolve_target(str(tmp_path / "out"))
     assert opened.kind == "export" and scheme_of(opened.quant).name == wanted["scheme"]
+
+
+def test_what_vllm_cannot_fuse_is_exported_on_request_only(tiny_model, qarl, refusal, tmp_path):
+    partial = [tiny_model(), tmp_path / "out", "--scheme", "w8a8", "--ignore", "re:.*q_proj"]
+    error = refusal("quantize", *partial)
+    assert "--ignore: vLLM fuses model.layers.0.self_attn.q_proj" in error and "--no-vllm" in error
+    qarl("quantize", *partial, "--no-vllm")
+    run = save_run(tmp_path / "run", tiny_model(), scheme="w8a8", ignore=["lm_head", "re:.*up_proj"])
+    error = refusal("export", run.path)
+    assert "quant.ignore of the run: vLLM fuses" in error and "--dtype bf16" in error
+    qarl("export", run.path, "--no-vllm")
 
 
 def test_quantize_leaves_ignored_layers_alone(tiny_model, qarl, tmp_path):
@@ -188,9 +200,11 @@ def test_quantize_leaves_ignored_layers_alone(tiny_model, qarl, tmp_path):
         "re:.*down_proj",
         "--ignore",
         "model.layers.0.mlp.up_proj",
+        "--ignore",
+        "model.layers.0.mlp.gate_proj",
     )
     stored = stored_tensors(tmp_path / "out")
-    kept = {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"}
+    kept = {f"model.layers.0.mlp.{name}_proj" for name in ("down", "up", "gate")} | {"model.layers.1.mlp.down_proj"}
     assert {
         n.removesuffix(".weight")
         for n, t in stored.items()

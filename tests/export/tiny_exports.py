@@ -46,7 +46,8 @@ class TinyRun:
     def export(self, out: Path, target: Target | None = None, **options: Any) -> ExportReport:
         target = target or resolve_target(str(self.path))
         dtype = DTYPES[target.model.dtype]
-        return export_target(target, out, **{"dtype": dtype, "max_shard_bytes": 10**9} | options)
+        # Tiny layers have fewer rows than a block of fp8_block, so vLLM cannot fuse them.
+        return export_target(target, out, **{"dtype": dtype, "max_shard_bytes": 10**9, "for_vllm": False} | options)
 
 
 def save_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), noise: float = 0.01, **quant: Any) -> TinyRun:

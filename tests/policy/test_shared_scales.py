@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from qarl_formats.nvfp4 import absmax_of, global_scale_of
+from qarl_formats.registry import make_scheme
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
-from qarl.fused import fused_groups, shared_scales
+from qarl.fused import GATE_UP, QKV, fused_groups, fusion_fault, shared_scales
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model
@@ -55,3 +58,20 @@ def test_an_export_has_the_codes_of_the_policy(tiny_model) -> None:
     )
     exported = build_snapshot(0, open_masters(target).forms(target.quant, torch.bfloat16))
     assert exported.manifest() == policy.current.manifest()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scheme=st.sampled_from(["w4a16", "w8a8", "fp8"]),
+    ignored=st.sets(st.sampled_from(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
+    by_pattern=st.booleans(),
+)
+def test_vllm_fuses_layers_that_are_ignored_together_or_not_at_all(scheme, ignored, by_pattern) -> None:
+    names = [f"model.layers.{i}.{part}" for i in (0, 1) for group in (*FUSED, ALONE) for part in group]
+    entries = ["lm_head"] + [f"re:.*{projection}" for projection in sorted(ignored) if by_pattern]
+    entries += [name for name in names if name.rpartition(".")[2] in ignored and not by_pattern]
+    fault = fusion_fault(make_scheme(scheme), entries, dict.fromkeys(names, 128))
+    partial = any(0 < len(ignored & group) < len(group) for group in ({*QKV}, {*GATE_UP}))
+    assert (fault is not None) == partial
+    if fault is not None:
+        assert fault[0] == "ignore" and fault[1].split()[2].rstrip(",").rpartition(".")[2] in ignored

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from qarl_formats.compressed import (
     from_state_dict,
@@ -46,15 +46,15 @@ STORED = [
 @pytest.mark.parametrize("preset", SCHEMES)
 def test_config_is_the_librarys_preset(preset):
     group = quantization_config(SCHEMES[preset], ["lm_head"])["config_groups"]["group_0"]
-    expected = preset_name_to_scheme(preset, ["Linear"]).model_dump(mode="json")
-    assert {**group, "format": None} == expected
+    expected = preset_name_to_scheme(preset, ["Linear"])
+    assert QuantizationScheme.model_validate({**group, "format": None}) == expected
 
 
 @pytest.mark.parametrize("scheme", STORED)
 def test_config_round_trips_through_the_library(scheme):
     written = quantization_config(scheme, ["lm_head", "re:.*mlp.gate$"])
     parsed = QuantizationConfig.model_validate(json.loads(json.dumps(written)))
-    dumped = parsed.model_dump(mode="json")
+    dumped = without_unset(parsed.model_dump(mode="json"))
     assert dumped == {key: written[key] for key in dumped}
 
 
@@ -62,7 +62,25 @@ def test_config_round_trips_through_the_library(scheme):
 def test_config_is_what_the_library_writes_to_config_json(scheme, tmp_path):
     written = quantization_config(scheme, ["lm_head"])
     ModelCompressor(QuantizationConfig.model_validate(written)).update_config(str(tmp_path))
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == written
+    assert without_unset(json.loads((tmp_path / "config.json").read_text())["quantization_config"]) == written
+
+
+def without_unset(config: dict) -> dict:
+    """Drop the arguments that compressed-tensors before 0.13 does not know, if they are unset."""
+    for arguments in (config["config_groups"]["group_0"][key] or {} for key in ("weights", "input_activations")):
+        for key in ("scale_dtype", "zp_dtype"):
+            if arguments.get(key, 0) is None:
+                del arguments[key]
+    return config
+
+
+@pytest.mark.parametrize("order", ["static", "weight"])
+def test_gptq_with_static_activation_ordering_is_read(order):
+    """The default of llm-compressor's GPTQModifier; its files have no weight_g_idx."""
+    config = quantization_config(make_scheme("w4a16", 32), ["lm_head"])
+    config["config_groups"]["group_0"]["weights"]["actorder"] = order
+    QuantizationConfig.model_validate(config)
+    assert parse_quantization_config(config) == (make_scheme("w4a16", 32), ["lm_head"])
 
 
 @pytest.mark.parametrize("name", ["w4a16", "w4a8"])
@@ -164,6 +182,8 @@ def test_config_parses_back_to_its_scheme(scheme):
         ({"weights": {"num_bits": 3}}, "3-bit int weights with unquantized activations"),
         ({"weights": {"strategy": "tensor"}}, "weight strategy 'tensor'"),
         ({"weights": {"actorder": "group"}}, "actorder group"),
+        ({"weights": {"actorder": "dynamic"}}, "actorder dynamic"),
+        ({"weights": {"actorder": True}}, "actorder True"),
         ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor"}}, "per token"),
     ],
 )

@@ -1,0 +1,145 @@
+"""Exports in the hands of transformers 4: the fields it reads, and the real library in a separate environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qarl_formats.registry import make_scheme
+from tiny_models import save_tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from qarl import api
+from qarl.storage.model_directory import config_document, save_tokenizer
+
+OLDER = Path(os.environ.get("QARL_TRANSFORMERS4") or Path(sys.prefix) / "transformers4")
+NEW_NAMES = ("rope_parameters", "dtype", "transformers_version")  # transformers 4 knows none of them
+TOKENS = [3 + (17 * i) % 256 for i in range(60)]
+TEXT = "hello <s> wörld</s>"
+
+positive = st.floats(1.0, 64.0)
+scalings = st.one_of(
+    st.just({"rope_type": "default"}),
+    st.builds(lambda f: {"rope_type": "linear", "factor": f}, positive),
+    st.builds(lambda f: {"rope_type": "dynamic", "factor": f}, positive),
+    st.builds(
+        lambda f, n: {"rope_type": "yarn", "factor": f, "original_max_position_embeddings": n}, positive, st.just(256)
+    ),
+    st.builds(
+        lambda f, low: {
+            "rope_type": "llama3",
+            "factor": f,
+            "low_freq_factor": low,
+            "high_freq_factor": low * 4,
+            "original_max_position_embeddings": 64,
+        },
+        positive,
+        positive,
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]),
+    theta=st.sampled_from([10_000.0, 500_000.0, 1e6]),
+    scaling=scalings,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    experts=st.integers(2, 9),
+)
+def test_the_older_fields_say_the_same_as_the_new_ones(family, theta, scaling, dtype, experts) -> None:
+    """A reader that knows the older names only builds the same configuration."""
+    counts = {"num_local_experts": experts} if family == "mixtral" else {"num_experts": experts}
+    moe = family in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+    rope = {"rope_theta": theta, **scaling}
+    config = AutoConfig.for_model(family, rope_parameters=rope, architectures=["X"], **(counts if moe else {}))
+    written = config_document(config, dtype, make_scheme("bf16"), ["lm_head"])
+    renamed = type(config).attribute_map
+    older = {key: value for key, value in written.items() if key not in (*NEW_NAMES, *renamed.values())}
+    again = type(config).from_dict(older)
+    assert again.rope_parameters == config.rope_parameters
+    assert again.dtype == dtype
+    assert {key: getattr(again, key) for key in counts if moe} == {key: getattr(config, key) for key in counts if moe}
+    whole = type(config).from_dict(json.loads(json.dumps(written)))
+    assert whole.rope_parameters == config.rope_parameters  # the two spellings do not contradict each other
+
+
+@pytest.mark.parametrize("base_class", [None, "TokenizersBackend", "Qwen2Tokenizer", "GPT2Tokenizer", "NoSuchClass"])
+def test_the_tokenizer_has_a_class_that_transformers_4_knows(base_class, tiny_model, tmp_path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<x>", "<y>"]})
+    save_tokenizer(tokenizer, tmp_path, base_class)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] in ("PreTrainedTokenizerFast", base_class)
+    assert written["tokenizer_class"] != "TokenizersBackend" and "extra_special_tokens" not in written
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert again.all_special_tokens == tokenizer.all_special_tokens
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+THETA = {"rope_type": "default", "rope_theta": 500_000.0}
+READ = {  # family, rope parameters, scheme
+    "theta": ("llama", THETA, "w4a16"),
+    "llama3": ("llama", LLAMA3, "w4a16"),
+    "bf16": ("llama", LLAMA3, "bf16"),
+    "w8a8": ("qwen2", THETA, "w8a8"),
+    "fp8": ("qwen3", THETA, "fp8"),
+    "experts": ("qwen3_moe", THETA, "w4a16"),
+}
+READER = """
+import json, sys
+import torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ids = torch.tensor([json.loads(sys.argv[1])])
+found = {"version": transformers.__version__}
+for name, path in json.loads(sys.argv[3]).items():
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        rows = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    found[name] = [rows.tolist(), AutoTokenizer.from_pretrained(path)(sys.argv[2])["input_ids"]]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDER.is_dir(), reason=f"transformers 4 is not installed in {OLDER}; make test puts it there")
+def test_transformers_4_reads_the_same_model(tmp_path) -> None:
+    """Log-probs and tokens of each export, read by transformers 4.57 and by the installed version."""
+    paths = {}
+    for name, (family, rope, scheme) in READ.items():
+        base = save_tiny_model(tmp_path / f"{name}-base", family, rope_parameters=rope, hidden_size=128)
+        paths[name] = str(tmp_path / name)
+        size = {"group_size": 32} if scheme == "w4a16" else {}
+        api.quantize(base, paths[name], scheme, **size)
+    command = [sys.executable, "-c", READER, json.dumps(TOKENS), TEXT, json.dumps(paths)]
+    environment = os.environ | {"PYTHONPATH": str(OLDER), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-2000:]
+    older = json.loads(run.stdout.splitlines()[-1])
+    assert older["version"].startswith("4.57")
+    ids = torch.tensor([TOKENS])
+    for name, path in paths.items():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        torch.nn.Module.float(model)
+        with torch.no_grad():
+            rows = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        logprobs, tokens = older[name]
+        # The experts of transformers 5 stay in bfloat16 until they are cast here.
+        torch.testing.assert_close(rows, torch.tensor(logprobs), rtol=0, atol=0.02 if name == "experts" else 1e-5)
+        assert AutoTokenizer.from_pretrained(path)(TEXT)["input_ids"] == tokens
