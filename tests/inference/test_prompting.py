@@ -160,6 +160,6 @@ def test_a_model_of_unknown_prompting_gets_the_template_that_its_tokenizer_has(t
     section = EvaluationConfig.model_validate({"tasks": [{"preset": "gsm8k", "path": str(rows)}]})
     for template in (True, False):
         target, said = resolve_target(str(tiny_model(chat_template=template))), []
-        (task,) = loaded(section, target, {}, said.append)
+        (task,) = loaded(section, target, load_tokenizer(target.model), {}, said.append)
         assert task.prompts[0].text.startswith("<|user|>") == template
         assert said == ([] if template else ["prompts as plain text, without a template"])
