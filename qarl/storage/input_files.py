@@ -88,18 +88,30 @@ def input_files(config: Config) -> dict[str, str]:
     Raises:
         UserError: A file cannot be read.
     """
-    files = dict(_model_files(config.model))
-    digests = dict(_data("data.source", config.data))
+    digests = model_files(config.model) | dict(_data("data.source", config.data))
     for task in config.evaluation.tasks:
         digests |= _task(task)
     if isinstance(config.distributed.config, str):
-        files["distributed.config"] = user_path(config.distributed.config, "distributed.config")
+        digests["distributed.config"] = _identity(user_path(config.distributed.config, "distributed.config"))
+    return digests
+
+
+def model_files(model: ModelConfig, weights: bool = True) -> dict[str, str]:
+    """The part of `input_files` about the model.
+
+    Args:
+        model: The model section.
+        weights: False leaves out safetensors files, as for a run, whose checkpoint has its own weights.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    files = dict(_model_files(model, weights))
     with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter's lock
-        hashed = pool.map(_identity, files.values())
-        return dict(zip(files, hashed, strict=True)) | digests
+        return dict(zip(files, pool.map(_identity, files.values()), strict=True))
 
 
-def _model_files(model: ModelConfig) -> Iterator[tuple[str, Path | str]]:
+def _model_files(model: ModelConfig, weights: bool) -> Iterator[tuple[str, Path | str]]:
     """(name, file or identity) for what the loaders of weights and tokenizer read."""
     place = "model.path"
     if model.path.startswith(PREFIX):
@@ -119,9 +131,9 @@ def _model_files(model: ModelConfig) -> Iterator[tuple[str, Path | str]]:
             names += sorted(path.name for path in directory.glob("*.py"))
         if model.gguf_file is not None:
             names.append(model.gguf_file)
-        elif (directory / SINGLE).exists():
+        elif weights and (directory / SINGLE).exists():
             names.append(SINGLE)
-        elif (directory / INDEX).exists():
+        elif weights and (directory / INDEX).exists():
             names.append(INDEX)
             with suppress(Unreadable):  # loading it says what is wrong with it
                 names += [name for name in shard_names(directory / INDEX) if (directory / name).exists()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -125,12 +126,28 @@ def test_other_settings_need_another_directory(tiny_model, compare):
         compare(tiny_model(), ["fp8"], max_tokens=96)
 
 
-def test_changed_weights_are_not_taken_for_the_old_ones(tiny_model, tmp_path, compare):
+def test_a_changed_model_file_is_not_taken_for_the_old_one_and_a_touched_one_is(tiny_model, tmp_path, compare):
+    """Same size and same time of the file: only its bytes differ, so only a digest can tell."""
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     compare(model, ["fp8"])
-    shutil.copy(tiny_model(seed=1) / "model.safetensors", model)
-    with pytest.raises(UserError, match="holds another comparison \\(weights was"):
-        compare(model, ["fp8"])
+    edits = {
+        "config.json": (b"10000", b"20000"),
+        "tokenizer.json": (b"\n", b" "),
+        "tokenizer_config.json": (b"\n", b" "),
+        "model.safetensors": (b"0", b"\1"),
+    }
+    for name, (old, new) in edits.items():
+        file = model / name
+        content, status = file.read_bytes(), file.stat()
+        place = content.rindex(old)
+        edited = content[:place] + new + content[place + len(old) :]
+        assert edited != content and len(edited) == len(content)
+        file.write_bytes(edited)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(UserError, match="holds another comparison \\(weights was"):
+            compare(model, ["fp8"])
+        file.write_bytes(content)
+    assert "fp8: measured before" in compare(model, ["fp8"])[1]
 
 
 def test_a_directory_of_something_else_is_left_alone(tiny_model, tmp_path, compare):

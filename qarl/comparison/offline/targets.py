@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 
 from qarl_formats.registry import grouped_names, scheme_names
 
 from qarl.errors import UserError
 from qarl.inference.target import Target, given, resolve_target
-from qarl.policy.load_config import locate
+from qarl.inputs.files import read_bytes
+from qarl.storage.input_files import UNKNOWN, model_files
+from qarl.storage.manifest import MANIFEST
 
 REFERENCE = "bf16"
 
@@ -61,10 +62,17 @@ def _group(scheme: str, group_size: int | None) -> dict[str, int]:
 
 
 def weights_mark(target: Target) -> str | None:
-    """Changes when the files of the weights do (by name, size and time); None for a hub name."""
-    directory = target.checkpoint or Path(locate(target.model).name).expanduser()
-    if not directory.is_dir():
+    """A digest of the files that decide a target's numbers, so that those of two models are never in one table.
+
+    They are the model's configuration, tokenizer and weights. A checkpoint of a run has its own weights, whose digests
+    are in its manifest. None for a hub name that is not in the local cache.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
+    files = model_files(target.model, weights=target.checkpoint is None)
+    if UNKNOWN in files.values():
         return None
-    files = [path for path in sorted(directory.iterdir()) if path.suffix in (".safetensors", ".bin", ".gguf", ".json")]
-    entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+    manifest = None if target.checkpoint is None else read_bytes(target.checkpoint / MANIFEST)
+    parts = [files, None if manifest is None else hashlib.sha256(manifest).hexdigest()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
