@@ -13,7 +13,7 @@ from qarl.comparison.summary import Number, cell, used
 from qarl.report.blocks import Bar, BarChart, Block, Column, Facts, LineChart, Section, Series, Table, Text
 from qarl.report.charts import chart_files
 from qarl.report.formatting import MISSING, interval, number
-from qarl.report.page import write_page
+from qarl.report.page import bounded, write_page
 from qarl.storage.disk import disk_errors
 from qarl.storage.runs import RunRecord
 
@@ -26,7 +26,7 @@ def write_outputs(out: Path, comparison: dict[str, Any], records: dict[str, RunR
 
     comparison: as in comparison.json. records: member -> its run. Raises UserError if the disk refuses.
     """
-    sections = build_sections(comparison, records)
+    sections = bounded(build_sections(comparison, records))
     charts = chart_files(out / "plots", sections)
     write_page(out / "comparison.html", comparison["title"], _subtitle(comparison["members"]), sections, charts)
     with disk_errors(out / "plots", place="--out"):

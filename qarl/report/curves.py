@@ -391,8 +391,10 @@ def meaning(name: str) -> str:
 def _found(curves: Curves, names: list[str]) -> dict[str, str]:
     """Metric -> label of the curves that occur; the first expression that fits a name gives its label."""
     found: dict[str, str] = {}
+    present = set(names)
     for pattern, label in curves.metrics:
-        for name in names:
+        literal = [pattern] if pattern in present else []
+        for name in names if "(" in pattern else literal:  # most patterns are names, and a run may have thousands
             match = re.fullmatch(pattern, name)
             if match and name not in found and not (curves is REWARD_PARTS and name in ELSEWHERE):
                 found[name] = match.expand(label)

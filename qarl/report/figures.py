@@ -32,6 +32,7 @@ from qarl.report.formatting import number
 from qarl.report.scatter import drawable, scatter
 from qarl.text import visible
 
+LEGEND_ROW = 0.2  # inches
 WIDTH = 4.5  # inches of 72 units: in a card of the page a font size of 11 comes out as about 11 px
 HEIGHT = 2.7
 POINTS_WITH_MARKERS = 30
@@ -91,7 +92,9 @@ def draw(chart: Chart, colours: Colours, *, heading: bool) -> Figure:
     names = [visible(name) for name in legend_names(chart)]
     legend = heading and len(names) > 1
     layout = ConstrainedLayoutEngine()
-    figure = Figure((WIDTH, height + 0.35 * heading + 0.2 * legend), layout=layout, facecolor=colours.background)
+    if legend:  # four rows leave the axes enough room, more need a higher figure
+        height += 0.2 + LEGEND_ROW * max(0, math.ceil(len(names) / _legend_columns(names)) - 4)
+    figure = Figure((WIDTH, height + 0.35 * heading), layout=layout, facecolor=colours.background)
     axes = figure.add_subplot(facecolor=colours.background)
     layout.set(w_pad=0.05, h_pad=0.05)
     if isinstance(chart, LineChart):
@@ -245,10 +248,20 @@ def _legend(figure: Figure, names: list[str], colours: Colours, dots: int) -> No
         shortened(name, 52).replace("_", "\u2009_", 1) if name.startswith("_") else shortened(name, 52)
         for name in names
     ]
-    columns = max(1, min(len(names), 56 // (max(map(len, labels)) + 6)))
     figure.legend(
-        handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=10.5, labelcolor=colours.text
+        handles,
+        labels,
+        loc="outside lower left",
+        ncols=_legend_columns(names),
+        frameon=False,
+        fontsize=10.5,
+        labelcolor=colours.text,
     )
+
+
+def _legend_columns(names: list[str]) -> int:
+    longest = max(len(shortened(name, 52)) for name in names)
+    return max(1, min(len(names), 56 // (longest + 6)))
 
 
 def rc() -> AbstractContextManager[None]:

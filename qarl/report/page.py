@@ -6,8 +6,8 @@ turned control, bidirectional and invisible characters into escapes; only the SV
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from qarl.report.axes import curve_style
-from qarl.report.blocks import Block, Chart, Scatter, Section
+from qarl.report.blocks import BarChart, Block, Chart, LineChart, Scatter, Section, Table, Text
 from qarl.report.charts import DARK_CURVES, LIGHT_CURVES, chart_note, svg
 from qarl.report.figures import has_data, legend_names
 from qarl.report.formatting import number
@@ -24,6 +24,12 @@ from qarl.text import visible
 
 GENERATOR = '<meta name="generator" content="qarl">'  # by which we know a page that is ours to replace
 SHOWN_CHARACTERS = 20_000  # of one prompt or completion
+# A page says what it leaves out beyond these. A chart takes a tenth of a second and 10 kB; the legend of a chart with
+# more curves would hide them.
+CHARTS = 60  # per section
+CURVES = 30  # per chart
+BARS = 60  # per chart
+ROWS = 1000  # per table
 
 
 @dataclass
@@ -59,6 +65,40 @@ def write_page(
     html = render_page(title, subtitle, sections)
     write_together({**(beside or {}), path: html.encode()}, "--out")
     return path
+
+
+def bounded(sections: list[Section]) -> list[Section]:
+    """The sections with at most `CHARTS` charts, `CURVES` curves or `BARS` bars per chart, and `ROWS` rows per table.
+
+    A run's trackers and rewards may log thousands of metrics, and drawing them all takes minutes. The notes of charts
+    and tables, and a text at the end of a section, say what was left out.
+    """
+    return [replace(section, blocks=_bounded_blocks(section.blocks)) for section in sections]
+
+
+def _bounded_blocks(blocks: Sequence[Block]) -> list[Block]:
+    charts = [block for block in blocks if isinstance(block, Chart)]
+    extra = charts[CHARTS:]
+    left_out = set(map(id, extra))
+    kept = [_bounded(block) for block in blocks if id(block) not in left_out]
+    if extra:
+        first = f"{extra[0].title} and {len(extra) - 1:,} more" if len(extra) > 1 else extra[0].title
+        kept.append(Text(f"Not drawn, because a section has at most {CHARTS} charts: {first}.", "note"))
+    return kept
+
+
+def _bounded(block: Block) -> Block:
+    if isinstance(block, LineChart) and len(block.series) > CURVES:
+        return replace(block, series=block.series[:CURVES], note=_more(block.note, CURVES, block.series, "curves"))
+    if isinstance(block, BarChart) and len(block.bars) > BARS:
+        return replace(block, bars=block.bars[:BARS], note=_more(block.note, BARS, block.bars, "bars"))
+    if isinstance(block, Table) and len(block.rows) > ROWS:
+        return replace(block, rows=block.rows[:ROWS], note=_more(block.note, ROWS, block.rows, "rows"))
+    return block
+
+
+def _more(note: str, shown: int, all_of_them: Sequence[object], what: str) -> str:
+    return f"{note} The first {shown:,} of {len(all_of_them):,} {what}.".strip()
 
 
 def _groups(blocks: list[Block], numbers: Any) -> list[_Group]:

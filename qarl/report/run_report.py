@@ -42,11 +42,13 @@ from qarl.report.curves import (
 from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
 from qarl.report.formatting import gib, number, percent, seconds
-from qarl.report.page import GENERATOR, write_page
+from qarl.report.page import GENERATOR, bounded, write_page
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors
 from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord, read_run
+
+WARNINGS = 10  # metrics that were not finite, one line each
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -58,7 +60,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     record = read_run(run)
     path = run / "report.html" if out is None else out
     check_replaceable(path)
-    sections = report_sections(record)
+    sections = bounded(report_sections(record))
     config = record.config
     subtitle = f"{config.model.path} · {config.quant.label}, {config.quant.learner} learner · {config.objective.name}"
     with drawn_ahead(sections):
@@ -117,10 +119,12 @@ def _warnings(record: RunRecord) -> list[Block]:
         texts.append(f"The run stopped after {record.step} of {steps} steps; `qarl train` with its file goes on.")
     elif record.state == "empty":
         texts.append("The run has finished no step: there is nothing to plot yet.")
-    for name in names_of(metrics):
-        null = [row["step"] for row in metrics if name in row and row[name] is None]
-        if null:
-            texts.append(f"{name} was not finite in {len(null)} of {len(metrics)} steps (first: step {null[0]}).")
+    nulls = {name: [row["step"] for row in metrics if row.get(name, 0) is None] for name in names_of(metrics)}
+    infinite = [(name, steps) for name, steps in nulls.items() if steps]
+    for name, steps_of in infinite[:WARNINGS]:
+        texts.append(f"{name} was not finite in {len(steps_of)} of {len(metrics)} steps (first: step {steps_of[0]}).")
+    if len(infinite) > WARNINGS:
+        texts.append(f"{len(infinite) - WARNINGS:,} more metrics were not finite in some steps.")
     failed = sum(value or 0 for value in values_of(metrics, "reward/failed"))
     if failed:
         texts.append(f"{failed:.0f} reward scores failed; rewards.log in the run directory says why.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -12,9 +13,15 @@ from typer.testing import CliRunner
 
 from qarl.cli import app
 from qarl.errors import UserError
-from qarl.report.blocks import Completions, LineChart, Text
+from qarl.report.blocks import Completions, LineChart, Series, Text
+from qarl.report.charts import png
 from qarl.report.run_report import report_sections, write_report
 from qarl.storage.runs import read_run
+
+EMPTY = {
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"></svg>',
+    "png": b"",
+}
 
 
 def sections(path):
@@ -195,3 +202,32 @@ def test_an_fp8_kv_cache_is_named_in_the_list_and_on_the_page(tmp_path):
     assert "w8a8, FP8 KV" in CliRunner().invoke(app, ["runs", str(tmp_path)]).stdout
     page = write_report(run).read_text()
     assert "w8a8, FP8 KV cache, aligned learner" in page and "<dt>KV cache</dt><dd>FP8</dd>" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("extra/{}", lambda step, i: step * i % 7, "a section has at most 60 charts: extra/60 and 4,939 more."),
+        ("reward/f{}_mean", lambda step, i: step * i % 7, "The first 30 of 5,000 curves."),
+        ("time/p{}_s", lambda step, i: step * i % 7, "The first 60 of 5,000 bars."),
+        ("extra/{}", lambda step, i: None, "4,990 more metrics were not finite in some steps."),
+        ("correction/reject_r{}_frac", lambda step, i: 1.0, "The first 1,000 of 5,000 rows."),
+    ],
+)
+def test_thousands_of_metrics_are_bounded_work_and_the_page_says_what_it_leaves_out(
+    tmp_path, monkeypatch, name, value, said
+):
+    metrics = [{name.format(i): value(step, i) for i in range(5000)} for step in range(1, 5)]
+    drawn = []
+    monkeypatch.setattr("qarl.report.charts.save", lambda chart, form: drawn.append(chart) or EMPTY[form])
+    monkeypatch.setattr("qarl.report.run_report.drawn_ahead", lambda sections: nullcontext())
+    page = write_report(make_run(tmp_path / "run", metrics))
+    assert said in page.read_text() and page.stat().st_size < 400_000
+    assert len({id(chart) for chart in drawn}) < 80 and len(list(tmp_path.rglob("*.png"))) < 80
+
+
+@pytest.mark.parametrize("curves", [2, 9, 30])
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, about axes without room
+def test_the_legend_of_a_picture_leaves_room_for_its_curves(curves):
+    chart = LineChart("t", "x", "y", [Series(f"w4a16-full_precision-seed{i}", [1, 2], [i, 2]) for i in range(curves)])
+    assert png(chart)
