@@ -15,7 +15,7 @@ from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Ste
 from qarl.config.limits import SEQUENCES, TOKENS, VOCABULARY
 from qarl.inputs.json import strict
 from qarl.results import Difference, Exactness
-from qarl.storage.disk import write_together
+from qarl.storage.disk import require_output, write_together
 
 
 def verify_exact(
@@ -69,6 +69,8 @@ def verify_exact(
     it names the first token, and the layer and operation at which the two forwards part. The exit code is 0 where all
     agree, 1 where one differs.
     """
+    if out is not None:
+        require_output(out, "--json")
     found = api.verify_exact(
         target,
         scheme=scheme,

@@ -23,6 +23,7 @@ from qarl.invocation import command_line
 from qarl.storage.disk import names_in_out
 from qarl.storage.runs import RunRecord, find_runs, read_run
 
+FILES, FOLDERS = ("comparison.json", "comparison.html"), ("plots", "runs", "logs", "configs")
 REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped": "not finished"}
 
 
@@ -195,8 +196,7 @@ def _check_out(out: Path, own_runs: bool) -> None:
 
     own_runs: of members that are trained in it; those have out/configs from the start.
     """
-    ours = ("comparison.json", "comparison.html", "plots", "runs", "logs", "configs")
-    names = names_in_out(out, ours, "a comparison")
+    names = names_in_out(out, FILES, FOLDERS, "a comparison")
     if names and (own_runs != ("configs" in names) or _kind(out / "comparison.json") not in (None, "runs")):
         raise UserError(f"--out: {out}: holds a comparison of another kind; choose another directory")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.config import EvaluationConfig, RewardConfig
 from qarl.config.quant import OF_TRAINING
-from qarl.evaluation.directory import ResultsDirectory
+from qarl.evaluation.directory import PLACE, ResultsDirectory
 from qarl.evaluation.request import DEFAULT_RESPONSE_LENGTH
 from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
@@ -23,6 +23,7 @@ from qarl.out_of_memory import memory_errors
 from qarl.policy.fingerprints import config_values, model_digests
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config
+from qarl.storage.disk import require_output
 from qarl.storage.environment import describe_environment
 from qarl.storage.saved_state import started_at
 from qarl.training.console import RunConsole
@@ -61,6 +62,8 @@ def evaluate_target(
     Raises:
         UserError: Something cannot be read or does not fit.
     """
+    if out is not None:
+        require_output(out, PLACE, folder=True)
     rollout = target.run.rollout if target.run else None
     ends = rollout if own_data else None  # what says how a response ends
     stop = tuple(ends.stop) if ends else ()

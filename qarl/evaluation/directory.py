@@ -20,12 +20,12 @@ from qarl.errors import UserError
 from qarl.evaluation.records import append_rows, keep_rows, read_rows
 from qarl.evaluation.results import CompletionRow, Row
 from qarl.inputs.json import read_json_object
-from qarl.inputs.paths import path_errors
-from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds, require_output
 from qarl.storage.lock import open_lock
 from qarl.storage.rundir import config_difference
 
 PLACE = "--out"
+FILES = ("evaluation.json", "completions.jsonl", "rewards.log", "results.json")
 LEFT_BY_A_START = (".lock", "rewards.log")  # of one that was killed before `begin`
 
 
@@ -50,6 +50,8 @@ class ResultsDirectory:
         Raises UserError for a directory of another evaluation, of another program, in use, or not writable.
         """
         identity = json.loads(json.dumps(identity))
+        require_output(path, PLACE, folder=True)
+        require_kinds(path, FILES, (), PLACE)
         _require_same(path, identity)
         created = [folder for folder in (path, *path.parents) if not folder.exists()]
         with disk_errors(path, place=PLACE):
@@ -110,11 +112,8 @@ class ResultsDirectory:
 
 def _require_same(path: Path, identity: dict[str, Any]) -> None:
     """Raise UserError if `path` holds another evaluation, judged by the keys of `identity`, or something else."""
-    with path_errors(f"{PLACE}: {path}", "choose another"):
-        if not path.exists():
-            return
-        if not path.is_dir():
-            raise UserError(f"{path}: not a directory; choose another {PLACE}")
+    if not path.exists():
+        return
     stored = path / "evaluation.json"
     if not stored.exists():
         foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in LEFT_BY_A_START)

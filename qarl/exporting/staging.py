@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qarl.errors import UserError
-from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
+from qarl.storage.disk import disk_errors, free_bytes, fsync_directory, require_output
 
 
 def require_vacant(out: Path) -> None:
@@ -19,6 +19,7 @@ def require_vacant(out: Path) -> None:
         if out.is_symlink() and not out.exists():
             raise UserError(f"{out}: is a link to nothing; choose another OUT")
         if not out.exists():
+            require_output(out, "OUT", folder=True)
             return
         if not out.is_dir():
             raise UserError(f"{out}: is a file; choose another OUT")

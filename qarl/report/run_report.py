@@ -44,7 +44,7 @@ from qarl.report.evaluation import evaluation_section
 from qarl.report.formatting import gib, number, percent, seconds
 from qarl.report.page import GENERATOR, bounded, write_page
 from qarl.report.samples import samples_section
-from qarl.storage.disk import disk_errors
+from qarl.storage.disk import disk_errors, require_kinds, require_output
 from qarl.storage.rundir import flatten
 from qarl.storage.runs import RunRecord, read_run
 
@@ -69,9 +69,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError if a page cannot go to `path` without destroying something else."""
-    if path.is_dir():
-        raise UserError(f"--out: {path} is a directory; give a file name such as {path / 'report.html'}")
+    """Raise UserError if a page cannot go to `path`, and plots beside it, without destroying something else."""
+    require_output(path, "--out")
+    require_kinds(path.parent, (), ("plots",), "--out")
     if path.exists():
         with disk_errors(path, place="--out"), open(path, "rb") as file:
             if GENERATOR.encode() not in file.read(2000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -48,18 +49,84 @@ def _refusal(path: Path, needed: int | None, place: str, error: OSError) -> User
     return UserError(f"{path}: cannot be written: {reason}; {fix}")
 
 
-def names_in_out(out: Path, ours: Collection[str], what: str) -> set[str]:
-    """What stands in the directory of `--out`, hidden files aside; empty where there is none yet.
+def require_output(path: Path, place: str, folder: bool = False) -> None:
+    """Check that an output can be written, before the work whose result it gets. Creates nothing.
 
-    Raises UserError if it is no directory, or holds something else than `ours`, the names of `what`.
+    Args:
+        path: A file or directory, which may exist and is then replaced or filled.
+        place: What the user gave the path with, for the message.
+        folder: Whether a directory is written.
+
+    Raises:
+        UserError: Something else stands there, or the directories above it cannot be made or written to.
     """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise UserError(f"{place}: {path}: is a link to nothing; remove it, or choose another") from None
+    except OSError as error:
+        raise UserError(f"{place}: {path}: cannot be used: {error.strerror}; choose another") from None
+    else:
+        if folder and not stat.S_ISDIR(mode):
+            raise UserError(f"{place}: {path}: not a directory; choose another")
+        if not folder and stat.S_ISDIR(mode):
+            raise UserError(f"{place}: {path}: is a directory; give a file name such as {path / 'result.json'}")
+        if not folder and not stat.S_ISREG(mode):
+            raise UserError(f"{place}: {path}: not a regular file; choose another")
+    above = path if folder else path.parent
+    while not os.path.lexists(above) and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        raise UserError(f"{place}: {path}: cannot be written: {above} is not a directory; choose another")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{place}: {path}: cannot be written: permission denied in {above}; choose another")
+
+
+def require_kinds(folder: Path, files: Collection[str], folders: Collection[str], place: str) -> None:
+    """Check the entries of an output directory that will be replaced or filled.
+
+    Args:
+        folder: The directory; it may be missing.
+        files, folders: Names in it that are files and directories.
+        place: What the user can choose another directory with.
+
+    Raises:
+        UserError: A directory stands in the place of a file, or the other way round, or a link leads to nothing.
+    """
+    for names, is_kind, what in ((files, stat.S_ISREG, "file"), (folders, stat.S_ISDIR, "directory")):
+        for name in names:
+            entry = folder / name
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:
+                if entry.is_symlink():
+                    raise UserError(
+                        f"{entry}: is a link to a {what} that is not there; remove it, or choose another {place}"
+                    ) from None
+                continue
+            if not is_kind(mode):
+                raise UserError(f"{entry}: not a {what}; remove it, or choose another {place}")
+
+
+def names_in_out(out: Path, files: Collection[str], folders: Collection[str], what: str) -> set[str]:
+    """What stands in the directory of `--out`, hidden files aside; empty if there is none yet.
+
+    Args:
+        out: The directory.
+        files, folders: What `what` writes there.
+        what: For the message.
+
+    Raises:
+        UserError: It is no directory and cannot become one, holds something else, or something of another kind.
+    """
+    require_output(out, "--out", folder=True)
     if not out.exists():
         return set()
-    if not out.is_dir():
-        raise UserError(f"--out: {out}: not a directory; choose another")
     names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
-    if foreign := names.difference(ours):
+    if foreign := names.difference(files, folders):
         raise UserError(f"--out: {out}: holds {min(foreign)!r}, which is not of {what}; choose another directory")
+    require_kinds(out, files, folders, "--out")
     return names
 
 

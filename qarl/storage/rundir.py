@@ -24,7 +24,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
 from qarl.inputs.paths import path_errors
-from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds
 from qarl.storage.environment import describe_environment, environment_changes
 from qarl.storage.history import HISTORY, History, began_after, ranks_after, read_history, write_history
 from qarl.storage.input_files import changed_while_training, input_files
@@ -237,7 +236,7 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
     """Raise UserError if `path` holds something else than this run."""
     if not path.is_dir():
         raise UserError(f"{path}: not a directory; choose another train.run_dir")
-    _require_kinds(path)
+    require_kinds(path, _FILES, _FOLDERS, "train.run_dir")
     results = _results(path)
     stored = path / "config.yaml"
     if not stored.exists():
@@ -275,23 +274,6 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
             f"{path}: already holds {results[0]} and checkpoint.resume is never; "
             "choose another train.run_dir, or set checkpoint.resume: auto"
         )
-
-
-def _require_kinds(path: Path) -> None:
-    """Raise UserError if something stands in the place of a file or a folder of a run that is neither."""
-    for names, is_kind, what in ((_FILES, stat.S_ISREG, "file"), (_FOLDERS, stat.S_ISDIR, "directory")):
-        for name in names:
-            entry = path / name
-            try:
-                mode = entry.stat().st_mode
-            except FileNotFoundError:
-                if entry.is_symlink():
-                    raise UserError(
-                        f"{entry}: is a link to a {what} that is not there; remove it, or choose another train.run_dir"
-                    ) from None
-                continue
-            if not is_kind(mode):
-                raise UserError(f"{entry}: not a {what}; remove it, or choose another train.run_dir")
 
 
 def _results(path: Path) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from full_disk import fill_disk
 
 from qarl.errors import UserError
-from qarl.storage.disk import write_together
+from qarl.storage.disk import require_output, write_together
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -48,3 +48,39 @@ def test_a_directory_that_holds_something_else_stays(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="free some space"):
         write_together({tmp_path / "plots" / "a.png": b"a"}, "--out")
     assert contents(tmp_path) == {"plots/mine": b"mine"}
+
+
+OBSTACLES = {
+    "a directory": lambda path: path.mkdir(parents=True),
+    "a file": lambda path: (path.parent.mkdir(parents=True, exist_ok=True), path.write_text("mine")),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a parent that is a file": lambda path: (path.parent.rmdir(), path.parent.write_text("mine")),
+    "a grandparent that is a file": lambda path: (
+        (path.parent.rmdir(), path.parent.parent.rmdir()) and path.parent.parent.write_text("mine")
+    ),
+    "nothing": lambda path: None,
+    "no parent": lambda path: path.parent.rmdir(),
+}
+FINE = {(name, folder) for name in ("nothing", "no parent") for folder in (False, True)}
+FINE |= {("a file", False), ("a directory", True)}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_an_output_that_cannot_be_written_is_one_line_before_the_work(tmp_path, obstacle, folder):
+    path = tmp_path / "a" / "b" / "out"
+    path.parent.mkdir(parents=True)
+    OBSTACLES[obstacle](path)
+    if (obstacle, folder) in FINE:
+        require_output(path, "--json", folder)
+    else:
+        with pytest.raises(UserError, match=rf"^--json: {path}: [^\n]+; [^\n]+$|^--json: {path}: is a directory; give"):
+            require_output(path, "--json", folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_in_a_directory_without_write_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="permission denied in"):
+        require_output(tmp_path / "new/out", "--json")

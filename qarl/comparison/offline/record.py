@@ -15,7 +15,7 @@ from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Bytes, checked
 from qarl.inputs.schema import Record as Schema
-from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds, require_output
 from qarl.storage.runs import Number
 from qarl.storage.saved_state import Count
 
@@ -128,6 +128,8 @@ class Record:
 
 def open_out(out: Path, settings: dict[str, Any]) -> None:
     """Make `out`, or see that it holds this very comparison. Raises UserError if it holds anything else."""
+    require_output(out, "--out", folder=True)
+    require_kinds(out, ("comparison.json", "comparison.html"), ("members", "plots"), "--out")
     file = out / "comparison.json"
     if file.is_file():
         try:

@@ -52,7 +52,7 @@ def diagnose_run(
     saved = read_rollouts(run, chosen)
     target = resolve_target(str(run), step=chosen, model=model)
     directory = run / "diagnose" / f"{chosen:06d}" if out is None else out
-    names_in_out(directory, ("diagnosis.json", "index.html", "plots"), "a diagnosis")
+    names_in_out(directory, ("diagnosis.json", "index.html"), ("plots",), "a diagnosis")
     check_replaceable(directory / "index.html")
     previous = chosen - 1 in checkpoint_steps(run / "checkpoints")
     history = [row for row in record.metrics if row["step"] <= chosen]
