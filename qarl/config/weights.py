@@ -23,7 +23,7 @@ from qarl.config.package_model import PREFIX, package_gguf
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
-from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, shown_names, stored_tensors
+from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, require_index, shown_names, stored_tensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -122,6 +122,7 @@ def check_weights(model: ModelConfig, architecture: Architecture) -> None:
         if description.get("quantization_config") is not None:
             raise UserError(quantized_checkpoint(model))
         own_code = model.trust_remote_code and "AutoModelForCausalLM" in (description.get("auto_map") or {})
+        require_index(directory)
         if not own_code and (has_weights(directory) or _pickled(directory)):
             require_weights(directory, architecture)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, RootModel
 
+from qarl.errors import UserError
 from qarl.inputs.files import TEXT_BYTES, NoSuchFile, Unreadable, read_prefix
 from qarl.inputs.json import parse_json, read_json_object
 from qarl.inputs.schema import FileName, Record, checked
@@ -98,6 +99,21 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         if found[name].file.name != file:
             raise Unreadable(place, f"says that {name} is in {file}, and {found[name].file.name} holds it")
     return found
+
+
+def require_index(directory: Path) -> None:
+    """Check the part of a model's index that transformers needs and no reader of qarl does.
+
+    Raises:
+        UserError: There is an index without `metadata`.
+    """
+    index = directory / INDEX
+    if os.path.lexists(directory / SINGLE) or not index.is_file():
+        return
+    if not isinstance(read_json_object(index).get("metadata"), dict):
+        raise UserError(
+            f'{index}: has no object `metadata`, which transformers needs; add "metadata": {{}} to the file'
+        )
 
 
 def shard_names(index: Path) -> list[str]:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 
 import transformers
 
 from qarl.errors import UserError
+from qarl.inputs.json import read_json_object
+from qarl.storage.rundir import flatten
+
+DOCUMENTS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 @contextmanager
-def foreign_errors(place: str) -> Iterator[None]:
-    """Turn whatever a library raises over a file into one line. place: what the line starts with; it names the file.
+def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
+    """Turn whatever a library raises over a file into one line.
+
+    Args:
+        place: What the line starts with; it names the file.
+        directory: A model's directory. If the error is only a value or a key, the line says where its files have it.
 
     The one place for a broad `except`: transformers, tokenizers, jinja and gguf check little of what they read, so a
     damaged file ends in any exception at all (tokenizers raises `Exception` itself), and each of them says the same to
@@ -26,13 +36,42 @@ def foreign_errors(place: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{place}: {_reason(error)}") from error
+        raise UserError(f"{place}: {_reason(error, directory)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, directory: Path | None) -> str:
+    """A sentence. The text of a KeyError is a bare key, that of a TypeError is about the library's own code."""
     text = " ".join(str(error).split())[:300]
     plain = isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) or type(error) is Exception
-    return text if plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    if plain and text:
+        return text
+    library = _library(error)
+    if not isinstance(error, KeyError):
+        said = f"{type(error).__name__}: {text}".rstrip(": ")
+        return f"{library} cannot use what it read ({said}); restore the model's own files"
+    key = error.args[0] if error.args else ""
+    if " " in str(key):  # transformers puts whole sentences there
+        return " ".join(str(key).split())[:300]
+    found = [] if directory is None else [entry for name in DOCUMENTS for entry in _entries(directory / name, key)]
+    if found:
+        return f"{found[0]}, which {library} does not know; correct it, or restore the file"
+    return f"{library} misses the entry {key!r} in what it read; restore the model's own files"
+
+
+def _library(error: Exception) -> str:
+    """The package whose code raised an error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+    return next((name for name in reversed(names) if name not in ("", "qarl")), "a library")
+
+
+def _entries(path: Path, value: object) -> list[str]:
+    """`FILE: KEY = "value"` for the entries of a JSON file that have this value."""
+    try:
+        document = read_json_object(path, big_integers=True, nonfinite=True)
+    except UserError:
+        return []
+    return [f'{path.name}: {key} = "{value}"' for key, found in flatten(document).items() if found == value]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from qarl.config import ModelConfig
 from qarl.config.weights import EMBEDDING, HEAD, quantized_checkpoint, require_gguf, require_weights
 from qarl.errors import UserError
 from qarl.inputs.paths import path_errors
-from qarl.inputs.tensors import StoredTensor, shown_names
+from qarl.inputs.tensors import StoredTensor, require_index, shown_names
 from qarl.policy.experts import take_apart
 from qarl.policy.foreign import foreign_errors, quiet_loading
 from qarl.policy.gguf import kept, write_model, write_tokenizer
@@ -87,6 +87,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def _read_model(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
+    with path_errors(f"model.path: '{config.path}'"):
+        require_index(Path(source.name))
     model, info = ask_transformers(
         config,
         "model",

@@ -136,7 +136,7 @@ def ask_transformers(
     """What a `from_pretrained` makes of a source. Raises UserError for whatever it raises, which names `what`."""
     if source.gguf_file is not None:
         kwargs["gguf_file"] = source.gguf_file
-    with quiet_loading(), foreign_errors(f"model.path: cannot load the {what} of '{config.path}'"):
+    with quiet_loading(), foreign_errors(f"model.path: cannot load the {what} of '{config.path}'", Path(source.name)):
         return loader(
             source.name, revision=config.revision or "main", trust_remote_code=config.trust_remote_code, **kwargs
         )

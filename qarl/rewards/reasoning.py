@@ -50,8 +50,11 @@ def reasoning_gym(
     if compiled is not None and compiled.groups < 1:
         raise UserError(f"pattern {pattern!r} needs a group around the answer")
     tags = tags_for(pattern, think_tags)
+    entries = column_values(columns, column)
+    for entry in entries:
+        _check_entry(entry, column)
     scores = []
-    for completion, prompt, entry in zip(completions, prompts, column_values(columns, column), strict=True):
+    for completion, prompt, entry in zip(completions, prompts, entries, strict=True):
         answer = _last_match(compiled, after_thinking(completion, prompt, tags))
         if answer is None:
             scores.append(0.0)
@@ -60,6 +63,16 @@ def reasoning_gym(
         score = _scorer(metadata["source_dataset"], json.dumps(metadata.get("source_options", {}), sort_keys=True))
         scores.append(float(score(answer.strip(), entry)))
     return scores
+
+
+def _check_entry(entry: Any, column: str) -> None:
+    """Raise UserError unless a value is an entry of reasoning-gym that says which task it is from."""
+    metadata = entry.get("metadata") if isinstance(entry, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("source_dataset"), str):
+        raise UserError(
+            f"column {column!r}: a value has no `metadata.source_dataset`, which names the task that scores it; use "
+            "entries of reasoning-gym data, or another reward"
+        )
 
 
 def _last_match(pattern: re.Pattern[str] | None, text: str | None) -> str | None:

@@ -256,3 +256,12 @@ def test_reasoning_gym_counts_what_follows_a_think_block(chain_sum, completion, 
     entry, options = chain_sum["entry"][:1], {"pattern": "=(.*?)="}
     assert reasoning_gym([said], [prompt], entry=entry, **options) == [expected]
     assert reasoning_gym([said], [prompt], entry=entry, think_tags=None, **options) == [1.0]
+
+
+@pytest.mark.parametrize("entry", [None, "text", {}, {"metadata": None}, {"metadata": {}}, {"answer": "1"}, 3])
+def test_reasoning_gym_names_what_an_entry_lacks(entry):
+    pytest.importorskip("reasoning_gym")
+    from qarl.rewards.reasoning import reasoning_gym
+
+    with pytest.raises(UserError, match=r"column 'entry': a value has no `metadata.source_dataset`.*; use entries"):
+        reasoning_gym(["1"], ["p"], entry=[entry])

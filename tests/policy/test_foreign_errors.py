@@ -1,0 +1,102 @@
+"""What other libraries raise over a model's files: a sentence that names the file, the field and the fix."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from qarl.config import ModelConfig
+from qarl.config.check import check_model
+from qarl.config.weights import check_weights
+from qarl.errors import UserError
+from qarl.policy.foreign import DOCUMENTS, foreign_errors
+from qarl.policy.load import load_model, load_tokenizer
+from qarl.policy.load_config import ask_transformers, locate
+
+BARE = re.compile(r"(Key|Type|Attribute|Index)Error: |: '[^' ]*'$")  # a reason that is no sentence
+
+
+def edited(model: Path, folder: Path, name: str, change) -> ModelConfig:
+    shutil.copytree(model, folder / "model")
+    file = folder / "model" / name
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+    return ModelConfig(path=str(folder / "model"), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("value", ["su", "some-kind", "x" * 40])
+@pytest.mark.parametrize("keys", [("rope_parameters", "rope_type"), ("hidden_act",), ("deep", "er", "est")])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_key_error_about_a_value_of_a_file_names_file_field_and_fix(tiny_model, tmp_path, name, keys, value):
+    """As a table of a library raises it, for whatever kind it does not know."""
+
+    def change(document: dict) -> None:
+        for key in keys[:-1]:
+            document = document.setdefault(key, {})
+        document[keys[-1]] = value
+
+    def loader(*arguments: object, **options: object) -> None:
+        {}[value]
+
+    config = edited(tiny_model("llama"), tmp_path, name, change)
+    with pytest.raises(UserError) as caught:
+        ask_transformers(config, "config", loader, locate(config))
+    assert f'{name}: {".".join(keys)} = "{value}", which ' in str(caught.value)
+    assert str(caught.value).endswith("does not know; correct it, or restore the file") and not BARE.search(str(caught))
+
+
+@pytest.mark.parametrize("kind", ["su", "longrope", "bogus"])
+@pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
+def test_a_kind_of_rope_that_is_not_known_is_named(tiny_model, tmp_path, section, kind):
+    def change(document: dict) -> None:
+        document.pop("rope_parameters", None)
+        document |= {"rope_theta": 1e4, section: {"type": kind, "rope_type": kind, "rope_theta": 1e4}}
+
+    with pytest.raises(UserError, match=rf'config.json .*{section}.(rope_)?type = "{kind}": .*; use default'):
+        check_model(edited(tiny_model("llama"), tmp_path, "config.json", change))
+
+
+@pytest.mark.parametrize("metadata", [..., None, 1, {}, {"total_size": 1}])
+def test_an_index_without_metadata_is_named_and_one_with_it_is_read(tiny_model, tmp_path, metadata):
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    save_file(tensors, model / "one.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "one.safetensors")}
+    if metadata is not ...:
+        index["metadata"] = metadata
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = ModelConfig(path=str(model), dtype="float32", device="cpu")
+    architecture = check_model(config).architecture
+    if isinstance(metadata, dict):
+        check_weights(config, architecture)
+        assert load_model(config)
+        return
+    for refused in (lambda: check_weights(config, architecture), lambda: load_model(config)):
+        with pytest.raises(UserError, match=r"index.json: has no object `metadata`.*add \"metadata\": {} to the file$"):
+            refused()
+
+
+@pytest.mark.parametrize("key", ["added_tokens", "model"])
+def test_a_tokenizer_without_one_of_its_parts_is_a_sentence(tiny_model, tmp_path, key):
+    config = edited(tiny_model("llama"), tmp_path, "tokenizer.json", lambda document: document.pop(key))
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(config)
+    assert "\n" not in str(caught.value) and not BARE.search(str(caught.value))
+
+
+@pytest.mark.parametrize("error", [KeyError("su"), KeyError(), TypeError("unhashable type: 'dict'"), IndexError()])
+def test_an_error_of_a_library_is_a_sentence_with_a_fix(error):
+    with (
+        pytest.raises(
+            UserError, match=r"^here: \w+ (misses the entry|cannot use what) .*; restore the model's own files$"
+        ),
+        foreign_errors("here"),
+    ):
+        raise error
