@@ -86,9 +86,13 @@ class Config(Section):
 
     @property
     def truncated(self) -> bool:
-        """Sampler and learner cut the vocabulary, so a sampled token may be outside the learner's."""
-        rollout = self.rollout
-        return self.min_p > 0 or rollout.top_p < 1 or rollout.top_k > 0
+        """Sampler and learner cut the vocabulary, so a sampled token may be outside the learner's set."""
+        return self.min_p > 0 or self.ranked
+
+    @property
+    def ranked(self) -> bool:
+        """The sampler cuts by rank (top-p or top-k)."""
+        return self.rollout.top_p < 1 or self.rollout.top_k > 0
 
     @property
     def learner_dtype(self) -> str:

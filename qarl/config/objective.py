@@ -96,18 +96,23 @@ def objective_faults(config: Config) -> Iterator[Fault]:
         text = f"objective.dvp_rho = {objective.dvp_rho:g} is the sampler's min_p; leave 0, or the same"
         yield Fault(("rollout", "min_p"), config.rollout.min_p, text)
     if objective.dvp_outside is not None and not config.truncated:
-        text = "no token is outside of a distribution that is not truncated; leave null, or set objective.dvp_rho"
+        text = "has no effect without truncation (min_p, top_p, top_k); leave null, or set objective.dvp_rho"
         yield Fault(("objective", "dvp_outside"), objective.dvp_outside, text)
 
 
 def resolved_objective(config: Config) -> ObjectiveConfig:
-    """The section with the values that the correction decides: the ratio, and dvp_outside under truncation."""
+    """Return the section with the values that other sections decide: the ratio, and dvp_outside under truncation.
+
+    With top-p or top-k beside `dvp_rho` a token outside the learner's set may be outside because the learner's ranking
+    moved, which says nothing about the response. Then the default of `dvp_outside` is `token`, as without `dvp_rho`.
+    """
     objective = config.objective
     found: dict[str, Any] = {}
     if isinstance(objective, RatioObjective) and objective.ratio is None:
         found["ratio"] = config.correction.expansion.ratio or "train"
     if config.truncated and objective.dvp_outside is None:
-        found["dvp_outside"] = objective.default_pruning(config.correction.level)
+        level = config.correction.level
+        found["dvp_outside"] = "token" if config.ranked else objective.default_pruning(level)
     return objective.model_copy(update=found) if found else objective
 
 

@@ -123,7 +123,7 @@ class Passes:
         """bool (T,) of each micro batch: tokens without gradient under this ratio."""
         assert self.band is not None, "nothing clips without a band"
         return [
-            self.band.outside(self._ratio(number, which), part.advantages, part.segments)
+            self.band.outside(self.band.comparable(self._ratio(number, which)), part.advantages, part.segments)
             for number, part in enumerate(self.parts)
         ]
 

@@ -52,7 +52,7 @@ def precision_metrics(
                             alpha_abs_mean, beta_abs_mean, beta_mean, phantom_frac. Left out where there are none
 
     A token outside has no alpha and no beta, and is in the counts of clipping and outside_frac alone; those are over
-    all tokens.
+    all tokens. In a band per response it is clipped if its response is.
     """
     tokens = max(logp.numel(), 1)
     learner, shadow, sampler = logp.double(), logp_shadow.double(), logp_sampler.double()
@@ -106,8 +106,11 @@ class Clipped(NamedTuple):
 def clipped_tokens(
     log_ratio: Tensor, logp_shadow: Tensor, logp_sampler: Tensor, advantages: Tensor, segments: Segments, band: Band
 ) -> Clipped:
-    """What the policy's movement clips and what precision alone does (TRL study, section 10.3)."""
-    alpha = finite_log_ratio(logp_shadow, logp_sampler)
+    """Tell what the policy's movement clips from what precision alone clips (TRL study, section 10.3).
+
+    In a band per response, tokens outside the shadow's distribution count as unmoved, as in the objective.
+    """
+    alpha = band.comparable(finite_log_ratio(logp_shadow, logp_sampler))
     clipped = band.beyond(alpha, segments)
     phantom = band.beyond(log_ratio, segments) & ~clipped
     lost = band.outside(log_ratio, advantages, segments)

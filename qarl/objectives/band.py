@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from qarl.objectives.ratios import clamped_exp
+from qarl.objectives.ratios import INFINITE, clamped_exp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,13 @@ class Band:
         """The ratio brought back into its band, without gradient; same shape. Defined where `left` is true."""
         ratio = ratio.detach()
         return ratio.clamp(max=self.high).where(advantages > 0, ratio.clamp(self.low, self.neg_high))
+
+    def comparable(self, log_ratio: Tensor) -> Tensor:
+        """Return the per-token log ratio, (T,), with infinite ones as 0 if the band looks at a mean over the response.
+
+        One token outside a truncated distribution would put its whole response outside the band otherwise.
+        """
+        return log_ratio if self.level == "token" else log_ratio.masked_fill(log_ratio.abs() >= INFINITE, 0.0)
 
     def beyond(self, log_ratio: Tensor, segments: Segments) -> Tensor:
         """bool (T,): tokens outside [low, high] at this per-token log ratio (T,), whatever the sign of the advantage.

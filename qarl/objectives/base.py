@@ -88,15 +88,16 @@ class ObjectiveConfig(Section):
     )
     dvp_outside: PruningLevel | None = Field(
         None,
-        description="What a sampled token outside the learner's set takes with it, as ratio 0: the whole response, or "
-        "that token alone. null: response where the ratio of the objective or of the correction's weight is the "
-        "response's, as that of a policy gradient without token weights is; else token.",
+        description="What gets weight 0 if a sampled token is outside the learner's truncated set: its whole response, "
+        "or the token alone. null: response with dvp_rho, without rollout.top_p and top_k, if the estimator has one "
+        "ratio per response (tbpo, gspo, mis_gspo, correction.level sequence or geometric, reinforce and rloo without "
+        "token weights); else token.",
     )
 
     own_ratio: ClassVar[RatioKind] = "one"
     """The ratio of an objective that has no key for it."""
     sequence_ratio: ClassVar[bool] = False
-    """Its ratio is one of the response, not of the token."""
+    """Whether the objective has one ratio per response, not one per token."""
     idle_at_zero: ClassVar[bool] = True
     """A token of advantage 0 has value and gradient 0."""
 
@@ -131,12 +132,20 @@ class ObjectiveConfig(Section):
         """The configured correction, with the weights and rules that are the objective's own."""
         return correction
 
-    def default_pruning(self, level: str | None) -> PruningLevel:
-        """`dvp_outside` where it is null: `response` where the ratio of the estimator is the response's (DVP, eq. 22).
+    def one_ratio_per_response(self, level: str | None) -> bool:
+        """Whether the estimator weights whole responses (DVP, eq. 22), given `correction.level`."""
+        return self.sequence_ratio or level in ("sequence", "geometric")
 
-        level: `correction.level`.
+    def default_pruning(self, level: str | None) -> PruningLevel:
+        """Return the value of `dvp_outside` that null stands for, if min-p is the only truncation.
+
+        The estimator that drops whole responses is defined for dynamic vocabulary pruning only: `dvp_rho` cuts the
+        same relative tail on both sides. Plain min-p, top-p and top-k sampling gets `token`.
+
+        Args:
+            level: `correction.level`.
         """
-        return "response" if self.sequence_ratio or level in ("sequence", "geometric") else "token"
+        return "response" if self.dvp_rho is not None and self.one_ratio_per_response(level) else "token"
 
     def faults_in(self, config: Config) -> Iterator[Fault]:
         """What of the other sections does not go with this objective."""

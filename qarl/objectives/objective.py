@@ -11,23 +11,29 @@ from qarl.objectives.aggregate import Totals, aggregate
 from qarl.objectives.band import Band
 from qarl.objectives.base import ObjectiveConfig, PruningLevel, SurrogateFunction
 from qarl.objectives.contribution import contribution_stats
-from qarl.objectives.correction.combined import Correction
+from qarl.objectives.correction.combined import Correction, without_weight
 from qarl.objectives.proximal import RatioKind, proximal_log_ratio
-from qarl.objectives.pruning import outside_tokens, prune, without
+from qarl.objectives.pruning import prune, without
 from qarl.objectives.ratios import MAX_EXPONENT, log_ratio
 from qarl.objectives.regularizers import k_estimate, kl_to_reference
 from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Stats, present, stat
 from qarl.objectives.tokens import Constants, Needs, Pruned, SurrogateInputs, TokenLogProbs
 
+OUTSIDE = "policy/outside_frac"
+OUTSIDE_RESPONSES = "policy/outside_responses_frac"
+ZERO_WEIGHT_RESPONSES = "policy/zero_weight_responses_frac"
+
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised, built by `build_objective`.
+    """The function that training maximises, built by `build_objective`.
 
-    config: the section, with the objective's class. surrogate: what it makes of a micro-batch's tokens.
-    correction: what multiplies that. pruning: what a token outside the learner's truncated distribution takes with it
-    (`pruning.py`).
+    Attributes:
+        config: The section, with the objective's class.
+        surrogate: Values of a micro-batch's tokens.
+        correction: Weights that multiply the surrogate.
+        pruning: What a token outside the learner's truncated distribution drops (`pruning.py`).
     """
 
     config: ObjectiveConfig
@@ -64,15 +70,24 @@ class Objective:
 
     @torch.no_grad()
     def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:
-        """(T,) the per-token log ratio the surrogate works with, without gradient; zeros where it works with none."""
+        """Return the per-token log ratio that the surrogate clips, (T,), without gradient; zeros if it has none.
+
+        A pruned token keeps its infinite ratio for a band per token. In a band per response it counts as unmoved, as in
+        the surrogate: a mean over the response would be infinite otherwise.
+        """
+        if self.band is not None and self.band.level == "sequence":
+            logps = without(logps, self.pruned(logps, segments))
         return proximal_log_ratio(logps, self.ratio)
 
     def pruned(self, logps: TokenLogProbs, segments: Segments) -> Pruned:
-        """What has weight 0 for a token outside the learner's truncated distribution; nothing without truncation."""
+        """Find what has weight 0 because of tokens outside the learner's truncated distribution, if it is truncated."""
         return prune(logps, segments, self.pruning, self.ratio == "shadow")
 
     def weights(self, logps: TokenLogProbs, segments: Segments) -> Tensor | None:
-        """(T,) correction weights with rules and veto, before `correction.normalize`; None without correction."""
+        """Return the correction weights, (T,), with rules, veto and pruning, before `correction.normalize`.
+
+        None without correction.
+        """
         if self.correction.empty:
             return None
         return self.correction(logps, segments, pruned=self.pruned(logps, segments)).weights
@@ -94,11 +109,16 @@ class Objective:
         totals: Totals,
         constants: Constants = Constants(),  # noqa: B008 (an immutable tuple)
     ) -> tuple[Tensor, Stats]:
-        """(loss, stats) of one micro-batch: minus the aggregate of w * surrogate - kl_coef * K + entropy_coef * H.
+        """Compute the loss of one micro-batch: minus the aggregate of w * surrogate - kl_coef * K + entropy_coef * H.
 
         Correction weights w multiply the surrogate alone: the KL and the entropy are of the learner's own distribution
         and count at every token, rejected, pruned or not. Losses of the micro-batches of a minibatch add up to its
         loss, and their stats by `add_stats`; `finish_stats` makes metrics of the sum.
+
+        Returns:
+            The loss, and statistics. Beside those of the surrogate, the correction and `_token_stats` there is
+            `policy/zero_weight_responses_frac`: non-empty responses whose tokens all have weight 0, by the correction
+            (mask, rule, veto), by pruning, or by both.
         """
         pruned = self.pruned(logps, segments)
         surrogate = self.surrogate(self._inputs(logps, advantages, segments, pruned, constants.center))
@@ -106,6 +126,10 @@ class Objective:
         if not self.correction.empty:
             corrected = self.correction(logps, segments, constants.weight_mean, pruned)
             value, stats = value * corrected.weights, stats | corrected.stats
+            weights = corrected.weights
+        else:
+            weights = (~pruned.tokens).to(value.dtype)
+        stats[ZERO_WEIGHT_RESPONSES] = stat(without_weight(weights, segments), present(segments))
         value = value.masked_fill(pruned.tokens, 0.0)
         config = self.config
         if config.kl_coef > 0.0:
@@ -131,17 +155,18 @@ def _token_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, p
     """Statistics of every objective, per token.
 
     `policy/kl_k3` = mean(r - 1 - log r) with r learner now over learner at the snapshot, an estimate of KL(old || now)
-    on tokens drawn from the old policy (Schulman 2020). `policy/kl_clamped_frac`: tokens of which it, or a
-    contribution, clamped log r to +-20. `policy/outside_frac`: tokens outside the learner's truncated distribution, now
-    or at the snapshot (DVP, theorem 5.3: their ratio is 0). `policy/outside_responses_frac`: responses with such a
-    token, which have weight 0 as a whole where objective.dvp_outside is `response`.
+    on tokens drawn from the old policy (Schulman 2020), over the tokens inside both distributions.
+    `policy/kl_clamped_frac`: tokens of which it, or a contribution, clamped log r to +-20. `policy/outside_frac`:
+    tokens outside the learner's truncated distribution, now or at the snapshot, or outside the shadow's with ratio
+    shadow; their weight is 0. `policy/outside_responses_frac`: responses with such a token; with objective.dvp_outside
+    `response` their weight is 0 as a whole.
     """
-    outside = outside_tokens(logps)
+    outside = pruned.outside
     moved = log_ratio(logps.logp, logps.logp_old)
     apart = log_ratio(logps.logp, logps.logp_sampler)
     return {
-        "policy/kl_k3": stat(k_estimate(moved, "k3")),
+        "policy/kl_k3": stat(k_estimate(moved, "k3"), ~outside),
         "policy/kl_clamped_frac": stat((moved.abs() > MAX_EXPONENT) | (apart.abs() > MAX_EXPONENT)),
-        "policy/outside_frac": stat(outside),
-        "policy/outside_responses_frac": stat(segments.sum(outside.to(torch.int64)) > 0, present(segments)),
+        OUTSIDE: stat(outside),
+        OUTSIDE_RESPONSES: stat(segments.sum(outside.to(torch.int64)) > 0, present(segments)),
     } | contribution_stats(without(logps, pruned), advantages, segments, pruned)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_EXPONENT = 20.0
 """Exponents are clamped to +-20 before exp, and the clamped ones are counted (`*_clamped_frac`)."""
 
-_INFINITE = 1e12
+INFINITE = 1e12
 """Stands for an infinite log-ratio: any mean over under 10^10 tokens still exceeds MAX_EXPONENT, no fp32 sum overflows,
 and two of opposite sign in one response cancel instead of making NaN."""
 
@@ -29,8 +29,8 @@ def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
     """
     both_infinite = logp.isinf() & (logp == logp_reference)
     difference = (logp - logp_reference).masked_fill(both_infinite, 0.0)
-    difference = difference.masked_fill(difference == math.inf, _INFINITE)
-    return difference.masked_fill(difference == -math.inf, -_INFINITE)
+    difference = difference.masked_fill(difference == math.inf, INFINITE)
+    return difference.masked_fill(difference == -math.inf, -INFINITE)
 
 
 def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from qarl.config.base import Field
-from qarl.objectives.base import AdvantageKey, AggregationKey, ObjectiveConfig, PruningLevel
+from qarl.objectives.base import AdvantageKey, AggregationKey, ObjectiveConfig
 from qarl.objectives.surrogate import Surrogate
 from qarl.objectives.tokens import SurrogateInputs
 
@@ -27,6 +27,6 @@ class Reinforce(ObjectiveConfig):
         logp = inputs.logps.logp
         return Surrogate(inputs.token_advantages * logp.masked_fill(logp.isinf(), 0.0))
 
-    def default_pruning(self, level: str | None) -> PruningLevel:
-        """Without a weight the estimator is the paper's, over trajectories, and with one it is the weight's."""
-        return "token" if level == "token" else "response"
+    def one_ratio_per_response(self, level: str | None) -> bool:
+        """Without a weight this is the paper's estimator, over trajectories. A weight per token makes it per token."""
+        return level != "token"

@@ -36,10 +36,17 @@ class TokenLogProbs:
 
 
 class Pruned(NamedTuple):
-    """bool masks. tokens: (T,) those of weight 0. responses: (R,) those whose tokens all are, for one of them."""
+    """Masks of what has weight 0 because of tokens outside the learner's truncated distribution.
+
+    Attributes:
+        tokens: bool (T,), tokens with weight 0.
+        responses: bool (R,), responses dropped as a whole because of one of their tokens.
+        outside: bool (T,), tokens outside the distribution; a subset of `tokens`.
+    """
 
     tokens: Tensor
     responses: Tensor
+    outside: Tensor
 
 
 @dataclass(frozen=True)

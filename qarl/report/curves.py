@@ -100,12 +100,24 @@ MISMATCH = (
         (
             ("mismatch/outside_frac", "sampler's or learner's at the rollout"),
             ("policy/outside_frac", "learner's, now or at the rollout"),
+            ("policy/outside_frac_max", "the same, minibatch with the most"),
         ),
     ),
     Curves(
         "Responses with a token outside the learner's distribution",
         "fraction",
-        (("policy/outside_responses_frac", "responses"),),
+        (
+            ("policy/outside_responses_frac", "of the step"),
+            ("policy/outside_responses_frac_max", "minibatch with the most"),
+        ),
+    ),
+    Curves(
+        "Responses with weight 0",
+        "fraction",
+        (
+            ("policy/zero_weight_responses_frac", "of the step"),
+            ("policy/zero_weight_responses_frac_max", "minibatch with the most"),
+        ),
     ),
     Curves(
         "Probability that truncation keeps",

@@ -152,6 +152,7 @@ def learn(
                 watch.progress(responses(round_))
             if minibatch is last and before_last is not None:
                 before_last()
+            learner.totals.end_minibatch()
             if live:
                 watch.update(learner.update())
         batch.share(ranks)

@@ -1,4 +1,4 @@
-"""What a step's forwards and optimizer steps add up to."""
+"""Running totals of a training step: statistics, losses and gradient norms of its minibatches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,29 @@ from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
 from qarl.objectives import Stats, add_stats, finish_stats
+from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
 from qarl.training.routing import RoutingTotals
+
+PER_MINIBATCH = (OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES)
+"""Statistics that are also kept per minibatch. The first minibatch of a step is at the rollout's weights, where an
+aligned learner has no token outside its distribution, so a mean over the step hides what the later ones lose."""
 
 
 @dataclass
 class LearnerTotals:
     """The running totals of one training step. Sums stay on the learner's device until `metrics`.
 
-    forward_tokens: run by the learner, prompts and responses, see `Part.forward_tokens`. entropy, loss: float64 sums.
-    retained: (T,) of each forward at the snapshot, under truncation. skipped: optimizer steps whose gradient was not
-    finite. routing: of a mixture of experts.
+    Attributes:
+        forward_tokens: Tokens run by the learner, prompts and responses; see `Part.forward_tokens`.
+        entropy: Sum over the tokens of forwards at the snapshot, float64, nats.
+        entropy_tokens: Their number.
+        retained: (T,) of each forward at the snapshot, under truncation.
+        loss: Sum over micro-batches, float64.
+        stats: Statistics of the objective, added over micro-batches.
+        minibatch_stats: Those of `PER_MINIBATCH`, one entry per minibatch; the last one is of the current minibatch.
+        grad_norms: Of the optimizer steps taken.
+        skipped: Optimizer steps whose gradient was not finite.
+        routing: Of a mixture of experts.
     """
 
     forward_tokens: int = 0
@@ -28,6 +41,7 @@ class LearnerTotals:
     retained: list[Tensor] = field(default_factory=list)
     loss: Tensor | float = 0.0
     stats: Stats = field(default_factory=dict)
+    minibatch_stats: list[Stats] = field(default_factory=lambda: [{}])
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     routing: RoutingTotals = field(default_factory=RoutingTotals)
@@ -38,40 +52,46 @@ class LearnerTotals:
         self.entropy_tokens += entropy.numel()
 
     def add_loss(self, loss: Tensor, stats: Stats) -> None:
-        """Of one micro-batch, as an objective gives them."""
+        """Add the loss and the statistics of one micro-batch."""
         self.loss = self.loss + loss.detach().double()
         self.stats = add_stats(self.stats, stats)
+        watched = {name: stats[name] for name in PER_MINIBATCH}
+        self.minibatch_stats[-1] = add_stats(self.minibatch_stats[-1], watched)
+
+    def end_minibatch(self) -> None:
+        """Start the statistics of the next minibatch."""
+        self.minibatch_stats.append({})
 
     def add_up(self, ranks: Ranks) -> None:
-        """From here on the totals are those of all ranks, added in their order: every rank has the same.
+        """Replace the totals by those of all ranks, added in rank order, so that every rank has the same.
 
-        Gradients are everybody's already. A rank without responses may lack names that others have.
+        Gradients are shared already. A rank without responses may lack names that others have.
         """
         if ranks.count == 1:
             return
         own = {
             "sums": [self.forward_tokens, float(self.entropy), self.entropy_tokens, float(self.loss)],
-            "stats": {name: pair.tolist() for name, pair in self.stats.items()},
+            "stats": [_numbers(stats) for stats in (self.stats, *self.minibatch_stats)],
         }
         every = ranks.gather(own)
         tokens, self.entropy, entropy_tokens, self.loss = map(sum, zip(*(rank["sums"] for rank in every), strict=True))
         self.forward_tokens, self.entropy_tokens = int(tokens), int(entropy_tokens)
-        self.stats = {}
-        for rank in every:
-            part = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in rank["stats"].items()}
-            self.stats = add_stats(self.stats, part)
+        self.stats, *self.minibatch_stats = map(_added, zip(*(rank["stats"] for rank in every), strict=True))
         self.routing.add_up(ranks)
         retained = torch.cat(self.retained).cpu() if self.retained else torch.empty(0)
         self.retained = [mass for mass in ranks.gather_tensors(retained) if len(mass)]
 
     def metrics(self, minibatches: int) -> dict[str, float]:
-        """policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient, skipped steps.
+        """Return policy/* of the step: the objective's statistics, loss, entropy, retained mass, gradient norm.
 
-        minibatches: of the step, those that needed no update included.
+        NAME_max is the largest NAME of a minibatch, for each of `PER_MINIBATCH`.
+
+        Args:
+            minibatches: Number in the step, including those that needed no update.
         """
         measured = minibatches - self.skipped
         return {
-            **finish_stats(self.stats),
+            **self._objective(),
             "policy/loss": float(self.loss) / minibatches,
             "policy/entropy": float(self.entropy) / self.entropy_tokens,
             **self._retained_mass(),
@@ -79,6 +99,20 @@ class LearnerTotals:
             "policy/skipped_steps": float(self.skipped),
             **self.routing.metrics(),
         }
+
+    def _objective(self) -> dict[str, float]:
+        """Return the objective's statistics, with one transfer from the device."""
+        each = {
+            f"{name} {number}": pair
+            for number, stats in enumerate(self.minibatch_stats)
+            for name, pair in stats.items()
+        }
+        found = finish_stats({**self.stats, **each})
+        shares = {name: found.pop(name) for name in each}
+        for name in PER_MINIBATCH:
+            if name in found:
+                found[f"{name}_max"] = max(share for key, share in shares.items() if key.split()[0] == name)
+        return found
 
     def _retained_mass(self) -> dict[str, float]:
         """policy/retained_mass_mean and _min: the probability that the learner's set keeps at the places of the
@@ -88,3 +122,15 @@ class LearnerTotals:
         mass = torch.cat(self.retained).double()
         mean, least = torch.stack([mass.mean(), mass.min()]).tolist()
         return {"policy/retained_mass_mean": mean, "policy/retained_mass_min": least}
+
+
+def _numbers(stats: Stats) -> dict[str, list[float]]:
+    return {name: pair.tolist() for name, pair in stats.items()}
+
+
+def _added(parts: tuple[dict[str, list[float]], ...]) -> Stats:
+    """Add the statistics of several ranks, in rank order."""
+    total: Stats = {}
+    for part in parts:
+        total = add_stats(total, {name: torch.tensor(pair, dtype=torch.float64) for name, pair in part.items()})
+    return total

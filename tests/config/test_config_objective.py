@@ -225,13 +225,28 @@ def test_min_p_is_that_of_vocabulary_pruning_or_the_rollout_s(load, overrides, m
         (["objective={name: rloo, dvp_rho: 0.01}", "correction.preset=mis"], "response"),
         (["objective={name: grpo, dvp_rho: 0.01}", "correction.preset=seq_tis"], "response"),
         (["objective={name: grpo, dvp_rho: 0.01}"], "token"),
-        (["objective.name=grpo", "rollout.top_p=0.9"], "token"),
+        (["objective={name: tbpo, dvp_rho: 0.01}"], "response"),
+        # top-p, top-k and plain min-p are no DVP, alone or beside it
+        *(
+            ([f"objective={{name: {name}{rho}}}", *cut], "token")
+            for name in ("tbpo", "gspo", "mis_gspo", "rloo", "reinforce", "grpo")
+            for cut, rho in [
+                (["rollout.top_p=0.9"], ""),
+                (["rollout.top_k=20"], ""),
+                (["rollout.min_p=0.01"], ""),
+                (["rollout.top_p=0.9"], ", dvp_rho: 0.01"),
+                (["rollout.top_k=20"], ", dvp_rho: 0.01"),
+                (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.01"], ", dvp_rho: 0.01"),
+            ]
+        ),
+        (["objective.name=grpo", "rollout.top_p=0.9", "correction.preset=seq_tis"], "token"),
+        (["objective={name: gspo, dvp_outside: response}", "rollout.top_p=0.9"], "response"),
         (["objective={name: grpo, dvp_rho: 0.01, dvp_outside: response}"], "response"),
         (["objective={name: tbpo, dvp_outside: token}", "rollout.min_p=0.1"], "token"),
         (["objective.name=tbpo"], None),
     ],
 )
-def test_a_token_outside_takes_its_response_where_the_ratio_is_the_response_s(load, tmp_path, overrides, level):
+def test_a_token_outside_drops_its_response_with_dvp_alone_and_one_ratio_per_response(load, tmp_path, overrides, level):
     config = load(*overrides)
     assert config.objective.dvp_outside == level
     copy = tmp_path / "config.yaml"

@@ -145,8 +145,13 @@ def kl(estimator: str, ref: float, l: float, frozen: float) -> float:  # noqa: E
     return k(estimator, ref - l)
 
 
-def passes(rule: Any, r: Response) -> bool:
-    x = differences(r.o if rule.signal == "corr" else r.l, r.b)
+def inside(x: Row, out: list[bool]) -> Row:
+    """Log ratios in which tokens outside the learner's set count as unmoved."""
+    return [0.0 if gone else v for v, gone in zip(x, out, strict=True)]
+
+
+def passes(rule: Any, r: Response, out: list[bool]) -> bool:
+    x = inside(differences(r.o if rule.signal == "corr" else r.l, r.b), out)
     lower = -math.inf if rule.lower is None else rule.lower
     upper = math.inf if rule.upper is None else rule.upper
     if not x or rule.aggregate == "token":
@@ -214,21 +219,18 @@ def correction(objective: Any, cfg: Any, responses: list[Response], pruning: str
     if cfg.normalize:
         per_unit = [x for row in rows for x in row] if cfg.level == "token" else [row[0] for row in rows if row]
         rows = [[x / (mean(per_unit) or 1.0) for x in row] for row in rows]
-    out = []
-    for r, row in zip(responses, rows, strict=True):
-        keep = all(passes(rule, r) for rule in cfg.reject or [])
-        keep &= cfg.veto is None or all(exp(d) >= cfg.veto for d in differences(r.o, r.b))
+    found = []
+    for r, row, out in zip(responses, rows, outs, strict=True):
+        keep = all(passes(rule, r, out) for rule in cfg.reject or [])
+        keep &= cfg.veto is None or all(exp(d) >= cfg.veto for d in inside(differences(r.o, r.b), out))
         if objective.name == "mis_gspo" and r.o:
-            keep &= objective.mis_ratio_low <= exp(mean(differences(r.o, r.b))) <= objective.mis_ratio_high
+            keep &= objective.mis_ratio_low <= exp(mean_inside(differences(r.o, r.b), out)) <= objective.mis_ratio_high
+        keep &= pruning == "token" or not any(out)
         learner = {"corr": r.o, "rollout": r.l}
         single = [rule for rule in cfg.reject or [] if rule.aggregate == "token"]
-        out.append(
-            [
-                x if keep and all(token_passes(rule, learner[rule.signal][i], r.b[i]) for rule in single) else 0.0
-                for i, x in enumerate(row)
-            ]
-        )
-    return out
+        passed = [all(token_passes(rule, learner[rule.signal][i], r.b[i]) for rule in single) for i in range(len(row))]
+        found.append([x if keep and passed[i] and not out[i] else 0.0 for i, x in enumerate(row)])
+    return found
 
 
 def loss(

@@ -69,11 +69,6 @@ def test_it_speaks_at_the_tenth_step_in_a_row_and_no_sooner(seed):
             "the rule 'mean ratio of corr outside [0.5, 2]'",
         ),
         (
-            {"objective": {"name": "rloo", "dvp_rho": 0.1}},
-            {"policy/outside_responses_frac": 0.9},
-            "a token outside the learner's set drops responses: 90.00%",
-        ),
-        (
             {"correction": {"reject": [{"estimator": "ratio", "aggregate": "token", "upper": 1.1}]}},
             {"correction/reject_corr_ratio_token_frac": 0.7, REJECTED: 0.7},
             "outside [none, 1.1]' rejects tokens",
@@ -92,11 +87,57 @@ def test_everything_that_rejects_is_watched(sections, metrics, words):
     assert len(said) == 1 and words in said[0]
 
 
-def test_nothing_is_said_of_a_token_outside_where_it_drops_itself_alone():
-    watch, said = alarms(objective={"name": "grpo", "dvp_rho": 0.1})
-    for step in range(1, 25):
-        watch.step(step, {"policy/outside_responses_frac": 1.0})
+OUTSIDE, RESPONSES = "policy/outside_frac_max", "policy/outside_responses_frac_max"
+
+
+@pytest.mark.parametrize(
+    ("sections", "level", "fix"),
+    [
+        ({"objective": {"name": "rloo", "dvp_rho": 0.1}}, "response", "lower objective.dvp_rho (0.1)"),
+        (
+            {"objective": {"name": "gspo", "dvp_outside": "response"}, "rollout": {"top_p": 0.9}},
+            "response",
+            "raise rollout.top_p (0.9)",
+        ),
+        ({"objective": {"name": "grpo", "dvp_rho": 0.1}}, "token", "lower objective.dvp_rho (0.1)"),
+        (
+            {"objective": {"name": "tbpo"}, "rollout": {"top_k": 20, "min_p": 0.01}},
+            "token",
+            "raise rollout.top_k (20) or lower rollout.min_p (0.01)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_minibatch_above_the_limit_is_reported_once_with_the_fix(sections, level, fix, seed):
+    draw = random.Random(seed)
+    steps = [{OUTSIDE: draw.choice([0.0, 0.002, 0.01, 0.011, 0.3]), RESPONSES: 0.0} for _ in range(20)]
+    for metrics in steps:
+        metrics[RESPONSES] = draw.choice([0.0, 0.1]) if metrics[OUTSIDE] <= 0.01 else draw.choice([0.1, 0.101, 1.0])
+    watch, said = alarms(**sections)
+    for step, metrics in enumerate(steps, 1):
+        watch.step(step, metrics)
+    name, limit = (RESPONSES, 0.1) if level == "response" else (OUTSIDE, 0.01)
+    first = next((i for i, metrics in enumerate(steps) if metrics[name] > limit), None)
+    assert len(said) == (first is not None)
+    if first is not None:
+        start, end = said[0].split("; ", 1)
+        assert start.startswith(f"step {first + 1}: in one minibatch {steps[first][name]:.2%} of the {level}") or (
+            level == "token" and start.startswith(f"step {first + 1}: in one minibatch")
+        )
+        assert fix in end and ("objective.dvp_outside: token" in end) == (level == "response")
+
+
+def test_no_minibatch_is_reported_without_truncation():
+    watch, said = alarms(objective={"name": "gspo"})
+    watch.step(1, {OUTSIDE: 1.0, RESPONSES: 1.0})
     assert said == []
+
+
+def test_a_correction_is_still_named_after_a_minibatch_was_reported():
+    watch, said = alarms(objective={"name": "rloo", "dvp_rho": 0.1}, correction={"preset": "mis"})
+    for step in range(1, 25):
+        watch.step(step, {RESPONSES: 0.2, REJECTED: 0.8})
+    assert len(said) == 2 and "or a token outside the learner's set rejects responses: 80.00%" in said[1]
 
 
 def test_a_clamped_exponent_of_a_weight_is_said_at_once_and_once():

@@ -1,4 +1,4 @@
-"""All corrections of a configuration as one weight a token."""
+"""All corrections of a configuration as one weight per token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from qarl.objectives.segments import Segments
 from qarl.objectives.surrogate import Stats, present, stat, weight_stats
 from qarl.objectives.tokens import Pruned, TokenLogProbs
 
+REJECTED = "correction/rejected_frac"
+
 
 class Combined(NamedTuple):
-    """weights: [T], without gradient, the product of all parts. stats: of this micro-batch."""
+    """What `Correction` returns.
+
+    Attributes:
+        weights: (T,), without gradient: the product of all parts, exactly 0 for pruned tokens.
+        stats: Statistics of this micro-batch.
+    """
 
     weights: Tensor
     stats: Stats
@@ -62,18 +69,29 @@ class Correction:
     def __call__(
         self, logps: TokenLogProbs, segments: Segments, weight_mean: float = 1.0, pruned: Pruned | None = None
     ) -> Combined:
-        """The weight of each token, divided by `weight_mean`.
+        """Compute the weight of each token.
 
-        What is pruned has weight 0, and counts as unmoved in the sums and means that make a response's weight. Rules
-        and veto see its ratio, which is 0.
+        Pruned tokens have weight 0. In everything computed over a response (weight, rules, veto) they count as
+        unmoved, ratio 1: whether they drop their response is decided by the pruning alone.
 
-        Statistics are per token where `per_token` and per non-empty response otherwise: `correction/weight_mean` and
-        `correction/ess` of the final weights, `correction/rejected_frac` (weight 0 by mask, rule or veto). Of the
-        weights as they are made: `correction/raw_ratio_mean` before bounding and `correction/clamped_frac` (exponents
-        clamped to +-20). Per non-empty response: `correction/veto_frac`, a share for every rule (of aggregate token:
-        per token) and `correction/rule_clamped_frac` (an exponent of a rule was clamped).
+        Statistics are per token if `per_token`, else per non-empty response:
+
+            correction/weight_mean, correction/ess  of the final weights
+            correction/rejected_frac    weight 0 for any reason: mask, rule, veto or pruning. A response counts if all
+                                        its tokens have weight 0
+            correction/raw_ratio_mean   weights before bounding
+            correction/clamped_frac     exponents of weights clamped to +-20
+
+        Per non-empty response: `correction/veto_frac`, the share that each rule rejects (rules of aggregate token: per
+        token) and `correction/rule_clamped_frac` (an exponent of a rule was clamped).
+
+        Args:
+            logps: Log-probs, (T,) each.
+            segments: Response of each token.
+            weight_mean: Divisor of the weights; see `weight_mean`.
+            pruned: Tokens outside the learner's truncated distribution; None is none.
         """
-        signals = _Signals(logps)
+        signals = _Signals(logps, pruned)
         responses, stats = present(segments), Stats()
 
         keep, keep_tokens = torch.ones_like(responses), torch.ones_like(segments.index, dtype=torch.bool)
@@ -94,34 +112,38 @@ class Correction:
             stats["correction/veto_frac"] = stat(dropped, responses)
             keep &= ~dropped
 
-        weights, rejected = logps.logp_old.new_ones(responses.shape), torch.zeros_like(responses)
+        weights = logps.logp_old.new_ones(responses.shape)
         if self.weighting is not None:
             importance = self._importance(signals[self.weighting.signal], segments, pruned)
-            weights, rejected = importance.weights / weight_mean, importance.rejected
+            weights = importance.weights / weight_mean
             unit = None if self.weighting.per_token else responses
             stats["correction/raw_ratio_mean"] = stat(importance.ratio, unit)
             stats["correction/clamped_frac"] = stat(importance.clamped, unit)
         if self.per_token and not (self.weighting is not None and self.weighting.per_token):
-            weights, rejected = segments.expand(weights), segments.expand(rejected)
-        refused, gone = ~keep, ~keep if pruned is None else ~keep | pruned.responses
+            weights = segments.expand(weights)
+        if pruned is not None:
+            keep, keep_tokens = keep & ~pruned.responses, keep_tokens & ~pruned.tokens
         if self.per_token:
-            refused, gone = segments.expand(refused) | ~keep_tokens, segments.expand(gone) | ~keep_tokens
-        weights, rejected = weights.masked_fill(gone, 0.0), rejected | refused
-        mask = None if self.per_token else responses
-        stats |= weight_stats(weights, mask)
-        stats["correction/rejected_frac"] = stat(rejected, mask)
-        return Combined(weights if self.per_token else segments.expand(weights), stats)
+            weights = weights.masked_fill(~(segments.expand(keep) & keep_tokens), 0.0)
+            stats |= weight_stats(weights) | {REJECTED: stat(weights == 0.0)}
+            return Combined(weights, stats)
+        weights = weights.masked_fill(~keep, 0.0)
+        per_token = segments.expand(weights).masked_fill(~keep_tokens, 0.0)
+        stats |= weight_stats(weights, responses) | {REJECTED: stat(without_weight(per_token, segments), responses)}
+        return Combined(per_token, stats)
 
     @torch.no_grad()
     def weight_mean(self, logps: TokenLogProbs, segments: Segments, pruned: Pruned | None = None) -> float:
         """Mean importance weight before rules and veto: over tokens at level token, else over non-empty responses.
-        What is pruned counts with weight 0.
 
-        1 without weights, and where every weight is 0.
+        Pruned tokens (at level token) and responses dropped by the pruning count with weight 0.
+
+        Returns:
+            The mean; 1.0 without weights, or if every weight is 0.
         """
         if self.weighting is None:
             return 1.0
-        signal = _Signals(logps)[self.weighting.signal]
+        signal = _Signals(logps, pruned)[self.weighting.signal]
         weights = self._importance(signal, segments, pruned).weights.double()
         if not self.weighting.per_token:
             weights = weights[present(segments)]
@@ -131,9 +153,9 @@ class Correction:
     def _importance(self, signal: Tensor, segments: Segments, pruned: Pruned | None) -> ImportanceWeights:
         weighting = self.weighting
         assert weighting is not None, "there are no weights"
+        found = importance_weights(signal, segments, weighting)
         if pruned is None:
-            return importance_weights(signal, segments, weighting)
-        found = importance_weights(signal.masked_fill(pruned.tokens, 0.0), segments, weighting)
+            return found
         gone = pruned.tokens if weighting.per_token else pruned.responses
         return ImportanceWeights(
             found.weights.masked_fill(gone, 0.0),
@@ -143,12 +165,21 @@ class Correction:
         )
 
 
-class _Signals:
-    """The log ratios learner over sampler, (T,): `corr`, at the rollout's snapshot, and `rollout`, now."""
+def without_weight(weights: Tensor, segments: Segments) -> Tensor:
+    """Return bool (R,): responses whose tokens all have weight 0. weights: (T,)."""
+    return segments.sum((weights != 0.0).to(torch.int64)) == 0
 
-    def __init__(self, logps: TokenLogProbs) -> None:
-        self._logps = logps
+
+class _Signals:
+    """Log ratios learner over sampler, (T,), 0 for pruned tokens.
+
+    `corr` has the learner at the rollout's snapshot, `rollout` the learner now.
+    """
+
+    def __init__(self, logps: TokenLogProbs, pruned: Pruned | None) -> None:
+        self._logps, self._pruned = logps, pruned
 
     def __getitem__(self, name: str) -> Tensor:
         learner = self._logps.logp_old if name == "corr" else self._logps.logp
-        return log_ratio(learner, self._logps.logp_sampler)
+        signal = log_ratio(learner, self._logps.logp_sampler)
+        return signal if self._pruned is None else signal.masked_fill(self._pruned.tokens, 0.0)

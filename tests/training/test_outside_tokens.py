@@ -1,0 +1,101 @@
+"""Tokens that fall out of the learner's truncated set after an update: what they drop in a minibatch, and warnings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_runs import parts
+
+from qarl.distributed.ranks import Alone
+from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES
+from qarl.training.alarms import Alarms
+from qarl.training.observer import Observer
+from qarl.training.totals import PER_MINIBATCH, LearnerTotals
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Shares(Observer):
+    """Counts, per minibatch: tokens outside, tokens, responses with one, responses with weight 0, responses."""
+
+    def __init__(self, run) -> None:
+        self.objective, self.counts = run.learner.objective, []
+
+    def minibatch(self, minibatch) -> None:
+        self.counts.append([0, 0, 0, 0, 0])
+
+    def forward(self, part, logps) -> None:
+        outside = logps.logp.isneginf() | logps.logp_old.isneginf()
+        gone = self.objective.pruned(logps, part.segments).tokens
+        kept = part.segments.sum((~gone).long())
+        hit = part.segments.sum(outside.long())
+        found = [outside.sum(), outside.numel(), (hit > 0).sum(), (kept == 0).sum(), len(kept)]
+        self.counts[-1] = [a + int(b) for a, b in zip(self.counts[-1], found, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["gspo", "tbpo", "rloo"])
+@pytest.mark.parametrize(
+    ("cut", "outside"), [({"top_p": 0.9}, None), ({"top_k": 20}, None), ({"top_p": 0.9}, "response")], ids=str
+)
+def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_minibatch(llama, name, cut, outside):
+    draw = random.Random(0)
+    run = parts(
+        llama,
+        objective={"name": name, "dvp_outside": outside},
+        rollout={"n": 4, "max_response_length": 150, "max_num_seqs": 32, **cut},
+        optim={"lr": 3e-4},
+        train={"minibatch_size": 8},
+    )
+    watch, said = Shares(run), []
+    metrics = run.learn(run.batch(lambda tokens: draw.random()), 0, watch)
+    first, second = watch.counts
+    assert first[0] == 0 and 0 < second[0] < 0.1 * second[1]  # the first minibatch is at the rollout's weights
+    assert second[2] > 1
+    assert second[3] == (second[2] if outside else 0)
+    assert metrics[f"{OUTSIDE}_max"] == pytest.approx(second[0] / second[1])
+    assert metrics[f"{OUTSIDE_RESPONSES}_max"] == second[2] / second[4]
+    assert metrics[f"{ZERO_WEIGHT_RESPONSES}_max"] == second[3] / second[4]
+    assert metrics[ZERO_WEIGHT_RESPONSES] == second[3] / (first[4] + second[4])
+    Alarms(run.config, run.learner.objective, said.append).step(1, metrics)
+    share, limit = (second[2] / second[4], 0.1) if outside else (second[0] / second[1], 0.01)
+    assert len(said) == (share > limit)
+    assert all(f"in one minibatch {share:.2%}" in line for line in said)
+
+
+class Two(Alone):
+    """Two ranks, one after the other: the first `add_up` records what its rank gathers, the second one gets it."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.recorded: list = []
+        self.recording = True
+
+    def gather(self, value):
+        if self.recording:
+            self.recorded.append(value)
+            return [value]
+        return [value, self.recorded.pop(0)]
+
+    gather_tensors = gather
+
+
+def test_the_share_of_a_minibatch_is_that_of_all_ranks():
+    def pair(found: float, count: float) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(PER_MINIBATCH, torch.tensor([found, count], dtype=torch.float64))
+
+    totals, other = LearnerTotals(entropy_tokens=1), LearnerTotals()
+    for rank, shares in ((totals, [(1, 10), (9, 10)]), (other, [(3, 10), None])):  # the last: no response in it
+        for share in shares:
+            if share is not None:
+                rank.add_loss(torch.zeros(()), pair(*share))
+            rank.end_minibatch()
+    ranks = Two()
+    other.add_up(ranks)
+    ranks.recording = False
+    totals.add_up(ranks)
+    assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.9}
+    totals.minibatch_stats[0] = pair(19, 20)
+    assert {totals.metrics(2)[f"{name}_max"] for name in PER_MINIBATCH} == {0.95}
