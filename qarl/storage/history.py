@@ -11,6 +11,7 @@ step 1 over the metrics and rollouts of the run before.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -72,10 +73,16 @@ def ranks_after(before: History | None, start: int, count: int) -> list[RanksFro
 def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
     """The step after which the record of this run begins, if it may go on from step `start`.
 
-    own: whether the checkpoint of `start` is in this directory; a run that begins anew, with step 0, has none.
-    every: `checkpoint.every` of the start before.
-    What comes after `start` does not matter, it is forgotten: a kill may have cut off its end. Raises UserError that
-    names what is gone: checkpoints, or lines of metrics.jsonl up to `start`.
+    Lines of later steps do not matter: they are dropped, and a kill may have cut off the last one.
+
+    Args:
+        run_dir: The run directory.
+        start: The step of the checkpoint to go on from.
+        own: Whether that checkpoint is in this directory. A run that begins anew, with step 0, has none.
+        every: `checkpoint.every` of the start before.
+
+    Raises:
+        UserError: Checkpoints are gone, or lines of metrics.jsonl up to `start` are gone, twice or out of order.
     """
     path = run_dir / METRICS
     steps = record_steps(path)
@@ -92,10 +99,12 @@ def began_after(run_dir: Path, start: int, own: bool, every: int) -> int:
         return start
     count = max(0, start - history.began_after)
     whole = len(steps) >= count and all(step == history.began_after + 1 + i for i, step in enumerate(steps[:count]))
-    if whole:
+    if whole and all(step is None or step > start for step in steps[count:]):
         return history.began_after
     missing = _missing(known, history.began_after, start)
-    what = f"lacks {missing}" if missing else "does not hold each step once and in order"
+    twice = min((step for step, lines in Counter(known).items() if step <= start and lines > 1), default=None)
+    what = f"holds step {twice} more than once" if twice else "does not hold each step once and in order"
+    what = f"lacks {missing}" if missing else what
     raise UserError(
         f"{path}: {what}, and the checkpoint to go on from is of step {start}; restore the file, set checkpoint.resume "
         f"to a checkpoint before that, or {START_OVER}"

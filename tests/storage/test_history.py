@@ -57,7 +57,7 @@ def test_every_way_of_losing_lines_before_the_checkpoint_is_refused_and_named(tm
         mixed = whole[:start] + rng.choices(whole[:start], k=rng.randint(0, 2))
         rng.shuffle(mixed)
         if mixed[:start] != whole[:start]:
-            with pytest.raises(UserError, match="does not hold each step once and in order"):
+            with pytest.raises(UserError, match=r"does not hold each step once and in order|more than once"):
                 began_after(record(tmp_path, mixed, History(checkpoint=start)), start, own=True, every=EVERY)
 
 
@@ -115,3 +115,21 @@ def test_a_damaged_history_is_one_line(tmp_path, text):
     with pytest.raises(UserError, match=r"history\.json: .*; restore it, remove it if nothing else is gone") as caught:
         read_history(run)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_line_that_is_there_twice_is_refused_and_named_wherever_it_stands(tmp_path, seed):
+    """Also behind the line of the checkpoint, where it would be kept, and count twice in every mean and curve."""
+    rng = random.Random(seed)
+    start, done = rng.randint(1, 6), 7
+    steps = list(range(1, done + 1))
+    doubled = rng.randint(1, done)
+    steps.insert(rng.randint(0, done), doubled)
+    run = record(tmp_path, steps, History(checkpoint=start))
+    if doubled > start and steps[:start] == list(range(1, start + 1)):  # dropped anyway
+        assert began_after(run, start, own=True, every=EVERY) == 0
+        return
+    line = rf"metrics\.jsonl: (holds step {doubled} more than once|does not hold each step once and in order), and"
+    with pytest.raises(UserError, match=line) as caught:
+        began_after(run, start, own=True, every=EVERY)
+    assert "restore the file" in str(caught.value) and "\n" not in str(caught.value)
