@@ -177,7 +177,8 @@ def test_edits_that_change_nothing_are_accepted(trained, command, tmp_path, monk
 
 def test_digests_are_kept_for_people_and_an_older_checkpoint_is_taken_as_it_is(trained, tmp_path):
     environment = json.loads((trained.folder / "run" / "environment.json").read_text())
-    assert environment["inputs"].keys() == {"model", "reward", "config.json", "generation_config.json"}
+    assert environment["inputs"].keys() == {"model", "reward", "config.json", "generation_config.json", "files"}
+    assert len(environment["inputs"]["files"]["model.path: model.safetensors"]) == 64
     assert len(environment["inputs"]["model"]["weights"]) == 64
     assert environment["inputs"]["config.json"]["rope_parameters.rope_theta"] == 10000
     from qarl.storage.checkpoint import CheckpointStore
