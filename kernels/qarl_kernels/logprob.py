@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qarl_kernels import invariant
 from qarl_kernels.backward import Sums, weight_grad, weight_sum
-from qarl_kernels.truncation import CUT_LOGIT_GAP, Truncation, normalized
+from qarl_kernels.truncation import CUT_LOGIT_GAP, KeptSets, Recording, Replay, Truncation, normalized
 
 
 def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
@@ -33,12 +33,33 @@ def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
-    """Apply temperature and truncation to logits (R, V) float32 in place. Returns the mask of tokens cut, or None."""
+def truncate_(logits: Tensor, truncation: Truncation, kept: KeptSets | None = None) -> Tensor | None:
+    """Apply temperature and truncation to logits in place.
+
+    Args:
+        logits: (R, V) float32.
+        truncation: Temperature, top-k, top-p and min-p.
+        kept: Sets to keep instead, one per row, whatever the logits are.
+
+    Returns:
+        The mask of cut tokens, bool (R, V), or None without truncation. Cut tokens get a logit CUT_LOGIT_GAP below the
+        largest kept one.
+    """
     if truncation.divisor != 1.0:
         logits.div_(truncation.divisor)
     if not truncation.active:
         return None
+    if kept is not None:
+        cut = kept.cut(logits.shape[-1], logits.device)
+        top = logits.masked_fill(cut, float("-inf")).amax(-1, keepdim=True)
+    else:
+        cut, top = _cut(logits, truncation), logits.amax(-1, keepdim=True)  # the likeliest token is always kept
+    logits.copy_(torch.where(cut, top - CUT_LOGIT_GAP, logits))
+    return cut
+
+
+def _cut(logits: Tensor, truncation: Truncation) -> Tensor:
+    """Return the mask of tokens that truncation cuts, bool (R, V). logits: (R, V) float32, after temperature."""
     top = logits.amax(-1, keepdim=True)
     cut = torch.zeros_like(logits, dtype=torch.bool)
     if truncation.top_k > 0 and truncation.top_k < logits.shape[-1]:
@@ -52,9 +73,7 @@ def truncate_(logits: Tensor, truncation: Truncation) -> Tensor | None:
         ranked = kept.gather(-1, order).double()
         before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
         cut = cut.scatter(-1, order, cut.gather(-1, order) | (before >= truncation.top_p))
-    cut.scatter_(-1, logits.argmax(-1, keepdim=True), False)
-    logits.copy_(torch.where(cut, top - CUT_LOGIT_GAP, logits))
-    return cut
+    return cut.scatter_(-1, logits.argmax(-1, keepdim=True), False)
 
 
 def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
@@ -71,12 +90,14 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that is not used gives None, and its gradient is not computed
         logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logp)
-        for start in range(0, hidden.shape[0], chunk):
+        for start, kept in _chunks(hidden.shape[0], chunk, truncation):
             part = slice(start, start + chunk)
             rows = logits_of(hidden[part], weight, kernels)
             if retained is not None:
                 whole = torch.logsumexp(rows if truncation.divisor == 1.0 else rows / truncation.divisor, -1)
-            cut = truncate_(rows, truncation)
+            cut = truncate_(rows, truncation, kept)
+            if isinstance(truncation, Recording) and cut is not None:
+                truncation.into.append(KeptSets.of(cut))
             if retained is not None:
                 # What is cut still counts exp(-50) of the largest each: 3e-17 in a vocabulary of 150,000.
                 retained[part] = torch.logsumexp(rows, -1).sub_(whole).exp_().clamp_(max=1.0)
@@ -99,10 +120,10 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(into) if into is not returned and hidden.device.type == "cpu" else into
         low = weight.dtype == torch.bfloat16  # on a GPU: operands in bf16, sums in float32
         wide = weight if low else weight.float()
-        for start in range(0, hidden.shape[0], ctx.chunk):
+        for start, kept in _chunks(hidden.shape[0], ctx.chunk, ctx.truncation):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(hidden[part], weight, ctx.kernels)
-            cut = truncate_(logits, ctx.truncation)
+            cut = truncate_(logits, ctx.truncation, kept)
             arriving = (None if g is None else g[part, None] / ctx.truncation.divisor for g in (grad, grad_entropy))
             rows = _logit_grad(normalized(logits), cut, targets[part, None], *arriving)
             if low:
@@ -117,6 +138,13 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_weight is not into:
             into.add_(grad_weight)
         return grad_hidden, returned, None, None, None, None, None, None, None
+
+
+def _chunks(rows: int, chunk: int, truncation: Truncation) -> list[tuple[int, KeptSets | None]]:
+    """Return where each chunk of rows starts, and the sets to replay in it, if any."""
+    starts = range(0, rows, chunk)
+    sets = truncation.chunks(chunk) if isinstance(truncation, Replay) else [None] * len(starts)
+    return list(zip(starts, sets, strict=True))
 
 
 def _logit_grad(
@@ -167,6 +195,8 @@ def token_logprobs(
 
     A target outside the truncated distribution has logp -inf and gives no gradient (DVP: a token that the learner's own
     vocabulary excludes has ratio 0). The truncation itself is constant: the kept set does not move with the logits.
+    A `Recording` truncation stores the kept sets, and a `Replay` uses stored ones; both need top-k or top-p, for which
+    whole rows of logits are at hand.
 
     retained: where the distribution is truncated, gets the probability that the kept set had before, (R,) float32,
     appended (DVP, proposition 5.5); one reduction more over each chunk, without gradient.
@@ -187,5 +217,6 @@ def token_logprobs(
 def fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:
     """Whether `qarl_kernels.head` serves: 16-bit operands on a GPU, no ranking of tokens."""
     ranked = truncation.active and (truncation.top_k > 0 or truncation.top_p < 1.0)
+    assert ranked or not isinstance(truncation, Recording | Replay), "kept sets are of top-k and top-p"
     narrow = hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
     return hidden.device.type == "cuda" and narrow and not ranked

@@ -1,9 +1,11 @@
-"""How the distribution over tokens is shaped that one is drawn from, and what it is then."""
+"""Temperature, top-k, top-p and min-p: from logits to the sampling distribution, and kept sets to use again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +41,89 @@ class Truncation:
     def divisor(self) -> float:
         """What logits are divided by."""
         return 1.0 if self.greedy else self.temperature
+
+
+class KeptSets(NamedTuple):
+    """The tokens that truncation kept, for R states; tensors on the CPU.
+
+    A row is stored as token ids, 4 bytes each, or as a bitmask of V / 8 bytes if that is smaller. A list of ids alone
+    would take 4 V bytes for a flat distribution, 600 KB per token with a vocabulary of 150,000.
+
+    Attributes:
+        counts: int32 (R,), kept tokens of a row stored as ids, or -1 for a row stored as a bitmask.
+        ids: int32 (sum of counts,), ascending in each row.
+        bits: uint8 (D, ceil(V / 8)), the rows stored as bitmasks; bit i of byte b is token 8 b + i.
+    """
+
+    counts: Tensor
+    ids: Tensor
+    bits: Tensor
+
+    @classmethod
+    def of(cls, cut: Tensor) -> KeptSets:
+        """Return what a mask of cut tokens, bool (R, V), keeps. Waits for the device of the mask."""
+        kept, vocabulary = ~cut, cut.shape[-1]
+        counts = kept.sum(-1, dtype=torch.int32)
+        dense = counts > vocabulary // 32
+        ids = (kept & ~dense[:, None]).nonzero()[:, 1].int()
+        bytes_ = torch.nn.functional.pad(kept[dense], (0, -vocabulary % 8)).unflatten(-1, (-1, 8))
+        bits = (bytes_ * _powers(cut.device)).sum(-1, dtype=torch.uint8)
+        return cls(counts.masked_fill(dense, -1).cpu(), ids.cpu(), bits.cpu())
+
+    @classmethod
+    def cat(cls, parts: Sequence[KeptSets]) -> KeptSets:
+        """Return the rows of all parts, one part after the other."""
+        return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    def split(self, lengths: Sequence[int]) -> list[KeptSets]:
+        """Return this many rows at a time."""
+        counts = self.counts.split(list(lengths))
+        ids = self.ids.split([int(part.clamp(min=0).sum()) for part in counts])
+        bits = self.bits.split([int((part < 0).sum()) for part in counts])
+        return [KeptSets(*part) for part in zip(counts, ids, bits, strict=True)]
+
+    def cut(self, vocabulary: int, device: torch.device) -> Tensor:
+        """Return the mask of cut tokens, bool (R, V), on a device."""
+        counts, ids = self.counts.to(device), self.ids.to(device).long()
+        rows = torch.arange(len(counts), device=device)
+        rows = rows.repeat_interleave(counts.clamp(min=0).long(), output_size=len(ids))
+        cut = torch.ones(len(counts), vocabulary, dtype=torch.bool, device=device)
+        cut[rows, ids] = False
+        kept = (self.bits.to(device)[..., None] & _powers(device)) != 0
+        cut[counts < 0] = ~kept.flatten(1)[:, :vocabulary]
+        return cut
+
+
+def _powers(device: torch.device) -> Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording(Truncation):
+    """Truncation that also stores the kept sets of a `token_logprobs`, one entry per chunk of rows."""
+
+    into: list[KeptSets] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, truncation: Truncation) -> Recording:
+        return cls(truncation.temperature, truncation.top_k, truncation.top_p, truncation.min_p)
+
+
+@dataclass(frozen=True, eq=False)
+class Replay(Truncation):
+    """Truncation to recorded sets, one per row, whatever the logits are. Temperature is applied as usual."""
+
+    kept: KeptSets | None = None
+
+    @classmethod
+    def of(cls, truncation: Truncation, kept: KeptSets) -> Replay:
+        return cls(truncation.temperature, truncation.top_k, truncation.top_p, truncation.min_p, kept)
+
+    def chunks(self, size: int) -> list[KeptSets | None]:
+        """Return the sets of `size` rows at a time."""
+        assert self.kept is not None, "a replay without sets"
+        rows = len(self.kept.counts)
+        return [*self.kept.split([min(size, rows - start) for start in range(0, rows, size)])]
 
 
 def normalized(logits: Tensor) -> Tensor:

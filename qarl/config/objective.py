@@ -98,6 +98,9 @@ def objective_faults(config: Config) -> Iterator[Fault]:
     if objective.dvp_outside is not None and not config.truncated:
         text = "has no effect without truncation (min_p, top_p, top_k); leave null, or set objective.dvp_rho"
         yield Fault(("objective", "dvp_outside"), objective.dvp_outside, text)
+    if objective.truncation_set == "replay" and not config.ranked:
+        text = "replays the sets of top-p and top-k; use own, or set rollout.top_p or rollout.top_k"
+        yield Fault(("objective", "truncation_set"), "replay", text)
 
 
 def resolved_objective(config: Config) -> ObjectiveConfig:

@@ -133,7 +133,7 @@ class Passes:
         for number, part in enumerate(self.parts):
             # with gradient checkpointing the backward runs the forward again, in the same arithmetic
             with torch.enable_grad(), self.policy.shadow() if one.score else nullcontext():
-                arguments = part.prompts, part.responses, self.truncation, self.chunk
+                arguments = part.prompts, part.responses, part.truncation(self.truncation), self.chunk
                 logp, _ = self.policy.logprobs(*arguments, routes=part.routes)
                 if len(self.logp[one.score]) == number:
                     self.logp[one.score].append(logp.detach())

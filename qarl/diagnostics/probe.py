@@ -186,6 +186,7 @@ class Probe(Observer):
         return found.read(batch.whole(CPU))
 
     def _shadow(self, part: Part) -> Tensor:
+        truncation = part.truncation(self.truncation)
         return self.policy.shadow_logprobs(
-            part.prompts, part.responses, self.truncation, self.config.train.logprob_chunk, part.routes
+            part.prompts, part.responses, truncation, self.config.train.logprob_chunk, part.routes
         )

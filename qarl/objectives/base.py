@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 AdvantageKind = Literal["grpo", "grpo_no_std", "rloo", "reinforce"]
 PruningLevel = Literal["response", "token"]
+TruncationSet = Literal["own", "replay"]
 SurrogateFunction = Callable[["SurrogateInputs"], "Surrogate"]
 """What an objective is at its core: of a micro-batch's tokens, what each of them is worth."""
 
@@ -92,6 +93,12 @@ class ObjectiveConfig(Section):
         "or the token alone. null: response with dvp_rho, without rollout.top_p and top_k, if the estimator has one "
         "ratio per response (tbpo, gspo, mis_gspo, correction.level sequence or geometric, reinforce and rloo without "
         "token weights); else token.",
+    )
+    truncation_set: TruncationSet = Field(
+        "own",
+        description="The set of tokens that the learner normalizes over with rollout.top_p or top_k. own: from its "
+        "logits at each forward; replay: the set at the rollout's weights in all forwards of a step, so that no token "
+        "falls out because the learner moved. A set takes 4 bytes of host memory per token id, V / 8 bytes at most.",
     )
 
     own_ratio: ClassVar[RatioKind] = "one"

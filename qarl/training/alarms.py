@@ -95,9 +95,11 @@ def watched(config: Config, objective: Objective) -> dict[str, str]:
 
 
 def loosen(config: Config) -> str:
-    """Return how to truncate less: `raise rollout.top_p (0.9)`."""
+    """Return how to lose fewer tokens: `set objective.truncation_set: replay or raise rollout.top_p (0.9)`."""
     rollout, rho = config.rollout, config.objective.dvp_rho
+    replays = not config.ranked or config.objective.truncation_set == "replay"
     keys = [
+        "" if replays else "set objective.truncation_set: replay",
         f"raise rollout.top_p ({rollout.top_p:g})" if rollout.top_p < 1 else "",
         f"raise rollout.top_k ({rollout.top_k})" if rollout.top_k else "",
         f"lower objective.dvp_rho ({rho:g})" if rho else "",

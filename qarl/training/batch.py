@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
+from qarl_kernels.truncation import Replay, Truncation
 from torch import Tensor
 
 from qarl.distributed.ranks import Ranks
@@ -18,6 +19,7 @@ from qarl.objectives.advantages import AdvantageKind
 from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.routing import numbers_of
 from qarl.training.cutting import Response, by_tokens, by_work, deal, for_ranks, work
+from qarl.training.kept import KeptColumn
 from qarl.transfer import upload
 from qarl.types import Prompt, Rollout
 
@@ -107,7 +109,8 @@ class Batch:
     at `version`, the rollout's snapshot, from its first forward over each response. logp: of its last training forward.
     logp_ref: of the reference policy, where an objective asks for it.
     routing: `Rollout.routing` of each response, None where the sampler was not asked for it. replays: whether forwards
-    send tokens through these experts.
+    send tokens through these experts. kept: the learner's truncated sets at `version`, for objective.truncation_set
+    replay.
     """
 
     version: int
@@ -122,6 +125,7 @@ class Batch:
     logp_ref: Column = field(init=False)
     routing: list[Tensor] | None = None
     replays: bool = False
+    kept: KeptColumn | None = None
 
     def __post_init__(self) -> None:
         self.logp_old, self.logp, self.logp_ref = (Column.empty(len(self)) for _ in range(3))
@@ -130,9 +134,16 @@ class Batch:
         return len(self.responses)
 
     def share(self, ranks: Ranks) -> None:
-        """Every rank has the log-probs that any of them has computed."""
-        for column in (self.logp_old, self.logp, self.logp_ref):
+        """Give every rank the log-probs that any of them has computed; a collective."""
+        self.share_old(ranks)
+        for column in (self.logp, self.logp_ref):
             column.share(ranks)
+
+    def share_old(self, ranks: Ranks) -> None:
+        """Give every rank what forwards at the rollout's weights found: log-probs and kept sets; a collective."""
+        self.logp_old.share(ranks)
+        if self.kept is not None:
+            self.kept.share(ranks)
 
     def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
         return Part(self, tuple(indices), self.device if device is None else device)
@@ -252,6 +263,11 @@ class Part:
     @property
     def logp_sampler(self) -> Tensor:
         return self.batch.logp_sampler.read(self)
+
+    def truncation(self, sampling: Truncation) -> Truncation:
+        """Return how a forward over the part truncates: to its recorded sets if there are any, else as sampled."""
+        kept = None if self.batch.kept is None else self.batch.kept.read(self)
+        return sampling if kept is None else Replay.of(sampling, kept)
 
     def ends(self, stop_token_ids: Set[int]) -> Tensor:
         """bool (T,): tokens that end a response."""

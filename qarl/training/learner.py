@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from qarl_kernels.logprob import Truncation
 from qarl_kernels.moe.balance import choices
+from qarl_kernels.truncation import Recording
 from torch import Tensor
 
 from qarl.config import Config
@@ -80,9 +81,14 @@ class Learner:
         return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count)
 
     def logprobs(self, part: Part, routes: Routes | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy, (T,) each. The first over a response is at the rollout's snapshot: its `logp_old`.
+        """Compute log-probs and entropy, (T,) each.
 
-        routes: None: those of the part.
+        The first forward over a response is at the rollout's snapshot: it gives `logp_old`, and the kept sets that
+        later forwards replay if `Batch.kept` asks for them.
+
+        Args:
+            part: Responses.
+            routes: Experts of its tokens; None: those of the part.
         """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
@@ -91,7 +97,11 @@ class Learner:
         routes = routes or part.routes
         if first and batch.routing is not None:
             routes = replace(routes, own={}, rows=part.rows)
-        logp, entropy = self.policy.logprobs(part.prompts, part.responses, self.truncation, chunk, retained, routes)
+        recording = Recording.of(self.truncation) if first and batch.kept is not None else None
+        truncation = recording or part.truncation(self.truncation)
+        logp, entropy = self.policy.logprobs(part.prompts, part.responses, truncation, chunk, retained, routes)
+        if recording is not None and batch.kept is not None:
+            batch.kept.fill(part, recording.into)
         if first:
             assert self.at_snapshot(batch), "logp_old after an update"
             batch.logp_old.fill(part, logp)
@@ -110,7 +120,8 @@ class Learner:
             return logp.detach()
         self.totals.forward_tokens += part.forward_tokens
         chunk = self.config.train.logprob_chunk
-        return self.policy.shadow_logprobs(part.prompts, part.responses, self.truncation, chunk, part.routes)
+        truncation = part.truncation(self.truncation)
+        return self.policy.shadow_logprobs(part.prompts, part.responses, truncation, chunk, part.routes)
 
     def reference(self, part: Part) -> Tensor:
         """(T,) the reference's log-probs, which no update changes: one forward over each response in a step."""
@@ -118,7 +129,7 @@ class Learner:
         if not column.known(part):
             self.totals.forward_tokens += part.forward_tokens
             chunk = self.config.train.logprob_chunk
-            arguments = part.prompts, part.responses, self.truncation, chunk, part.routes
+            arguments = part.prompts, part.responses, part.truncation(self.truncation), chunk, part.routes
             column.fill(part, self.policy.reference_logprobs(*arguments))
         return column.read(part)
 
@@ -191,8 +202,9 @@ class Learner:
         slots = None if counts is None else self._slots(counts)
         if not needs.minibatch:
             return Constants(), slots
-        for column in (logp, shadow, batch.logp_old):
+        for column in (logp, shadow):
             column.share(self.ranks)
+        batch.share_old(self.ranks)
         logps = TokenLogProbs(
             logp.read(minibatch),
             minibatch.logp_old,

@@ -24,6 +24,7 @@ from qarl.rollout.engine import RolloutEngine, SamplingParams
 from qarl.rollout.shared import gather_rollouts, generate_share, publish_together, sleep_together
 from qarl.training.batch import Batch, Part, build_batch, rounds
 from qarl.training.decisions import minibatch_totals
+from qarl.training.kept import KeptColumn
 from qarl.training.learner import Learner
 from qarl.training.observer import Observer, Observers
 from qarl.training.setup import Run
@@ -118,6 +119,8 @@ def learn(
     """
     config, train, ranks = learner.config, learner.config.train, learner.ranks
     learner.begin(step)
+    if config.objective.truncation_set == "replay":
+        batch.kept = KeptColumn(len(batch))
     watch.begin(batch)
     for epoch in range(train.epochs):
         minibatches = batch.minibatches(config.minibatch_size, train.seed, step, epoch)
@@ -129,7 +132,7 @@ def learn(
                     with torch.no_grad():
                         learner.logprobs(part)
                 watch.progress(responses(round_))
-            batch.logp_old.share(ranks)
+            batch.share_old(ranks)
         for minibatch in minibatches:
             watch.minibatch(minibatch)
             totals = minibatch_totals(minibatch, config.rollout.max_response_length)

@@ -189,6 +189,8 @@ REFUSALS = [
         "correction.upper = 5.0",
         "has no effect with mode raw",
     ),
+    (["objective.truncation_set=replay"], 'objective.truncation_set = "replay"', "set rollout.top_p or rollout.top_k"),
+    (["objective={name: gspo, truncation_set: replay, dvp_rho: 1e-6}"], "objective.truncation_set", "use own"),
     (["objective.dvp_outside=token"], 'objective.dvp_outside = "token"', "leave null, or set objective.dvp_rho"),
     (["correction.veto=1.5"], "correction.veto = 1.5", "less than 1"),
     (["correction.reject=[{estimator: k3}]"], "correction.reject.0.aggregate", "required"),

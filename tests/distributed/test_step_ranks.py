@@ -131,11 +131,15 @@ def assert_same_batch(one: Batch, other: Batch) -> None:
 EXACT = ("policy/entropy_tokens", "policy/zero_advantage_frac", "policy/version", "policy/skipped_steps", "optim/lr")
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("tokens", [24, 4096])
-def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens):
+REPLAY = {"rollout": {"top_p": 0.8}, "objective": {"name": "grpo", "truncation_set": "replay"}}
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "more"), [(2, 24, {}), (3, 24, {}), (2, 4096, {}), (3, 4096, {}), (3, 24, REPLAY)]
+)
+def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens, more):
     # In 16 bits the backward rounds what responses share of a prompt, which depends on how they are cut.
-    sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "model": {"dtype": "float32"}}
+    sections = {"train": {"micro_batch_tokens": tokens, "epochs": 2}, "model": {"dtype": "float32"}, **more}
     _, alone = take(llama, Alone(), **sections)
     found = run_threads(count, lambda ranks: take(llama, ranks, **sections))
     for run, watching in found:
@@ -149,6 +153,10 @@ def test_a_step_is_the_same_on_any_number_of_ranks(llama, count, tokens):
         }
         assert watching.metrics["policy/entropy"] == pytest.approx(alone.metrics["policy/entropy"], rel=1e-12)
         assert watching.metrics == pytest.approx(alone.metrics, rel=2e-2, abs=1e-3)
+        if more:
+            sets = (x.batch.kept.read(x.batch.whole()) for x in (watching, alone))
+            assert all(torch.equal(one, other) for one, other in zip(*sets, strict=True))
+            assert watching.metrics["policy/outside_frac"] == 0.0
         for (name, master), (_, other) in zip(
             run.policy.named_parameters(), found[0][0].policy.named_parameters(), strict=True
         ):

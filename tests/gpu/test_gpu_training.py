@@ -49,10 +49,28 @@ def metrics_of(
     recompute: str = "elementwise",
     micro_batch_tokens: int = 16_384,
     balance: float = 0.0,
+    top_p: float = 1.0,
+    truncation_set: str = "own",
+    lr: float = 1e-4,
     **quant: str,
 ) -> list[dict[str, float]]:
-    """Of a short run of the native engine, a line a step. updates: of a step's 16 responses. balance: what the experts'
-    load-balancing loss is multiplied by. quant: more of that."""
+    """Return the metrics of a short run of the native engine, one record per step.
+
+    Args:
+        model: Directory of the model.
+        run_dir: Directory of the run.
+        scheme: `quant.scheme`.
+        group_size: `quant.group_size`.
+        routing: `model.routing`.
+        updates: Optimizer steps per training step of 16 responses.
+        recompute: `train.recompute`.
+        micro_batch_tokens: `train.micro_batch_tokens`.
+        balance: `objective.router_aux_coef`.
+        top_p: `rollout.top_p`.
+        truncation_set: `objective.truncation_set`.
+        lr: `optim.lr`.
+        quant: More keys of that section.
+    """
     from qarl.config import load_config
     from qarl.training.loop import train as run
 
@@ -62,11 +80,13 @@ def metrics_of(
             {
                 "model": {"path": str(model), "routing": routing},
                 "quant": {"scheme": scheme, "group_size": group_size, **quant},
-                "rollout": {"n": 4, "max_response_length": 24, "max_num_seqs": 8},
+                "rollout": {"n": 4, "max_response_length": 24, "max_num_seqs": 8, "top_p": top_p},
                 "data": {"source": "task:arithmetic", "chat_template": False, "max_prompt_length": 64},
                 "reward": {"functions": [{"name": "length"}]},
-                "objective": {"name": "grpo", "router_aux_coef": balance} if balance else {},
-                "optim": {"lr": 1e-4},
+                "objective": {"name": "grpo", "router_aux_coef": balance}
+                if balance
+                else {"truncation_set": truncation_set},
+                "optim": {"lr": lr},
                 "train": {
                     "steps": 2,
                     "prompts_per_step": 4,
@@ -132,6 +152,19 @@ def test_plain_torch_rounds_keys_and_values_too(tiny_model, tmp_path) -> None:
     how = {"kernels": "reference", "kv_cache_dtype": "fp8"}
     records = metrics_of(tiny_model("qwen3"), tmp_path / "run", "w4a16", 32, **how)
     assert all(record["policy/grad_norm"] > 0 and record["mismatch/delta_abs_mean"] < 0.05 for record in records)
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), [("bf16", None), ("w4a16", 32)])
+def test_replayed_sets_hold_every_sampled_token_after_an_update(tiny_model, tmp_path, scheme, group_size) -> None:
+    model = tiny_model("llama")
+    own, replay = (
+        metrics_of(model, tmp_path / name, scheme, group_size, top_p=0.8, truncation_set=name, lr=1e-3)
+        for name in ("own", "replay")
+    )
+    assert own[0]["policy/outside_frac_max"] > 0.0
+    for record in replay:
+        assert record["mismatch/delta_abs_max"] == record["mismatch/outside_frac"] == 0.0
+        assert record["policy/outside_frac_max"] == 0.0
 
 
 @pytest.mark.parametrize(("family", "scheme", "group_size"), MIXTURES)

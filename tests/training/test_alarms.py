@@ -103,7 +103,7 @@ OUTSIDE, RESPONSES = "policy/outside_frac_max", "policy/outside_responses_frac_m
         (
             {"objective": {"name": "tbpo"}, "rollout": {"top_k": 20, "min_p": 0.01}},
             "token",
-            "raise rollout.top_k (20) or lower rollout.min_p (0.01)",
+            "set objective.truncation_set: replay or raise rollout.top_k (20) or lower rollout.min_p (0.01), lower",
         ),
     ],
 )

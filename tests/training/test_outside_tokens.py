@@ -35,9 +35,14 @@ class Shares(Observer):
         self.counts[-1] = [a + int(b) for a, b in zip(self.counts[-1], found, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["gspo", "tbpo", "rloo"])
 @pytest.mark.parametrize(
-    ("cut", "outside"), [({"top_p": 0.9}, None), ({"top_k": 20}, None), ({"top_p": 0.9}, "response")], ids=str
+    ("name", "cut", "outside"),
+    [
+        ("gspo", {"top_p": 0.9}, None),
+        ("tbpo", {"top_p": 0.9}, None),
+        ("rloo", {"top_k": 20}, None),
+        ("gspo", {"top_p": 0.9}, "response"),
+    ],
 )
 def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_minibatch(llama, name, cut, outside):
     draw = random.Random(0)
@@ -62,6 +67,40 @@ def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_miniba
     share, limit = (second[2] / second[4], 0.1) if outside else (second[0] / second[1], 0.01)
     assert len(said) == (share > limit)
     assert all(f"in one minibatch {share:.2%}" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "learner"),
+    [
+        ("gspo", {"top_p": 0.9}, "aligned"),
+        ("tbpo", {"top_k": 20, "min_p": 0.001}, "aligned"),
+        ("grpo", {"top_p": 0.9}, "full_precision"),
+        ("rloo", {"top_k": 20, "min_p": 0.001}, "full_precision"),
+    ],
+)
+def test_with_replayed_sets_no_token_falls_out_when_the_learner_moves(llama, name, cut, learner):
+    def run(truncation_set: str, **more):
+        made = parts(
+            llama,
+            objective={"name": name, "truncation_set": truncation_set, **more},
+            quant={"learner": learner},
+            rollout={"n": 4, "max_response_length": 60, "max_num_seqs": 32, **cut},
+            optim={"lr": 1e-3},
+            train={"minibatch_size": 8, "epochs": 2},
+        )
+        batch = made.batch(lambda tokens: random.Random(sum(tokens)).random())
+        watch = Shares(made)
+        metrics = made.learn(batch, 0, watch)
+        old, now = batch.logp_old.read(batch.whole()), batch.logp.read(batch.whole())
+        return metrics, watch.counts, old, now
+
+    _, counts, old, now = run("own")
+    assert sum(count[0] for count in counts[1:]) > 0 and not torch.equal(old.isinf(), now.isinf())
+    metrics, counts, old, now = run("replay", kl_coef=0.01)
+    assert torch.equal(old.isinf(), now.isinf())
+    assert old.isfinite().all() or learner == "full_precision"  # which has another set than the sampler from the start
+    assert metrics[f"{OUTSIDE}_max"] == max(count[0] / count[1] for count in counts)
+    assert metrics["policy/kl_ref"] < 1.0 and metrics["policy/kl_ref_clamped_frac"] == 0.0
 
 
 class Two(Alone):

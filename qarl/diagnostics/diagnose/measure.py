@@ -97,7 +97,15 @@ def diagnose(
     vllm = [
         "vLLM's own arithmetic: the shadow is qarl's of the same scheme, and alpha also holds what the two differ by"
     ]
-    left_out = [*(vllm if config.rollout.engine == "vllm" else []), *no_changes, *no_gradients]
+    sets = [
+        "the kept sets of the rollout (objective.truncation_set: replay): log-probs are over the sets after the step"
+    ]
+    left_out = [
+        *(sets if config.objective.truncation_set == "replay" else []),
+        *(vllm if config.rollout.engine == "vllm" else []),
+        *no_changes,
+        *no_gradients,
+    ]
     return Diagnosis(saved.step, metrics, record, left_out)
 
 
