@@ -17,7 +17,8 @@ pytestmark = [
 SCHEMES = [("bf16", None), ("w4a16", 32), ("w8a8", None), ("fp8", None), ("fp8_block", None), ("w4a8", 32)]
 MIXTURES = [("mixtral", "w4a16", 32), ("qwen3_moe", "fp8", None), ("olmoe", "bf16", None), ("qwen2_moe", "w8a8", None)]
 FP8_KV = [("qwen3", "w4a16", 32), ("mistral", "bf16", None), ("llama", "fp8", None), ("mixtral", "w8a8", None)]
-WINDOWS = {"mistral": {"sliding_window": 40}}  # of prompts and responses of up to 88 tokens
+# Shorter than prompt and response, which have up to 88 tokens.
+WINDOWS = {family: {"sliding_window": 40} for family in ("mistral", "mixtral")}
 ADA = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="e4m3 needs compute capability 8.9",
