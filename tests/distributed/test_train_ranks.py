@@ -33,7 +33,7 @@ import os
 calls = []
 def judge(completions, prompts, **columns):
     calls.append(1)
-    if len(calls) > 2 and os.environ.get("RANK") == "1":
+    if len(calls) > 2 and os.environ.get("QARL_TEST_RANK") == "1":
         raise ValueError("out of order")
     return [float(len(c) % 5) for c in completions]
 """
@@ -59,6 +59,7 @@ def train(
     from qarl.training import learner, loop
 
     torch.set_num_threads(1)
+    os.environ["QARL_TEST_RANK"] = str(group.rank)  # for JUDGE: reward workers do not inherit RANK
     exec(before, {})
     loop.connect = lambda config, device: group
     loaded = load_config(config, overrides)
