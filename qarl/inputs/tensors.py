@@ -102,14 +102,15 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def require_index(directory: Path) -> None:
-    """Check the part of a model's index that transformers needs and no reader of qarl does.
+    """Check that transformers can read a model's index: it needs `metadata`, which no reader of qarl does.
 
     Raises:
-        UserError: There is an index without `metadata`.
+        UserError: The index is damaged, or has no `metadata`.
     """
     index = directory / INDEX
     if os.path.lexists(directory / SINGLE) or not index.is_file():
         return
+    _weight_map(index)
     if not isinstance(read_json_object(index).get("metadata"), dict):
         raise UserError(
             f'{index}: has no object `metadata`, which transformers needs; add "metadata": {{}} to the file'
