@@ -15,10 +15,16 @@ GIB = 2**30
 
 @dataclass
 class Case:
-    """name: kind and number in the seed's series of that kind. mutation: what was done, in one line. argv: of `qarl`.
+    """One case.
 
-    must_refuse: a mutation after which exit code 0 is wrong. examine: what is wrong with the directory afterwards, in
-    a few words, or None.
+    Attributes:
+        name: Kind, and number in the seed's series of that kind.
+        directory: The directory of the case.
+        mutation: The mutation, in one line.
+        argv: Arguments of `qarl`.
+        must_refuse: The mutation must be refused: exit code 0 is wrong.
+        examine: Returns what is wrong with the directory afterwards, in a few words, or None.
+        second_rank: Working directory of a second rank that runs the same command; None for one process.
     """
 
     name: str
@@ -27,6 +33,7 @@ class Case:
     argv: list[str] = field(default_factory=list)
     must_refuse: bool = False
     examine: Callable[[Path], str | None] | None = None
+    second_rank: Path | None = None
 
     @property
     def kind(self) -> str:

@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -87,6 +88,8 @@ def _child(case: Case, command: Callable[[Sequence[str]], object]) -> Never:
     os.environ |= {"HOME": home, "HF_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": tmp, "HF_HUB_OFFLINE": "1"}
     tempfile.tempdir = None  # which was looked up in the environment before
     os.chdir(case.cwd)
+    if case.second_rank is not None:
+        _join_second_rank(case.second_rank)
     own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (own + ADDRESS_SPACE,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT,) * 2)
@@ -109,6 +112,21 @@ def _child(case: Case, command: Callable[[Sequence[str]], object]) -> Never:
         code = 120
     sys.stderr.flush()
     os._exit(int(code) & 0xFF)
+
+
+def _join_second_rank(directory: Path) -> None:
+    """Fork a second rank, which goes on in `directory` with its output discarded; both get a launcher's environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = 0 if os.fork() else 1
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if rank:
+        os.chdir(directory)
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
 
 
 def _redirect(directory: Path) -> None:

@@ -17,6 +17,7 @@ from fuzzing.datasets import mutate_dataset
 from fuzzing.execute import Outcome, execute
 from fuzzing.models import mutate_model
 from fuzzing.options import mutate_options
+from fuzzing.ranks import mutate_ranks
 from fuzzing.rewards import mutate_reward
 from fuzzing.rundirs import mutate_run
 from fuzzing.verdict import Verdict, judge
@@ -31,9 +32,10 @@ MUTATORS: dict[str, Mutator] = {
     "run": mutate_run,
     "model": mutate_model,
     "reward": mutate_reward,
+    "ranks": mutate_ranks,
 }
-# Of 100 cases. Those that only read a file take a hundredth of those that run a model.
-WEIGHTS = {"config": 40, "override": 15, "option": 12, "data": 9, "run": 12, "model": 9, "reward": 3}
+# Relative frequencies. Cases that only read a file take a hundredth of the time of those that run a model.
+WEIGHTS = {"config": 40, "override": 15, "option": 12, "data": 9, "run": 12, "model": 9, "reward": 3, "ranks": 2}
 
 
 @dataclass(frozen=True)
