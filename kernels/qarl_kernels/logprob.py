@@ -195,8 +195,8 @@ def token_logprobs(
 
     A target outside the truncated distribution has logp -inf and gives no gradient (DVP: a token that the learner's own
     vocabulary excludes has ratio 0). The truncation itself is constant: the kept set does not move with the logits.
-    A `Recording` truncation stores the kept sets, and a `Replay` uses stored ones; both need top-k or top-p, for which
-    whole rows of logits are at hand.
+    A `Recording` truncation stores the kept sets, and a `Replay` uses stored ones; both need top-k or top-p, which
+    compute whole rows of logits.
 
     retained: where the distribution is truncated, gets the probability that the kept set had before, (R,) float32,
     appended (DVP, proposition 5.5); one reduction more over each chunk, without gradient.

@@ -47,7 +47,7 @@ def input_fault(record: RunRecord, config: Config) -> Fault | None:
 
 
 def unknown_inputs(record: RunRecord) -> str | None:
-    """One line about what a run does not say about its inputs, so that nobody can compare it; None if it says all."""
+    """One line about inputs that a run did not record, so they cannot be compared; None if there are none."""
     recorded = recorded_inputs(record)
     if not recorded:
         return "an older qarl recorded no inputs, so it is unknown whether they are the same"
@@ -88,7 +88,7 @@ def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, A
 
 
 def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) -> list[str]:
-    """What the table and the page say about inputs before anybody compares numbers."""
+    """Lines about inputs that the table and the page show above the numbers."""
     lines = []
     if differences:
         lines.append(

@@ -148,6 +148,6 @@ def _line(work: Callable[[T], str], item: T) -> tuple[bytes, bool]:
         return json.dumps({"text": work(item)}).encode() + b"\n", True
     except MemoryError:
         said, memory = "", True
-    except Exception as error:  # the function runs a program of somebody else: it may raise anything
+    except Exception as error:  # a template is a program of its author and may raise anything
         said, memory = " ".join(str(error).split())[:300] or type(error).__name__, False
     return json.dumps({"raised": said, "memory": memory}).encode() + b"\n", False

@@ -110,7 +110,7 @@ class TrainingEvaluation:
             step: The run goes on from here; later evaluations do not count.
 
         Returns:
-            A line about tasks of which earlier evaluations, by an older qarl, do not say what their data was.
+            A line about tasks whose earlier evaluations, by an older qarl, did not record their data.
 
         Raises:
             UserError: A task of the same name had other data.

@@ -25,7 +25,14 @@ from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer, saved_tokenizer_class
 from qarl.storage.disk import disk_errors
 from qarl.storage.environment import package_versions
-from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_document, files_in, save_tokenizer
+from qarl.storage.model_directory import (
+    DOCUMENT_BYTES,
+    RECORD_BYTES,
+    config_document,
+    files_in,
+    name_older_class,
+    save_tokenizer,
+)
 from qarl.storage.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_tensors
@@ -71,7 +78,9 @@ def export_checkpoint(
     total = stored_bytes(specs)
     same_as_run = same_codes_expected(target) and DTYPES[target.run.model.dtype] == dtype
     with staged(out) as directory:
-        save_tokenizer(load_tokenizer(target.model), directory, saved_tokenizer_class(target.model))
+        tokenizer = load_tokenizer(target.model)
+        save_tokenizer(tokenizer, directory)
+        name_older_class(tokenizer, directory, saved_tokenizer_class(target.model))
         tokenizer_files = {str(path.relative_to(directory)): file_digest(path) for path in files_in(directory)}
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_space(out, needed)

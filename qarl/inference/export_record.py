@@ -25,9 +25,10 @@ from pydantic import Field
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.inputs.files import NoSuchFile, Unreadable, open_regular
+from qarl.inputs.files import NoSuchFile, Unreadable, file_sha256
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Bytes, Record, Sha256, checked
+from qarl.storage.input_files import TOKENIZER_FILES
 
 RECORD = "qarl_export.json"
 RECORD_BYTES = 2**30  # a mixture's hundred thousand tensors take a fiftieth of it
@@ -35,22 +36,6 @@ FORMAT_VERSION = 2
 OPTION = "--no-verify-digests"
 SKIP = f"pass {OPTION} to skip this check"
 SKIP_IN_TRAINING = "set model.verify_digests: false to skip this check"
-
-# Files that change tokens or prompts if they are added to an export. transformers reads each of them if it is there.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
 
 
 class TensorDigest(Record):
@@ -167,7 +152,7 @@ class ExportRecord:
                     f"again, or {self._skip}"
                 )
         templates = (f"additional_chat_templates/{path.name}" for path in directory.glob("additional_chat_templates/*"))
-        for name in (*_TOKENIZER_FILES, *sorted(templates)):
+        for name in (*TOKENIZER_FILES, *sorted(templates)):
             if name not in files and (directory / name).exists():
                 raise UserError(
                     f"{directory / name}: was added after the export; remove it, export it again, or {self._skip}"
@@ -223,9 +208,8 @@ def body_digest(contents: Mapping[str, Any]) -> str:
 
 def file_digest(path: Path) -> FileDigest:
     """Size and SHA-256 of a file. Raises NoSuchFile, Unreadable."""
-    with open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(bytes=file.tell(), sha256=digest)
+    size, digest = file_sha256(path)
+    return FileDigest(bytes=size, sha256=digest)
 
 
 def _document(path: Path, skip: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import stat
@@ -96,6 +97,16 @@ def read_lines(path: Path, limit: int = LINE_BYTES) -> Iterator[tuple[int, bytes
 def open_regular(path: Path) -> BufferedReader:
     """A regular file, opened for reading; never waits. Raises NoSuchFile, Unreadable."""
     return os.fdopen(_open(path, stream=False), "rb")
+
+
+def file_sha256(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of a regular file of any size. Raises NoSuchFile, Unreadable."""
+    with open_regular(path) as file:
+        try:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
+        return file.tell(), digest
 
 
 def decode(data: bytes, place: str) -> str:

@@ -156,7 +156,7 @@ def _token_stats(logps: TokenLogProbs, advantages: Tensor, segments: Segments, p
 
     `policy/kl_k3` = mean(r - 1 - log r) with r learner now over learner at the snapshot, an estimate of KL(old || now)
     on tokens drawn from the old policy (Schulman 2020), over the tokens inside both distributions.
-    `policy/kl_clamped_frac`: tokens of which it, or a contribution, clamped log r to +-20. `policy/outside_frac`:
+    `policy/kl_clamped_frac`: tokens whose log r was clamped to +-20, here or in a contribution. `policy/outside_frac`:
     tokens outside the learner's truncated distribution, now or at the snapshot, or outside the shadow's with ratio
     shadow; their weight is 0. `policy/outside_responses_frac`: responses with such a token; with objective.dvp_outside
     `response` their weight is 0 as a whole.

@@ -16,13 +16,15 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from qarl.config import ModelConfig
 from qarl.config.model_schema import ConfigJson
+from qarl.inputs.files import file_sha256
 from qarl.inputs.paths import path_errors
 from qarl.policy.load_config import stop_token_ids
+from qarl.storage.input_files import input_name
 from qarl.storage.saved_state import Inputs, ModelFiles, PolicyState
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of a resolved configuration that do not change the forward of a policy. A new field of transformers is not in
-# this list, so that it counts until somebody decides otherwise.
+# this list, so it counts until it is added here.
 _NO_FORWARD = {
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "quantization_config"),
     *("dtype", "torch_dtype"),  # of the files; model.dtype decides the arithmetic
@@ -111,15 +113,6 @@ def changed_inputs(then: PolicyState, now: Inputs) -> list[tuple[str, str]]:
     return changed
 
 
-def input_name(kind: str, part: str) -> str:
-    """How an error names one part of a run's inputs. kind, part: keys of `Digests`."""
-    if kind == "model":
-        return f"model.path: its {part}"
-    if kind in ("reward", "objective"):
-        return f"{'reward.functions' if kind == 'reward' else 'objective.path'}: the source of `{part}`"
-    return kind
-
-
 def value_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`rms_norm_eps (now 1e-05, was 1e-06)` for each field that differs.
 
@@ -158,7 +151,7 @@ def _files_digests(tokenizer: PreTrainedTokenizerBase, patterns: Iterable[str]) 
     directory = Path(tokenizer.name_or_path)
     files = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
     with path_errors(str(directory)):
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+        return {path.name: file_sha256(path)[1] for path in sorted(files)}
 
 
 def _present(value: Any) -> Any:

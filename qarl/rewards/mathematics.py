@@ -67,7 +67,7 @@ def math(
         timeout_s: Whole seconds for each call of math-verify; past them the answer counts as wrong. math-verify keeps
             the limit with SIGALRM, so this runs in a main thread only.
         think_tags: Only what follows a think block of these tags counts, see `after_thinking`; null: all of it.
-        complete_box: Whether a last box that is not closed means that there is no answer. If not, it is ignored.
+        complete_box: Score 0 if the last box is not closed. If False, that box is ignored.
         columns: The data's columns.
 
     Returns:

@@ -62,7 +62,7 @@ def final_box(text: str, complete: bool) -> str | None:
 
     Args:
         text: Text with `\\boxed{...}`, `\\fbox{...}` or `\\boxed 5` in it, or without.
-        complete: Whether a last box that is not closed means that there is no answer. If not, it is left out.
+        complete: Return None if the last box is not closed. If False, that box is ignored.
 
     Returns:
         The content. Boxes with only a comma, `and` or `or` between them are one answer, joined by commas. None if there

@@ -1,7 +1,7 @@
 """Which bytes a configuration names: one digest per file, computed without torch.
 
 A run records these digests at its start (`inputs.files` in environment.json). `qarl compare` computes them again before
-it reuses a finished run, because equal configurations may name files that somebody edited.
+it reuses a finished run, because equal configurations may name files that were edited in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qarl.data.files import split_files
 from qarl.data.sources import is_local
 from qarl.data.tasks import generate
 from qarl.errors import UserError
-from qarl.inputs.files import Unreadable, open_regular
+from qarl.inputs.files import Unreadable, file_sha256
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, shard_names
@@ -36,13 +36,14 @@ from qarl.rewards.fingerprint import reward_fingerprint
 
 UNKNOWN = "unknown"  # the identity of something on the hub that is not in the local cache
 
-_CHUNK = 2**20
 _REMEMBERED = 2**20  # bytes; larger files are hashed once per process, unless their size or time changes
-_MODEL_FILES = (
-    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tekken.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+# Files that change tokens or prompts. transformers reads each of them if it is there.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 )
+_MODEL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _GENERATED_ROWS = 100  # enough to notice another version of a task generator
 
@@ -202,24 +203,13 @@ def _identity(file: Path | str) -> str:
     with path_errors(str(file)):
         status = file.stat()
     if status.st_size < _REMEMBERED:
-        return _sha256(file)
+        return file_sha256(file)[1]
     return _sha256_once(file.resolve(), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @lru_cache(4096)
 def _sha256_once(file: Path, size: int, modified: int, inode: int) -> str:
-    return _sha256(file)
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(file) as content:
-        try:
-            while chunk := content.read(_CHUNK):
-                digest.update(chunk)
-        except OSError as error:
-            raise Unreadable(str(file), f"cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+    return file_sha256(file)[1]
 
 
 def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -237,12 +227,12 @@ def changed_names(then: Mapping[str, Any], now: Mapping[str, Mapping[str, str]])
         for part in {**there, **here}:
             pair = there.get(part), here.get(part)
             if pair[0] != pair[1] and UNKNOWN not in pair:
-                names.append(_name(kind, part))
+                names.append(input_name(kind, part))
     return names
 
 
 def changed_while_training(path: Path, now: Mapping[str, Any]) -> list[str]:
-    """The inputs of which a run has used several versions, because `checkpoint.allow_changed` let it go on.
+    """The inputs that changed between starts of a run that `checkpoint.allow_changed` let go on.
 
     Evaluation tasks are left out: a changed one is refused, unless nothing was evaluated yet.
 
@@ -263,7 +253,12 @@ def changed_while_training(path: Path, now: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([*known, *names]))
 
 
-def _name(kind: str, part: str) -> str:
+def input_name(kind: str, part: str) -> str:
+    """Name one part of a run's inputs in a message. kind, part: keys of `inputs` in environment.json."""
     if kind == "files":
         return part
-    return f"{'reward.functions' if kind == 'reward' else 'objective.path'}: the source of `{part}`"
+    if kind == "model":
+        return f"model.path: its {part}"
+    if kind in ("reward", "objective"):
+        return f"{'reward.functions' if kind == 'reward' else 'objective.path'}: the source of `{part}`"
+    return kind

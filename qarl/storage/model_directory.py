@@ -14,19 +14,19 @@ from qarl_formats.scheme import Scheme
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.experts import EXPERT_NAMES
+from qarl.storage.disk import atomic_write_text
 
 RECORD_BYTES = 512  # of one tensor's lines in headers, index and manifest, at most
 DOCUMENT_BYTES = 2**16  # card and configurations
 TOKENIZER_CLASS_5, TOKENIZER_CLASS_4 = "TokenizersBackend", "PreTrainedTokenizerFast"  # one class, two names
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, base_class: str | None = None) -> None:
-    """Write the tokenizer files and the chat template, durably, so that transformers 4 reads them too.
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write the tokenizer files and the chat template, durably.
 
     Args:
         tokenizer: The tokenizer to save.
         directory: An existing or new directory.
-        base_class: `tokenizer_class` of the tokenizer_config.json that the tokenizer was loaded from, if there is one.
 
     Raises:
         OSError: The disk refuses.
@@ -37,19 +37,27 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, base_cla
         if "os error" not in str(error):
             raise
         raise OSError(str(error)) from error
-    _name_older_class(tokenizer, directory / "tokenizer_config.json", base_class)
     for path in files_in(directory):
         with open(path) as file:
             os.fsync(file.fileno())
 
 
-def _name_older_class(tokenizer: PreTrainedTokenizerBase, path: Path, base_class: str | None) -> None:
-    """Rewrite tokenizer_config.json with names that transformers 4 knows.
+def name_older_class(tokenizer: PreTrainedTokenizerBase, directory: Path, base_class: str | None) -> None:
+    """Rewrite tokenizer_config.json with names that transformers 4 knows, durably. Exports need it; a sampler does not.
 
     transformers 5 saves most tokenizers as `TokenizersBackend` with a list `extra_special_tokens`; transformers 4
     refuses both. The class becomes the base's if transformers 5 builds the same tokenizer from it. Otherwise it becomes
     `PreTrainedTokenizerFast`, which both read from tokenizer.json alone.
+
+    Args:
+        tokenizer: The tokenizer that `save_tokenizer` wrote.
+        directory: Where it wrote it.
+        base_class: `tokenizer_class` of the tokenizer_config.json that the tokenizer was loaded from, if there is one.
+
+    Raises:
+        OSError: The disk refuses.
     """
+    path = directory / "tokenizer_config.json"
     values = json.loads(path.read_text())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if values.get("tokenizer_class") != TOKENIZER_CLASS_5 or backend is None:
@@ -61,8 +69,8 @@ def _name_older_class(tokenizer: PreTrainedTokenizerBase, path: Path, base_class
         if name in (None, TOKENIZER_CLASS_5):
             continue
         values["tokenizer_class"] = name
-        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-        again = AutoTokenizer.from_pretrained(path.parent)
+        atomic_write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        again = AutoTokenizer.from_pretrained(directory)
         if again.backend_tokenizer.to_str() == backend.to_str():
             return
     raise AssertionError(f"{path}: {TOKENIZER_CLASS_4} reads another tokenizer than was saved")

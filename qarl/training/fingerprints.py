@@ -22,12 +22,13 @@ from qarl.evaluation.tasks import LoadedTask
 from qarl.inputs.paths import path_errors
 from qarl.inputs.tensors import StoredTensor
 from qarl.objectives.custom import Custom
-from qarl.policy.fingerprints import digest_of, input_name, model_digests, model_files
+from qarl.policy.fingerprints import digest_of, model_digests, model_files
 from qarl.policy.foreign import foreign_errors
 from qarl.policy.load import load_model
 from qarl.policy.load_config import gguf_file_of, load_generation_config, load_model_config, locate
 from qarl.policy.load_rows import in_turn, row_files
 from qarl.rewards.fingerprint import reward_fingerprint
+from qarl.storage.input_files import input_name
 from qarl.storage.saved_state import Inputs
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe
 
@@ -109,7 +110,7 @@ def shared_tensors_digest(config: ModelConfig, shapes: Mapping[str, Sequence[int
 
     Ranks that see the very same files (`same_files`) divide the tensors among themselves; ranks that see other files
     hash all of those again. So every machine reads and hashes the model once, however many ranks it
-    has, and no rank trains on bytes that nobody has hashed. Rejected alternatives: if all ranks divided the tensors,
+    has, and no rank trains on bytes that were not hashed. Rejected alternatives: if all ranks divided the tensors,
     other weights on a second machine would go unnoticed, since a rank trains on rows of tensors that another rank
     hashed. A second owner per tensor finds a difference only if it falls on one of the two. If each rank hashed all
     files, a machine with 8 ranks would hash the model 8 times. Names, sizes and times of files alone prove nothing

@@ -17,7 +17,7 @@ from tiny_models import save_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qarl import api
-from qarl.storage.model_directory import config_document, save_tokenizer
+from qarl.storage.model_directory import config_document, name_older_class, save_tokenizer
 
 OLDER = Path(os.environ.get("QARL_TRANSFORMERS4") or Path(sys.prefix) / "transformers4")
 NEW_NAMES = ("rope_parameters", "dtype", "transformers_version")  # transformers 4 knows none of them
@@ -75,7 +75,8 @@ def test_the_older_fields_say_the_same_as_the_new_ones(family, theta, scaling, d
 def test_the_tokenizer_has_a_class_that_transformers_4_knows(base_class, tiny_model, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<x>", "<y>"]})
-    save_tokenizer(tokenizer, tmp_path, base_class)
+    save_tokenizer(tokenizer, tmp_path)
+    name_older_class(tokenizer, tmp_path, base_class)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] in ("PreTrainedTokenizerFast", base_class)
     assert written["tokenizer_class"] != "TokenizersBackend" and "extra_special_tokens" not in written

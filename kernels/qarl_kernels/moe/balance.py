@@ -52,8 +52,8 @@ def balance_grad(
         counted: The tokens that the losses are means over, 1 or more. Other rows get no gradient.
         aux: Weight of the load-balancing loss.
         z: Weight of the z-loss.
-        slots: (E,) float32, F of the module's docstring: of all layers, and of the whole minibatch of which these
-            tokens are a part. None: of this layer and these tokens.
+        slots: (E,) float32, F in the module's docstring, over all layers and the whole minibatch that contains these
+            tokens. None: over this layer and these tokens.
         layers: Number of layers that F and P are means over.
     """
     logits, experts = routed.logits[counted], routed.experts[counted].long()
