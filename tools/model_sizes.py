@@ -77,6 +77,8 @@ SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 32, True, 512, group_size=32),
     "tiny-moe": Shape(64, 64, 2, 4, 2, 32, False, 512, 4, 2, 32, "qwen3_moe"),
     "smollm2": Shape(576, 1536, 30, 9, 3, 64, True, 49_152, group_size=64, family="llama"),
+    "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 128, True, family="qwen2"),
+    "qwen2.5-7b": Shape(3584, 18_944, 28, 28, 4, 128, False, family="qwen2"),
     **DENSE,
     "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 128, False, experts=128, per_token=8, family="qwen3_moe"),
 }
