@@ -91,8 +91,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     engine.add_argument(
         "--modes",
         nargs="*",
-        choices=("delta", "changed"),
-        default=["delta", "changed"],
+        choices=("delta", "full"),
+        default=["delta", "full"],
         help="publishing after a step; delta needs room for one more model",
     )
     engine.add_argument("--lr", type=positive, default=1e-6, help="of the simulated AdamW step")

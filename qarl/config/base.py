@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from qarl.config.limits import DEPTH, VALUES
 from qarl.inputs.paths import path_fault
 
-__all__ = ["Fault", "Field", "Renamed", "Section", "path_faults", "refusal"]
+__all__ = ["Fault", "Field", "Renamed", "Replaced", "Section", "path_faults", "refusal"]
 
 
 class Fault(NamedTuple):
@@ -30,6 +33,20 @@ class Renamed(NamedTuple):
 
     key: str
     values: Mapping[str, str]
+
+
+class Replaced(NamedTuple):
+    """Values of an earlier version that another one replaces. key: full path. values: old value -> new value."""
+
+    key: str
+    values: Mapping[str, str]
+
+
+@cache  # once per process
+def notice(text: str) -> None:
+    """Log one line about the configuration, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("qarl.config").warning(text)
 
 
 def refusal(faults: list[Fault]) -> PydanticCustomError:
@@ -86,10 +103,12 @@ class Section(BaseModel):
     """One section of the configuration. Immutable: change a value with an override, or `model_copy(update=...)`.
 
     renamed: what earlier versions called its keys and their values; they are refused with the new names.
+    replaced: values that earlier versions had, by key; they are accepted with a notice.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     renamed: ClassVar[Mapping[str, Renamed]] = {}
+    replaced: ClassVar[Mapping[str, Replaced]] = {}
 
     def faults(self) -> Iterator[Fault]:
         """Combinations of this section's keys that make no sense."""
@@ -112,6 +131,16 @@ class Section(BaseModel):
                 faults.append(Fault((new,), data[new], f"is called {known} now"))
         if faults:
             raise refusal(faults)
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_values(cls, data: Any) -> Any:
+        for name, (key, values) in cls.replaced.items() if isinstance(data, dict) else ():
+            given = data.get(name)
+            if isinstance(given, str) and given in values:
+                notice(f"{key}: {given} is no longer supported; using {values[given]}, which gives the same results")
+                data = data | {name: values[given]}
         return data
 
     @model_validator(mode="after")

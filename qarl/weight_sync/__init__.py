@@ -4,7 +4,7 @@ snapshot.py      the tensors of one version; sha256 of them for files
 layout.py        what an engine must know of the model that snapshots are of
 fingerprints.py  digests of tensors where they are
 verify.py        the comparison of what a holder shows with what was published
-plan.py          what an update sends: everything, the layers that changed, or (delta.py) the changed words
+plan.py          what an update sends: everything, or (delta.py) the changed words
 update.py        an update as an order to a sampler
 sender.py        the learner's side: what the sampler holds, sending, the canary (canary.py)
 receiver.py      the sampler's side

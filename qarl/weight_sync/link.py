@@ -13,8 +13,8 @@ class SamplerFault(Exception):
 class Link(Protocol):
     """The way of orders to a sampler and of results back. A sampler that fails raises SamplerFault.
 
-    facts: what it said of itself when it was ready: `units` (see `plan_update`), `proved_frac` (share of a snapshot's
-    bytes whose arrival its fingerprints prove), `notes` (lines for the user).
+    facts: what it said of itself when it was ready: `proved_frac` (share of a snapshot's bytes whose arrival
+    its fingerprints prove), `notes` (lines for the user).
     """
 
     facts: dict[str, Any]

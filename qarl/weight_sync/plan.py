@@ -1,7 +1,4 @@
-"""The plan of a weight update: everything, what changed, or of what changed only the changed words.
-
-Fingerprints say which tensors changed since the version that the sampler holds.
-"""
+"""The plan of a weight update: all tensors, or of the tensors that changed only the changed words."""
 
 from __future__ import annotations
 
@@ -41,32 +38,24 @@ def plan_update(
     new_prints: Mapping[str, Fingerprint],
     old_prints: Mapping[str, Fingerprint] | None,
     old: Mapping[str, Tensor] | None,
-    units: Mapping[str, str],
-    mode: Literal["full", "changed", "delta"],
+    mode: Literal["full", "delta"],
 ) -> UpdatePlan:
     """Decide what travels.
 
     new, new_prints: the version to publish. old_prints: what the receiver holds, None if it holds nothing: then, and
-    in mode `full`, everything travels. old: the tensors of `old_prints`, which only mode `delta` reads. units: the
-    name of what the receiver loads at once with this tensor (q, k and v make one layer), for tensors that have
-    company. Mode `changed` sends whole units of which a tensor changed; mode `delta` of the changed tensors alone
-    what is smaller, patch or tensor, to a receiver that keeps the others itself.
+    in mode `full`, everything travels. old: the tensors of `old_prints`, for mode `delta`: of each changed tensor it
+    sends the patch, or the tensor if that is smaller. The receiver keeps the others.
     """
     full_nbytes = sum(tensor.nbytes for tensor in new.values())
     if mode == "full" or old_prints is None:
         return UpdatePlan(dict(new), {}, (), full_nbytes)
     assert old_prints.keys() == new_prints.keys() == new.keys(), "versions of one model have the same tensors"
+    assert old is not None, "a patch needs the tensors that the receiver holds"
     changed = {name for name in new if new_prints[name] != old_prints[name]}
-    if mode == "changed":
-        moved = {units.get(name, name) for name in changed}
-        changed = {name for name in new if units.get(name, name) in moved}
     full: dict[str, Tensor] = {}
     patches: dict[str, Patch] = {}
     for name in (name for name in new if name in changed):
-        patch = None
-        if mode == "delta":
-            assert old is not None, "a patch needs the tensors that the receiver holds"
-            patch = patch_of(old[name], new[name])
+        patch = patch_of(old[name], new[name])
         if patch is not None and patch.nbytes < new[name].nbytes:
             patches[name] = patch
         else:

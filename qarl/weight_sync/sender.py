@@ -27,7 +27,7 @@ from qarl.weight_sync.transport import TeamCarrier
 from qarl.weight_sync.update import WeightUpdate
 from qarl.weight_sync.verify import PublishError
 
-Mode = Literal["full", "changed", "delta"]
+Mode = Literal["full", "delta"]
 
 
 class Scorer(Protocol):
@@ -149,7 +149,7 @@ class WeightSender:
         prints = snapshot.fingerprints()
         held, self._held = self._held, None
         known, values = (None, None) if held is None else (held.prints, held.tensors)
-        plan = plan_update(snapshot.published, prints, known, values, link.facts["units"], mode)
+        plan = plan_update(snapshot.published, prints, known, values, mode)
         found = self._carry(link, plan, snapshot)
         self._bound.check(snapshot.version, found)
         self._measure(link, found, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qarl.config import load_config
+from qarl.config.base import notice
 from qarl.errors import UserError
 
 VLLM = ["rollout.engine=vllm"]
@@ -279,7 +280,7 @@ REFUSALS = [
     (["rollout.vllm.args.nnodes=2"], "args.nnodes = 2", "leave it out"),
     (["rollout.vllm.data_parallel=0"], "rollout.vllm.data_parallel = 0", "greater than or equal to 1"),
     (["rollout.vllm={tensor_parallel: 2, process: inline}"], 'rollout.vllm.process = "inline"', "use separate"),
-    (["rollout.vllm={tensor_parallel: 2, publish: delta}"], 'rollout.vllm.publish = "delta"', "use changed"),
+    (["rollout.vllm={tensor_parallel: 2, publish: delta}"], 'rollout.vllm.publish = "delta"', "use full"),
     (
         ["rollout.vllm={tensor_parallel: 2, args: {async_scheduling: true}}"],
         "args.async_scheduling = true",
@@ -380,6 +381,14 @@ ACCEPTED = [
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
 def test_neighbours_of_refused_values_are_accepted(load, overrides):
     load(*overrides)
+
+
+def test_a_value_that_was_replaced_is_accepted_with_one_notice(load, caplog):
+    notice.cache_clear()
+    configs = [load("rollout.engine=vllm", f"rollout.vllm.publish={mode}") for mode in ("changed", "changed", "full")]
+    assert configs[0] == configs[1] == configs[2] and "publish: full" in configs[0].to_yaml()
+    gone = "rollout.vllm.publish: changed is no longer supported; using full, which gives the same results"
+    assert [record.message for record in caplog.records] == [gone]
 
 
 def test_a_fault_of_the_file_names_the_file(minimal):

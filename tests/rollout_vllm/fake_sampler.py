@@ -78,8 +78,7 @@ class FakeHost:
         pass
 
     def facts(self) -> dict[str, Any]:
-        units = {name: name.rpartition(".")[0] for name in self.tensors}
-        return {"version": "fake", "proved_frac": 1.0, "units": units, "notes": [], "phases": {}}
+        return {"version": "fake", "proved_frac": 1.0, "notes": [], "phases": {}}
 
     def publish(
         self, version: int, arriving: Iterable[tuple[str, Tensor | Patch]], expected: Mapping[str, Fingerprint]

@@ -117,7 +117,7 @@ def test_the_start_of_a_sampler_arrives(pair) -> None:
     args = {"compilation_config": {"mode": 0, "sizes": [1, 2.5, None, "x"]}}
     settings = replace(NO_SETTINGS, args=args, cuda=1, threads=3)
     assert read_start(sent(pair, start_order(settings, PRINTS, plan))) == (settings, PRINTS, plan)
-    facts = {"proved_frac": 0.5, "units": {"a": "b"}, "notes": ["π"], "phases": {"imports": 0.25}}
+    facts = {"proved_frac": 0.5, "notes": ["π"], "phases": {"imports": 0.25}}
     assert read_ready(sent(pair, Message("ready", facts | {"more": 1}))) == facts
 
 

@@ -70,7 +70,7 @@ def test_patches_arrive(sampler, carrier) -> None:
     old = ragged()
     new = old | {"last": old["last"].clone().index_fill_(0, torch.tensor([500]), 2.0)}
     prints = fingerprints(new.items()), fingerprints(old.items())
-    flat = flatten(plan_update(new, *prints, old, {}, "delta"))
+    flat = flatten(plan_update(new, *prints, old, "delta"))
     assert list(flat) == ["last#indices", "last#values"]
     assert sampler.sent(carrier, flat) == fingerprints(flat.items())
 
@@ -190,7 +190,7 @@ def test_a_shipment_survives_the_way_through_a_carrier(carrier, receiver) -> Non
     new = {name: tensor.clone() for name, tensor in old.items()}
     new["last"][500] = 2.0
     new["int8"] += 1
-    shipment = plan_update(new, fingerprints(new.items()), fingerprints(old.items()), old, {}, "delta")
+    shipment = plan_update(new, fingerprints(new.items()), fingerprints(old.items()), old, "delta")
     arrived = dict(unflatten(receiver.take(carrier.pack(flatten(shipment)))))
     patch = arrived["last"]
     assert isinstance(patch, Patch) and torch.equal(patch.values, shipment.patches["last"].values)

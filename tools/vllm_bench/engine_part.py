@@ -40,8 +40,8 @@ def engine_records(case: Case, shape: str, options: argparse.Namespace) -> Itera
         yield started
         yield from session.learner_parts()
         yield session.publish("publish_full", "full", (0,))
-        # In mode delta, so that afterwards both sides know what patches are against.
-        yield session.publish("publish_unchanged", "delta" if "delta" in options.modes else "changed", (0,))
+        if "delta" in options.modes:  # first, so that afterwards the sender holds what patches are against
+            yield session.publish("publish_unchanged", "delta", (0,))
         for mode in options.modes:
             yield session.publish(f"publish_step_{mode}", mode, (1, 0))
         for batch in options.batch:
@@ -78,7 +78,7 @@ class Session:
             prompt_tokens=options.prompt_tokens,
             new_tokens=options.new_tokens,
             max_seqs=max(options.batch),
-            publish="delta" if "delta" in options.modes else "changed",
+            publish="delta" if "delta" in options.modes else "full",
         )
         self.notes: list[str] = []
         sampler, tokenizer, say = self.policies[0].sampler, byte_tokenizer(chat_template=False), self.notes.append
@@ -154,9 +154,9 @@ class Session:
     def sleep(self, level: int) -> Record:
         """Seconds to sleep and to be up to date again, and GiB of the GPU that are free meanwhile.
 
-        Level 1 wakes (`wake_s`) and gets an unchanged version; level 2 wakes and is published whole.
+        Both levels wake (`wake_s`) and get a whole version.
         """
-        self.engine.config = with_vllm(self.engine.config, sleep_level=level, publish="changed")
+        self.engine.config = with_vllm(self.engine.config, sleep_level=level, publish="full")
         asleep, awake, wakes, freed = [], [], [], []
         for _ in range(self.options.generations + 1):
             wait(self.device)

@@ -112,7 +112,7 @@ class Mismatch:
             prompt_tokens=self.context - self.options.response_tokens,
             new_tokens=self.options.response_tokens,
             max_seqs=self._responses(),
-            publish="changed",
+            publish="full",
         )
         canary = canary_of([prompt.token_ids for prompt in self.prompts], self.context)
         notes: list[str] = []

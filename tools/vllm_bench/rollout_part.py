@@ -50,7 +50,7 @@ def dummy_settings(case: Case, shape: str, options: argparse.Namespace) -> tuple
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
         max_seqs=max(options.batch),
-        publish="changed",
+        publish="full",
     )
     layout = ModelLayout(SHAPES[shape].config(), None, scheme_of(quant), quant.ignore, DTYPE, case.device, context)
     directory = case.place / "model"

@@ -14,7 +14,8 @@ ENGINE = (
     "canary",
     "publish_unchanged",
     "publish_step_delta",
-    "publish_step_changed",
+    "publish_step_full",
+    "publish_step_changed",  # of an earlier result
     "generate",
     "sleep_1",
     "sleep_2",

@@ -92,9 +92,8 @@ class Host:
     def facts(self) -> dict[str, Any]:
         """What the other side wants to know of a started engine.
 
-        proved_frac: share of the snapshot's bytes whose arrival digests prove. units: the layer that each published
-        tensor must come with; none where the others are kept. notes: what vLLM does otherwise than the scheme says.
-        phases: seconds of the parts of its start.
+        proved_frac: share of the snapshot's bytes whose arrival digests prove. notes: what vLLM does otherwise
+        than the scheme says. phases: seconds of the parts of its start.
         """
         import vllm
 
@@ -103,7 +102,6 @@ class Host:
         _, note = known_limits(quantization, vllm.__version__, experts=False) if own else ("", "")
         return {
             "proved_frac": self.held.proved_frac,
-            "units": {} if self.settings.staging else {n: self.held.unit_of(n).name for n in self._expected},
             "notes": [f"vLLM {vllm.__version__}: {note}"] if note else [],
             "phases": self._phases.seconds,
         }
@@ -112,7 +110,7 @@ class Host:
 
     @torch.inference_mode()
     def publish(self, version: int, arriving: Arriving, expected: Mapping[str, Fingerprint]) -> dict[str, float]:
-        """Load what arrives, whole units in layer order, and check what is held afterwards.
+        """Load what arrives, in layer order, and check what is held afterwards.
 
         arriving: tensors in checkpoint layout, or patches of those held, by published name. expected: fingerprints of
         the whole snapshot. Returns the seconds of its parts: receive, load, check.
@@ -136,7 +134,7 @@ class Host:
         tensors = arrived(version, arriving, expected, lambda name: self._loader.base(name, expected))
         received = self._now()
         if tensors:
-            self._loader.load(tensors, expected)
+            self._loader.load(tensors)
             if not self._llm.reset_prefix_cache():
                 raise PublishError(f"publish of version {version}: vLLM still runs requests of an earlier version")
             if self._head is not None:

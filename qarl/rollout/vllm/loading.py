@@ -77,15 +77,18 @@ class Loader:
         """After a sleep."""
         self._kernels.restore()
 
-    def load(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]) -> None:
-        """Put new tensors in checkpoint layout, by published name, into the model's layers."""
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put new tensors in checkpoint layout, by published name, into the model's layers.
+
+        Without staging, all tensors of the snapshot.
+        """
         plain = {name: tensor for name, tensor in tensors.items() if self._units[name] in self._plain}
         self._held.write({name: shard_of(name, tensor, self._shard) for name, tensor in plain.items()})
         repacked = {self._units[name] for name in tensors if name not in plain}
         if not repacked:
             return
         if not self._staging:
-            self._reload(repacked, self._whole(repacked, tensors, expected))
+            self._reload(repacked, [item for item in tensors.items() if item[0] not in plain])
             return
         for name, tensor in tensors.items():
             if name in self._staging and not name.endswith(METADATA):
@@ -180,13 +183,6 @@ class Loader:
 
     def _modules(self, units: set[str]) -> list[nn.Module]:
         return [module for name, module in self._worker.model_runner.get_model().named_modules() if name in units]
-
-    def _whole(
-        self, units: set[str], tensors: Mapping[str, Tensor], expected: Mapping[str, Fingerprint]
-    ) -> list[tuple[str, Tensor]]:
-        """All tensors of units of which some are new, in layer order."""
-        needed = [name for name in expected if self._units[name] in units]
-        return [(name, tensors[name] if name in tensors else self.base(name, expected).clone()) for name in needed]
 
 
 def _put_back(before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:

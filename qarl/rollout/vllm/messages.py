@@ -37,7 +37,6 @@ class _Facts:
     """See `Host.facts`."""
 
     proved_frac: float
-    units: dict[str, str]
     notes: list[str]
     phases: dict[str, float]
 
