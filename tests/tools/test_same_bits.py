@@ -1,0 +1,42 @@
+"""tools/same_bits.py without its runs: the cases are valid configurations, and every kind of difference is reported."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import same_bits
+import yaml
+from same_bits_cases import CASES, Case, tiny_config
+
+from qarl.config import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_cases_are_valid_configurations(case: Case, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tiny_config(tmp_path)))
+    load_config(str(ROOT / case.model if case.model.endswith(".yaml") else config), shlex.split(case.overrides))
+
+
+@pytest.mark.parametrize(
+    ("after", "line"),
+    [
+        ({"a": {"loss": "1.0", "x": "2"}}, "equal      a"),
+        ({"a": {"loss": "1.5", "x": "3"}}, "DIFFERENT  a: loss: 1.0 -> 1.5, and 1 more of 2"),
+        ({"a": {"loss": "1.0"}}, "DIFFERENT  a: x: 2 -> missing"),
+        ({"a": {"loss": "1.0", "x": "2", "new": "0"}}, "DIFFERENT  a: new: missing -> 0"),
+        ({"a": {"error": "Traceback"}}, "FAILED     a\nafter: Traceback"),
+    ],
+)
+def test_the_first_difference_is_reported(after: same_bits.Digests, line: str, capsys: pytest.CaptureFixture) -> None:
+    code = same_bits.compare({"a": {"loss": "1.0", "x": "2"}}, after, ["a"])
+    assert capsys.readouterr().out.startswith(line) and code == (0 if line.startswith("equal") else 1)
+
+
+def test_a_case_without_a_kept_result_is_reported(capsys: pytest.CaptureFixture) -> None:
+    assert same_bits.compare({}, {"a": {}}, ["a"]) == 1
+    assert "before: was not run" in capsys.readouterr().out
