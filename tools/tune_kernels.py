@@ -38,9 +38,7 @@ from kernel_bench.shapes import MODELS, TUNED, layers
 from kernel_bench.summary import geometric_mean
 from kernel_bench.tuned import Problem
 from qarl_kernels.launch import Launch, device_name, recording
-from qarl_kernels.moe import tuning as moe_tuning
-from qarl_kernels.moe.tuning import BACKWARD
-from qarl_kernels.tuning import FAMILIES, TABLES, Entry, Tile, dump_tile, format_table, lookup, parse_entry
+from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, dump_tile, format_table, lookup, parse_entry
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -225,7 +223,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--families",
         nargs="+",
-        choices=moe_tuning.FAMILIES,
+        choices=(*FAMILIES, *BACKWARD),
         metavar="FAMILY",
         help=f"{', '.join(FAMILIES)}, of experts also {', '.join(BACKWARD)}; default: all",
     )
@@ -235,7 +233,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     parsed = parser.parse_args(arguments)
     if parsed.families is None:
-        parsed.families = list(moe_tuning.FAMILIES if parsed.experts else FAMILIES)
+        parsed.families = [*FAMILIES, *BACKWARD] if parsed.experts else list(FAMILIES)
     backward = [family for family in parsed.families if family in BACKWARD]
     if backward and not parsed.experts:
         parser.error(f"--families {' '.join(backward)} is of grouped products; name a model with --experts")

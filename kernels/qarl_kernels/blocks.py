@@ -1,4 +1,4 @@
-"""Pieces that the product kernels share: which tile a program works on, how it reads an operand, the product."""
+"""Building blocks of the product kernels: the tile a program computes, how it loads operands, the product itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILED = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def tile_of(pid, num_m, num_n):
-    """Tile (m, n) of a program. Eight tiles of x share a stretch of the weight in the L2 cache."""
+    """(m, n), the indices of program pid's tile. Groups of eight tiles along M share weight columns in the L2 cache."""
     per_group = 8 * num_n
     first = pid // per_group * 8
     size = min(num_m - first, 8)
@@ -21,10 +21,64 @@ def tile_of(pid, num_m, num_n):
 
 
 @triton.jit
+def expert_rows(starts, tile, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first, end): the tile's rows are [first, end), at most BLOCK_M, all of one expert.
+
+    starts: (EXPERTS + 1,) i32, see `Groups`. LANES: EXPERTS rounded up to a power of two. A tile beyond the last one
+    has first == end.
+    """
+    lane = tl.arange(0, LANES)
+    exists = lane < EXPERTS
+    start = tl.load(starts + lane, mask=exists, other=0)
+    count = tl.load(starts + lane + 1, mask=exists, other=0) - start
+    tiles = (count + BLOCK_M - 1) // BLOCK_M
+    after = tl.cumsum(tiles, axis=0)
+    mine = (after > tile) & (after - tiles <= tile)  # at most one lane: experts without rows have no tiles
+    before = (tile - (after - tiles)) * BLOCK_M
+    # Every program waits for this before it loads a weight, so three numbers share one reduction, which is a barrier.
+    number = (lane.to(tl.int64) << 48) | (tl.minimum(count - before, BLOCK_M).to(tl.int64) << 32) | (start + before)
+    found = tl.sum(tl.where(mine, number, 0), axis=0)
+    first = found.to(tl.int32)
+    return (found >> 48).to(tl.int32), first, first + ((found >> 32) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def program_tile(
+    starts, M, N, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(expert, m, end, n): this program computes rows [m, end), at most BLOCK_M, and columns [n, n + BLOCK_N) of out.
+
+    A dense product (EXPERTS == 0) is that of expert 0, and end is M. A grouped one has as many programs as its rows
+    could need, however they are distributed over the experts; programs that are not needed have m == end.
+    """
+    if EXPERTS:
+        num_n = tl.cdiv(N, BLOCK_N)
+        pid_m, pid_n = tile_of(tl.program_id(0), tl.num_programs(0) // num_n, num_n)
+        expert, m, end = expert_rows(starts, pid_m, EXPERTS, LANES, BLOCK_M)
+    else:
+        pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
+        expert, m, end = 0, pid_m * BLOCK_M, M
+    return expert, m, end, pid_n * BLOCK_N
+
+
+@triton.jit
+def source_rows(order, rows, end, SLOTS: tl.constexpr):
+    """The row of x that each output row reads: its token's, or with order None itself. Rows from `end` on read row 0.
+
+    order: (R,) i32, the (token, slot) pair of each sorted row, SLOTS per token.
+    """
+    if order is None:
+        source = tl.where(rows < end, rows, 0)
+    else:
+        source = tl.load(order + rows, mask=rows < end, other=0) // SLOTS
+    return source
+
+
+@triton.jit
 def operand(source, rows, limit, k, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     """Rows [rows, rows + BLOCK) and features [k, k + BLOCK_K) of a matrix (limit, K), zeros outside.
 
-    source: a tensor descriptor (TMA) or a pointer whose rows are `stride` apart.
+    source: a tensor descriptor (TMA), or a pointer and `stride` between rows.
     """
     if TMA:
         tile = source.load([rows, k])
@@ -38,16 +92,16 @@ def operand(source, rows, limit, k, K, stride, BLOCK: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit
 def gathered(rows, k, K, BLOCK_K: tl.constexpr):
-    """Features [k, k + BLOCK_K) of the rows that the pointers `rows` (BLOCK,) begin, zeros beyond K."""
+    """Features [k, k + BLOCK_K) of the rows that start at the pointers `rows` (BLOCK,), zeros beyond K."""
     c = k + tl.arange(0, BLOCK_K)
     return tl.load(rows[:, None] + c[None, :], mask=(c < K)[None, :], other=0.0)
 
 
 @triton.jit
 def int4_rows(tiled, rn, K, meta_n):
-    """Pointers to the first words of rows rn (BLOCK_N, 16) of a tiled int4 weight, and rn kept inside it.
+    """Pointers (BLOCK_N, 16) to the first words of rows rn of a tiled int4 weight, and rn clamped to its rows.
 
-    tiled: (N/16, K/128, 16, 16) int32; meta_n: rows it holds, a multiple of 16. The next block is 256 words on.
+    tiled: (N / 16, K / 128, 16, 16) i32; meta_n: rows it holds, a multiple of 16. The next block is 256 words on.
     """
     row = tl.minimum(rn, meta_n - 1)
     first = (row // 16).to(tl.int64) * tl.cdiv(K, 128) * 256 + (row % 16) * 16
@@ -56,21 +110,21 @@ def int4_rows(tiled, rn, K, meta_n):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in acc's dtype. a (M, K), b (K, N): bf16, fp16, e4m3 with acc float32, or int8 with acc int32."""
+    """acc + a @ b in acc's dtype. a (M, K), b (K, N): bf16, fp16 or e4m3 with a float32 acc, int8 with an int32 acc."""
     if COMPILED or acc.dtype == tl.int32:
         result = tl.dot(a, b, acc, out_dtype=acc.dtype)
     else:
         # Triton's interpreter (3.6, 3.9) multiplies the bit patterns of bf16, and numpy's float32 sums in an order that
-        # depends on the number of rows and on the CPU. Of float64 ones nothing is left after the rounding.
+        # depends on the number of rows and on the CPU. A float64 sum is the same in any order after the rounding.
         result = acc + tl.dot(widen(a).to(tl.float64), widen(b).to(tl.float64)).to(tl.float32)
     return result
 
 
 @triton.jit
 def dot_of_parts(a, b, acc):
-    """acc + a[0] @ b[0]^T + a[1] @ b[1]^T ..., added as `dot` adds tiles of which these are the columns side by side.
+    """acc + a[0] @ b[0]^T + a[1] @ b[1]^T ..., in the order in which `dot` sums the parts concatenated along K.
 
-    a, b: tuples of (M, K) and (N, K), bf16 or fp16, K a multiple of 16, that a tensor core takes at a time; acc fp32.
+    a, b: tuples of (M, K) and (N, K), bf16 or fp16, K a multiple of the tensor core's 16; acc fp32.
     """
     if COMPILED:
         for i in tl.static_range(len(a)):
@@ -85,7 +139,7 @@ def dot_of_parts(a, b, acc):
 
 @triton.jit
 def dot_of_rows(a, b, acc, SWAP: tl.constexpr):
-    """acc + a @ b^T, (BLOCK_M, BLOCK_N), or with SWAP acc + b @ a^T, its transpose. a (BLOCK_M, K), b (BLOCK_N, K)."""
+    """acc + a @ b^T, (BLOCK_M, BLOCK_N); with SWAP its transpose, acc + b @ a^T. a (BLOCK_M, K), b (BLOCK_N, K)."""
     if SWAP:
         acc = dot(b, a.T, acc)
     else:
@@ -95,7 +149,7 @@ def dot_of_rows(a, b, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def no_sum(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ACC: tl.constexpr):
-    """Zeros, where `dot_of_rows` starts."""
+    """The zero accumulator of `dot_of_rows`."""
     if SWAP:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=ACC)
     else:
@@ -105,7 +159,7 @@ def no_sum(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ACC
 
 @triton.jit
 def of_rows(acc, SWAP: tl.constexpr):
-    """The sum of `dot_of_rows` as (BLOCK_M, BLOCK_N)."""
+    """The accumulator of `dot_of_rows` as (BLOCK_M, BLOCK_N)."""
     if SWAP:
         acc = acc.T
     return acc

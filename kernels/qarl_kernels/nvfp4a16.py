@@ -1,16 +1,16 @@
-"""y = (x @ (codes * scale)^T) / global scale: NVFP4 weights, 16-bit activations, FP32 accumulation.
+"""y = (x @ (codes * scale)^T) / global scale: NVFP4 weights, 16-bit activations, FP32 sums; dense or per expert.
 
-Three ways to the same bits, as in `qarl_kernels.w4a16`, whose tiles these are (`qarl_kernels.tile`): plane j of a tile,
-nibble j of its words, holds 16 neighbouring features, which is a group with one scale.
+Three ways to the same bits, as in `qarl_kernels.w4a16`, whose tiled form (`qarl_kernels.tile`) this is: plane j of a
+tile, nibble j of its words, holds 16 neighbouring features, which are a group with one scale.
 
-- `narrow` (decode): mma.sync on 16 weight rows a warp, eight products of a plane each.
+- `narrow` (decode): mma.sync on 16 weight rows per warp, eight products of one plane each.
 - `wide`: wgmma with the weight as the register operand.
 - `dequantized`: codes * scale to a matrix once, then `gemm`'s kernel.
 
-Where no table has tiles for it, the defaults of w4a16 serve, whose kernels have the same shape.
+Shapes that no table has take the defaults of w4a16, whose kernels have the same structure.
 
-A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core; the
-sum in float32 is multiplied by fl(1 / global scale), bias is added, and the result rounded once. K is never split.
+A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core. The
+FP32 sum is multiplied by fl(1 / global scale), bias is added, and the result is rounded once. K is never split.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import gemm, tuning
-from qarl_kernels.blocks import COMPILED, int4_rows, tile_of
+from qarl_kernels.blocks import COMPILED, int4_rows, program_tile, source_rows
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
-from qarl_kernels.nvfp4_weights import scaled_nvfp4
+from qarl_kernels.moe import codes
+from qarl_kernels.moe.groups import Groups, output_features, output_rows
+from qarl_kernels.nvfp4_weights import GROUP, scaled_nvfp4
 from qarl_kernels.output import output
 from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
 from qarl_kernels.plans import planned
@@ -110,59 +112,16 @@ def _planes(words, scales, width, DTYPE: tl.constexpr):
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
-@triton.jit
-def narrow_sum(rows, live, words, scales, global_scale, K, width, BLOCK_M: tl.constexpr, EVEN: tl.constexpr):
-    """y^T (BLOCK_N, BLOCK_M) fp32 by eight products of 16 features a block, divided by the global scale.
-
-    rows: pointers to the rows of x (BLOCK_M, 1), read where `live`; words (BLOCK_N, 16), scales (BLOCK_N,): to those of
-    the weight.
-    """
-    rk = tl.arange(0, 16)[None, :]
-    rows += rk
-    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        k = block * 128
-        at = rows + k
-        k += rk
-        xs = x_planes(at, live, k, K, EVEN)
-        planes = _planes(w, scales + block * 2 * width, width, rows.dtype.element_ty)
-        acc = eight_products(acc, planes, xs)
-    return acc * tl.div_rn(1.0, tl.load(global_scale))
-
-
-@triton.jit
-def wide_sum(
-    x,
-    m,
-    words,
-    scales,
-    global_scale,
-    K,
-    width,
-    BLOCK_M: tl.constexpr,
-    DTYPE: tl.constexpr,
-    EVEN: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """As `narrow_sum`, by warpgroup products, for BLOCK_N >= 64. x, m: see `qarl_kernels.planes.x_tile`."""
-    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        planes = _planes(w, scales + block * 2 * width, width, DTYPE)
-        acc = wide_product(acc, planes, x, m, block * 128, K, EVEN, TMA, SPLIT)
-    return acc * tl.div_rn(1.0, tl.load(global_scale))
-
-
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
-    x,
-    tiled,
-    scales,
-    global_scale,
-    bias,
-    out,
+    x,  # (M, K) bf16 or fp16; (T, K) with `order`
+    tiled,  # (ceil(N / 16), ceil(K / 128), 16, 16) i32, with experts (EXPERTS * N, K)
+    scales,  # (2 * ceil(K / 128), width) i32, see `tile_nvfp4`
+    global_scale,  # (1,) f32
+    bias,  # (N,) or None
+    out,  # (M, N)
+    order,  # (M,) i32 or None, see `blocks.source_rows`
+    starts,  # (EXPERTS + 1,) i32 or None, see `blocks.program_tile`
     M,
     N,
     K,
@@ -171,28 +130,41 @@ def narrow_kernel(
     width,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,  # K is a multiple of 128 and rows of x are aligned
+    EXPERTS: tl.constexpr,  # 0: dense
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """x (M, K); tiled (N/16, K/128, 16, 16) int32; scales (K/64, width) int32; global_scale (1,) fp32; out (M, N)."""
-    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = (rm < M)[:, None]
-    words, row = int4_rows(tiled, rn, K, width)
-    rows = x + rm.to(tl.int64)[:, None] * stride_xm
-    acc = narrow_sum(rows, live, words, scales + row, global_scale, K, width, BLOCK_M, EVEN)
-    store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
+    """y^T by mma.sync: eight products of 16 features per block of 128."""
+    expert, m, end, n = program_tile(starts, M, N, EXPERTS, LANES, BLOCK_M, BLOCK_N)
+    if EXPERTS == 0 or m < end:
+        rn = expert * N + n + tl.arange(0, BLOCK_N)
+        rm = m + tl.arange(0, BLOCK_M)
+        live = (rm < end)[:, None]
+        words, row = int4_rows(tiled, rn, K, width)
+        source = rm if order is None else source_rows(order, rm, end, SLOTS)
+        rk = tl.arange(0, 16)[None, :]
+        rows = x + source.to(tl.int64)[:, None] * stride_xm + rk
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(tl.cdiv(K, 128)):
+            w = tl.load(words + block * 256)
+            xs = x_planes(rows + block * 128, live, block * 128 + rk, K, EVEN)
+            planes = _planes(w, scales + row + block * 2 * width, width, x.dtype.element_ty)
+            acc = eight_products(acc, planes, xs)
+        acc *= tl.div_rn(1.0, tl.load(global_scale))
+        store(acc, out, bias, m, n, end, N, stride_om, False)
 
 
 @triton.jit(do_not_specialize=["M"])
 def wide_kernel(
-    x,
+    x,  # as in `narrow_kernel`, or a descriptor (TMA)
     tiled,
     scales,
     global_scale,
     bias,
-    out,
+    out,  # (M, N), or a descriptor (TMA_OUT)
+    order,
+    starts,
     M,
     N,
     K,
@@ -202,20 +174,27 @@ def wide_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    TMA: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TMA: tl.constexpr,  # `qarl_kernels.planes` explains TMA and SPLIT
     TMA_OUT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. `qarl_kernels.planes` explains TMA and SPLIT."""
-    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
-    m = pid_m * BLOCK_M
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    words, row = int4_rows(tiled, rn, K, width)
-    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
-    rows = x_rows(x, m, M, stride_xm, BLOCK_M, TMA)
-    acc = wide_sum(rows, m, words, scales + row, global_scale, K, width, BLOCK_M, DTYPE, EVEN, TMA, SPLIT)
-    store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
+    """y^T by warpgroup products, for BLOCK_N >= 64."""
+    expert, m, end, n = program_tile(starts, M, N, EXPERTS, LANES, BLOCK_M, BLOCK_N)
+    if EXPERTS == 0 or m < end:
+        rn = expert * N + n + tl.arange(0, BLOCK_N)
+        words, row = int4_rows(tiled, rn, K, width)
+        DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
+        rows = x_rows(x, order, m, end, stride_xm, SLOTS, BLOCK_M, TMA)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(tl.cdiv(K, 128)):
+            w = tl.load(words + block * 256)
+            planes = _planes(w, scales + row + block * 2 * width, width, DTYPE)
+            acc = wide_product(acc, planes, rows, m, block * 128, K, EVEN, TMA, SPLIT)
+        acc *= tl.div_rn(1.0, tl.load(global_scale))
+        store(acc, out, bias, m, n, end, N, stride_om, TMA_OUT)
 
 
 @torch.no_grad()
@@ -258,24 +237,42 @@ def nvfp4a16(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """y = (x @ (codes * scale)^T) / global_scale + bias.
+    """y = (x @ (codes * scale)^T) / global_scale + bias, dense or per expert; all experts share the global scale.
 
-    x: (M, K) bf16 or fp16, any row stride. packed: (N, K / 2) uint8, scale: (N, K / 16) float8_e4m3fn, global_scale:
-    (1,) float32, as compressed-tensors stores them. tiled, scales: the same weight as `tile_nvfp4` orders it; packed
-    may be None, and is then made from tiled where the product needs it. bias: (N,). out: (M, N), any row stride, is
-    filled if given. Returns (M, N) of out_dtype (out's, else x's).
+    Args:
+        x: (M, K) bf16 or fp16, any row stride. With groups one row per sorted pair; if gathered (T, K), one per token.
+        packed: (N, K / 2) uint8, as compressed-tensors stores it. None: made from tiled if the product needs it.
+        scale: (N, K / 16) float8_e4m3fn.
+        global_scale: (1,) float32.
+        tiled, scales: The same weight as `tile_nvfp4` arranges it.
+        bias: (N,), or None. Grouped products have none.
+        out_dtype: Of the result. Default: out's dtype, else x's.
+        out: (M, N) to fill, any row stride, or None.
+        groups: Rows belong to experts; the weight is then that of all experts, concatenated, and N counts one expert.
+        tile: For tests and tuning; changes no bit. Default: the tuned one.
+
+    Returns:
+        (M, N) of out_dtype; with groups in sorted order.
+
+    Raises:
+        ValueError: Shapes do not fit each other or the groups.
     """
-    m, k = x.shape
-    n, groups = scale.shape
-    if groups * 16 != k:
-        raise ValueError(f"x has {k} features and the weight {groups * 16}; they must agree")
-    tile = tuning.lookup("nvfp4a16", n, k, m, x)
+    m, k, n = output_rows(x, groups, gathered), x.shape[1], output_features(len(scale), groups)
+    if scale.shape[1] * GROUP != k:
+        raise ValueError(f"x has {k} features and the weight {scale.shape[1] * GROUP}; they must agree")
+    tile = tile or tuning.lookup("nvfp4a16", n, k, m, x, groups=groups, gathered=gathered)
     dtype = out_dtype or (x if out is None else out).dtype
     if tile.way == "dequantized":
-        packed = untile_nvfp4(tiled, n, k) if packed is None else packed
-        return dequantized(x, packed, scale, global_scale, bias, dtype, out)
-    return fused(x, tiled, scales, global_scale, n, bias, dtype, tile, out)
+        packed = untile_nvfp4(tiled, len(scale), k) if packed is None else packed
+        return dequantized(x, packed, scale, global_scale, bias, dtype, out, groups, gathered)
+    wide = tile.way == "wide"
+    own = {"scales": scales, "global_scale": global_scale, "width": scales.shape[1]}
+    kernel = wide_kernel if wide else narrow_kernel
+    return run_tiled(kernel, x, tiled, n, bias, out, dtype, tile, groups, gathered, wide, **own)
 
 
 def dequantized(
@@ -286,34 +283,21 @@ def dequantized(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
 ) -> Tensor:
-    """The product over codes * scale as a matrix of x's dtype. Returns (M, N), `out` if given."""
+    """The product with codes * scale as a matrix of x's dtype, scaled in the epilogue. Returns (M, N), or `out`."""
     weight = scaled_nvfp4(packed, scale, x.dtype)
-    (m, k), n = x.shape, len(weight)
+    (m, k), rows = x.shape, len(weight)
+    ones = torch.ones(m, 1, dtype=torch.float32, device=x.device)
+    divided = global_scale.reciprocal().expand(rows).contiguous()
+    if groups is not None:
+        n = output_features(rows, groups)
+        tile = tuning.lookup("dense", n, k, groups.rows, x, groups=groups, gathered=gathered)
+        return codes.run(x, ones, weight, divided, n, groups, gathered, out_dtype, tile)
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = output(out, m, n, out_dtype, x.device)
-    ones = torch.ones(m, 1, dtype=torch.float32, device=x.device)
-    divided = global_scale.reciprocal().expand(n).contiguous()
-    tile = tuning.lookup("dense", n, k, m, x, library=False)  # the library's products have no scales
+    out = output(out, m, rows, out_dtype, x.device)
+    tile = tuning.lookup("dense", rows, k, m, x, library=False)  # the library's products have no scales
     gemm.run(x, weight, ones, divided, bias, out, tile)
-    return out
-
-
-def fused(
-    x: Tensor,
-    tiled: Tensor,
-    scales: Tensor,
-    global_scale: Tensor,
-    n: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tile: Tile,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n), `out` if given."""
-    out = output(out, x.shape[0], n, out_dtype, x.device)
-    wide = tile.way == "wide"
-    own = {"scales": scales, "global_scale": global_scale, "width": scales.shape[1]}
-    run_tiled(wide_kernel if wide else narrow_kernel, x, tiled, bias, out, tile, wide, **own)
     return out

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qarl_kernels.blocks import COMPILED, dot
+from qarl_kernels.blocks import COMPILED, dot, source_rows
 from qarl_kernels.casts import narrow
 from qarl_kernels.direct import Descriptor
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma
+from qarl_kernels.moe.dispatch import rows_in_order
+from qarl_kernels.moe.groups import Groups, kernel_arguments, output_rows, row_tiles
+from qarl_kernels.output import output
 from qarl_kernels.tuning import Tile
 
 BLOCK = 128  # input features of one tile of words
@@ -68,16 +72,12 @@ def eight_products(acc, planes, xs):
 
 
 @triton.jit
-def x_rows(x, m, M, stride, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
-    """What `x_tile` reads rows [m, m + BLOCK_M) of x by: its descriptor (TMA), or pointers to the rows, `stride` apart.
-
-    Those beyond M are the first row.
-    """
+def x_rows(x, order, m, end, stride, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
+    """What `x_tile` loads rows [m, end) of x with: x itself if it is a descriptor, else pointers (BLOCK_M,) to rows."""
     if TMA:
         rows = x
     else:
-        row = m + tl.arange(0, BLOCK_M)
-        rows = x + tl.where(row < M, row, 0).to(tl.int64) * stride
+        rows = x + source_rows(order, m + tl.arange(0, BLOCK_M), end, SLOTS).to(tl.int64) * stride
     return rows
 
 
@@ -140,40 +140,62 @@ def wide_product(acc, planes, x, m, k, K, EVEN: tl.constexpr, TMA: tl.constexpr,
 
 
 @triton.jit
-def store(acc, out, bias, m, n, M, N, stride_om, BIAS: tl.constexpr, TMA_OUT: tl.constexpr):
-    """y^T (BLOCK_N, BLOCK_M) fp32, plus bias, rounded once into rows [m, m + BLOCK_M), columns [n, n + BLOCK_N) of out.
+def store(acc, out, bias, m, n, end, N, stride_om, TMA_OUT: tl.constexpr):
+    """Store y^T (BLOCK_N, BLOCK_M) fp32, plus bias, rounded once, to rows [m, end) and columns [n, N) of out.
 
-    out: a tensor descriptor of blocks (BLOCK_M, BLOCK_N) (TMA_OUT), or a pointer whose rows are stride_om apart.
+    out: a tensor descriptor of blocks (BLOCK_M, BLOCK_N) (TMA_OUT), or a pointer and `stride_om` between rows.
     """
     rn = n + tl.arange(0, acc.shape[0])
-    if BIAS:
+    if bias is not None:
         acc += tl.load(bias + rn, mask=rn < N, other=0.0).to(tl.float32)[:, None]
     if TMA_OUT:
         out.store([m, n], narrow(acc.T, out.dtype))
     else:
         rm = m + tl.arange(0, acc.shape[1])
         at = out + rm.to(tl.int64)[None, :] * stride_om + rn[:, None]
-        tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
+        tl.store(at, narrow(acc, out.dtype.element_ty), mask=(rm < end)[None, :] & (rn < N)[:, None])
 
 
 def run_tiled(
-    kernel: Any, x: Tensor, tiled: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, wide: bool, **own: Any
-) -> None:
-    """Launch a kernel that fills out (M, N) with the product of x (M, K) and a tiled weight.
+    kernel: Any,
+    x: Tensor,
+    tiled: Tensor,
+    n: int,
+    bias: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    groups: Groups | None,
+    gathered: bool,
+    wide: bool,
+    **own: Any,
+) -> Tensor:
+    """Launch a kernel that multiplies x (M, K), or (T, K) if gathered, by a tiled weight of n features per expert.
 
-    wide: the kernel is a 16-bit `wide` one, and takes x as its tile says. own: arguments that only this kernel has.
+    wide: the kernel is a 16-bit `wide` one, which takes x and out as its tile says. own: arguments that only this
+    kernel has. Returns `out`, (M, n).
     """
-    (m, k), n = x.shape, out.shape[1]
+    m, k = output_rows(x, groups, gathered), x.shape[1]
+    experts = 1 if groups is None else groups.experts
+    if tiled.shape[:2] != (cdiv(experts * n, 16), cdiv(k, BLOCK)):
+        raise ValueError(f"x has {k} features, but a tiled weight {list(tiled.shape)} is not {experts} x {n} x {k}")
+    if groups is not None and bias is not None:
+        raise ValueError("grouped products take no bias")
     if x.stride(1) != 1:
         x = x.contiguous()
+    out = output(out, m, n, out_dtype, x.device)
     tma = tma_out = False
     if wide:
         tma = tile.tma and supports_tma(x)
-        tma_out = tile.tma and supports_tma(out) and out.element_size() == 2  # a float32 tile takes too much memory
+        if tma and gathered:  # the accelerator reads adjacent rows: put the tokens' rows in sorted order first
+            assert groups is not None
+            x, gathered = rows_in_order(x, groups), False
+        # A float32 tile takes too much shared memory, and a tile of an expert's last rows would write the next one's.
+        tma_out = tile.tma and groups is None and supports_tma(out) and out.element_size() == 2
         own |= {"TMA": tma, "TMA_OUT": tma_out, "SPLIT": tile.split}
     launch(
         kernel,
-        (cdiv(m, tile.block_m) * cdiv(n, tile.block_n),),
+        (row_tiles(m, tile.block_m, groups) * cdiv(n, tile.block_n),),
         num_warps=tile.warps,
         num_stages=tile.stages,
         x=Descriptor(x, (tile.block_m, BLOCK // 2 if tile.split else BLOCK)) if tma else x,
@@ -188,6 +210,7 @@ def run_tiled(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         EVEN=k % BLOCK == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0,
-        BIAS=bias is not None,
         **own,
+        **kernel_arguments(groups, gathered),
     )
+    return out

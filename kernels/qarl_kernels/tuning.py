@@ -1,12 +1,14 @@
-"""How a product is cut into tiles.
+"""Tile selection: how a product is cut into blocks.
 
-A `Tile` decides speed alone. K is summed front to back by one chain of tensor-core instructions an output element, in
-every kernel: a tile has no way to split K or to reorder it, so neither the number of rows nor a table that is tuned
-again can change a result. (`block_k` is how much of K is in flight at a time, not how it is summed.)
+A `Tile` changes speed only. Every kernel sums each output element front to back along K in one chain of tensor-core
+instructions; no tile splits K or reorders it, so neither the number of rows nor a retuned table can change a bit.
 
-Tables (`tables/*.json`, one a GPU, written by `tools/tune_kernels.py`) give tiles for (family, N, K) and ranges of M.
-Where a table has none, a GPU like it may; else the nearest tuned shape has, else a default does. Grouped products
-have a section of their own there, see `qarl_kernels.moe.tuning`.
+Tables (`tables/*.json`, one per GPU, written by `tools/tune_kernels.py`) map family -> shape -> [most rows, tile].
+Section `tiles` has dense products with shapes "NxK". Section `experts` has grouped products with shapes "ExNxK", or
+"ExNxK gathered" if x has one row per token instead of one per sorted (token, slot) pair.
+
+Lookup order: this GPU's table, a similar GPU's table, the nearest tuned shape, a default. A grouped product is looked
+up by its total rows: how many rows each expert has is known on the device only.
 """
 
 from __future__ import annotations
@@ -21,21 +23,30 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, device_name
+from qarl_kernels.moe.groups import Groups
 
 Way = Literal["x_first", "w_first", "library", "narrow", "wide", "dequantized"]
 FAMILIES = ("dense", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
+BACKWARD = ("input_grad", "weight_grad")  # grouped only: dense gradients are the library's
 TABLES = Path(__file__).parent / "tables"
+SECTIONS = ("tiles", "experts")
+# GPUs with the same multiprocessors: shapes that one's table lacks are looked up in the other's.
+FALLBACK = {"h200": ("h100",), "h100": ("h200",), "gh200": ("h200", "h100")}
 
 
 @dataclass(frozen=True)
 class Tile:
     """One way to cut a product.
 
-    way: `x_first` x @ w^T, `w_first` w @ x^T, `library` cuBLAS; for 4-bit weights `narrow`, `wide`, `dequantized`.
-    block_m, block_n, block_k: tokens, output features and input features of a tile. persistent: one program a
-    multiprocessor, over many tiles. halves: store half of a tile at a time. tma, split: of `wide` kernels, see
-    `qarl_kernels.planes`.
+    Attributes:
+        way: `x_first` computes x @ w^T, `w_first` w @ x^T, `library` calls cuBLAS; for 4-bit weights `narrow`, `wide`
+            or `dequantized`, see `qarl_kernels.w4a16`.
+        block_m, block_n, block_k: Tokens, output features and input features per tile.
+        persistent: One program per multiprocessor loops over many tiles.
+        halves: Store half of a tile at a time.
+        tma, split: For `wide` kernels, see `qarl_kernels.planes`.
     """
 
     way: Way
@@ -52,67 +63,105 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """Tiles of one (N, K): (most rows, tile), ascending; the last one serves all larger M. None: not measured."""
+    """Tiles of one shape: (most rows, tile), ascending; the last one serves all larger numbers. None: not measured."""
 
     tiles: tuple[tuple[int, Tile | None], ...]
 
-    def tile(self, m: int, library: bool = True) -> Tile | None:
+    def tile(self, rows: int, library: bool = True) -> Tile | None:
         found = None
         for most, tile in self.tiles:
             if not library and tile is not None and tile.way == "library":
                 continue
             found = tile
-            if m <= most:
+            if rows <= most:
                 break
         return found
 
 
-def lookup(family: str, n: int, k: int, m: int, x: Tensor, library: bool = True) -> Tile:
-    """The tile for m rows of x against a weight (n, k).
+@dataclass(frozen=True)
+class Shape:
+    """A weight (n, k), or with experts > 0 as many of them; gathered: x has one row per token, not per sorted pair."""
 
-    What was measured on this GPU for the shape, else on one that shares its table, else for the nearest shape.
+    n: int
+    k: int
+    experts: int = 0
+    gathered: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.experts}x" * bool(self.experts) + f"{self.n}x{self.k}" + " gathered" * self.gathered
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Undo `str`; raises ValueError for any other text."""
+        sizes = text.removesuffix(" gathered")
+        *experts, n, k = map(int, sizes.split("x"))
+        shape = cls(n, k, experts[0] if experts else 0, sizes != text)
+        if str(shape) != text:
+            raise ValueError(f"{text!r} is not the shape of a product; write 256x128, 8x256x128 or 8x256x128 gathered")
+        return shape
+
+    def distance(self, other: Shape) -> float:
+        """How much two shapes differ in what a tile depends on: N and E, which set the parallelism, and K."""
+        ratios = [(self.n / other.n, 1.0), (self.k / other.k, 0.5)]
+        if self.experts:
+            ratios.append((self.experts / other.experts, 0.5))
+        return sum(abs(math.log(ratio)) * weight for ratio, weight in ratios) + (self.gathered != other.gathered)
+
+
+Table = dict[str, dict[Shape, Entry]]
+
+
+def lookup(
+    family: str,
+    n: int,
+    k: int,
+    m: int,
+    x: Tensor,
+    library: bool = True,
+    groups: Groups | None = None,
+    gathered: bool = False,
+) -> Tile:
+    """Choose the tile for m output rows of a product with a weight (n, k), or with one such weight per expert.
+
+    x is on the GPU that the product runs on. library: whether cuBLAS may be chosen.
     """
-    major, _ = capability_of(x)
-    if major < 9:
-        return default_tile(family, m, before_hopper=True)
-    for entry in _entries(family, n, k, device_name(x)):
-        tile = entry.tile(m, library)
-        if tile is not None:
-            return tile
-    return default_tile(family, m, library=library)
+    experts, before_hopper = 0 if groups is None else groups.experts, capability_of(x) < (9, 0)
+    if not before_hopper:
+        for tuned, entry in _entries(family, n, k, experts, gathered, device_name(x)):
+            rows = cdiv(m * tuned, experts) if experts else m  # the same mean rows per expert
+            tile = entry.tile(rows, library)
+            if tile is not None:
+                return tile
+    return default_tile(family, m, before_hopper, library, experts)
 
 
 @cache
-def _entries(family: str, n: int, k: int, device: str) -> tuple[Entry, ...]:
-    """Entries to ask for a tile, the best first."""
+def _entries(family: str, n: int, k: int, experts: int, gathered: bool, device: str) -> tuple[tuple[int, Entry], ...]:
+    """Entries to ask for a tile, best first, each with its number of experts."""
+    shape = Shape(n, k, experts, gathered)
     tables = [load_table(name).get(family) or {} for name in (device, *FALLBACK.get(device, ()))]
-    found = [table[n, k] for table in tables if (n, k) in table]
-    for table in filter(None, tables):  # the nearest shape, by the ratio of N (which sets the parallelism) and of K
-        near = min(table, key=lambda shape: abs(math.log(shape[0] / n)) + 0.5 * abs(math.log(shape[1] / k)))
-        found.append(table[near])
+    found = [(experts, table[shape]) for table in tables if shape in table]
+    for table in tables:
+        alike = [other for other in table if bool(other.experts) == bool(experts)]
+        if alike:
+            near = min(alike, key=shape.distance)
+            found.append((near.experts, table[near]))
     return tuple(found)
 
 
 @cache
-def load_table(device: str) -> dict[str, dict[tuple[int, int], Entry]]:
-    """family -> (N, K) -> entry, as measured on a GPU, by name; empty if there is no such table."""
-    return parse_table(read_table(device))
-
-
-def read_table(device: str) -> dict[str, Any]:
-    """What stands in the file of a GPU's table; empty if there is none."""
+def load_table(device: str) -> Table:
+    """What was measured on a GPU, by its short name; empty if it has no table."""
     path = TABLES / f"{device}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return parse_table(json.loads(path.read_text())) if path.exists() else {}
 
 
-# GPUs with the same multiprocessors: what one's table lacks is looked up in the other's.
-FALLBACK = {"h200": ("h100",), "h100": ("h200",), "gh200": ("h200", "h100")}
-
-
-def parse_table(data: dict[str, Any]) -> dict[str, dict[tuple[int, int], Entry]]:
-    table: dict[str, dict[tuple[int, int], Entry]] = {}
-    for family, shapes in data.get("tiles", {}).items():
-        table[family] = {tuple(map(int, shape.split("x"))): parse_entry(tiles) for shape, tiles in shapes.items()}
+def parse_table(data: dict[str, Any]) -> Table:
+    table: Table = {}
+    for section in SECTIONS:
+        for family, shapes in data.get(section, {}).items():
+            parsed = {Shape.parse(shape): parse_entry(tiles) for shape, tiles in shapes.items()}
+            table.setdefault(family, {}).update(parsed)
     return table
 
 
@@ -128,11 +177,8 @@ def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
     return {"way": tile.way} | {k: v for k, v in asdict(tile).items() if v != getattr(default, k)}
 
 
-SECTIONS = ("tiles", "experts")  # of a table; the second one is of grouped products, see `qarl_kernels.moe.tuning`
-
-
 def format_table(data: dict[str, Any]) -> str:
-    """A table as JSON text, one shape a line."""
+    """A table as JSON text, one shape per line."""
     parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key not in SECTIONS]
     for section in SECTIONS:
         families = []
@@ -144,15 +190,43 @@ def format_table(data: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def entries(device: str) -> Iterator[tuple[str, int, int, Entry]]:
-    """What a GPU's own table holds: family, N, K, and the entry without the rows that were not measured."""
+def entries(device: str, grouped: bool) -> Iterator[tuple[str, Shape, Entry]]:
+    """A GPU's own dense or grouped entries: family, shape, entry without the rows that were not measured."""
     for family, shapes in load_table(device).items():
-        for (n, k), entry in shapes.items():
-            yield family, n, k, Entry(tuple((most, tile) for most, tile in entry.tiles if tile is not None))
+        for shape, entry in shapes.items():
+            if bool(shape.experts) == grouped:
+                yield family, shape, Entry(tuple((most, tile) for most, tile in entry.tiles if tile is not None))
 
 
-def default_tile(family: str, m: int, before_hopper: bool = False, library: bool = True) -> Tile:
-    """A sound tile where nothing was measured."""
+# Defaults of grouped 16-bit products: (most rows per expert on average, tile).
+GROUPED_DENSE: tuple[tuple[float, Tile], ...] = (
+    (16, Tile("w_first", 16, 64, 128, warps=4, stages=5)),
+    (64, Tile("w_first", 64, 64, 64, warps=4, stages=5)),
+    (512, Tile("x_first", 64, 128, 64, warps=4, stages=4)),
+    (math.inf, Tile("x_first", 128, 128, 64, warps=8, stages=4)),
+)
+GROUPED_DENSE_BEFORE_HOPPER: tuple[tuple[float, Tile], ...] = (
+    (16, Tile("x_first", 16, 128, 64, warps=4, stages=3)),
+    (math.inf, Tile("x_first", 64, 128, 64, warps=4, stages=3)),
+)
+# dW: block_m output features, block_n input features, block_k rows at a time.
+WEIGHT_GRAD = Tile("x_first", 128, 128, 64, warps=8, stages=3)
+WEIGHT_GRAD_BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
+
+
+def default_tile(family: str, m: int, before_hopper: bool = False, library: bool = True, experts: int = 0) -> Tile:
+    """A sound tile for m rows, of all experts together if experts > 0, where nothing was measured."""
+    if not experts:
+        return _default_dense(family, m, before_hopper, library)
+    if family == "weight_grad":
+        return WEIGHT_GRAD_BEFORE_HOPPER if before_hopper else WEIGHT_GRAD
+    if family in ("dense", "input_grad"):
+        tiles = GROUPED_DENSE_BEFORE_HOPPER if before_hopper else GROUPED_DENSE
+        return next(tile for most, tile in tiles if m <= most * experts)
+    return _default_dense(family, cdiv(m, experts), before_hopper, library=False)
+
+
+def _default_dense(family: str, m: int, before_hopper: bool, library: bool) -> Tile:
     if family in ("w4a16", "nvfp4a16"):
         if m <= 16:
             return Tile("narrow", 8 if m <= 8 else 16, 32, warps=2, stages=4)
@@ -170,6 +244,6 @@ def default_tile(family: str, m: int, before_hopper: bool = False, library: bool
         return Tile("x_first", 64, 128, block_k, warps=4, stages=4)
     if family == "dense" and library:
         return Tile("library")
-    if family == "fp8_block":  # two sums of a tile: the block's and the whole
+    if family == "fp8_block":  # two accumulators per tile: the block's and the total
         return Tile("x_first", 128, 128, warps=8)
     return Tile("x_first", 128, 256, block_k, warps=8, stages=3)

@@ -1,9 +1,9 @@
-"""y = x @ ((codes - zero) * scale)^T: int4 weights, 16-bit activations, FP32 accumulation.
+"""y = x @ ((codes - zero) * scale)^T: int4 weights, 16-bit activations, FP32 accumulation; dense or grouped by expert.
 
-Three ways to the same bits, of which the tuned table picks one by M:
+Three ways to the same bits; the tuned table picks one by the number of rows:
 
-- `narrow` (decode): mma.sync on 16 weight rows a warp. Eight products of 16 input features follow each other, one per
-  nibble of the words, so that nothing is shuffled: a thread's words are its matrix fragment.
+- `narrow` (decode): mma.sync on 16 weight rows per warp. Eight products of 16 input features follow each other, one
+  per nibble of the words, so nothing is shuffled: a thread's words are its matrix fragment.
 - `wide`: wgmma with the dequantized weight as the register operand and x from shared memory (y^T = W x^T).
 - `dequantized`: codes to 16-bit values once, then `gemm.dense`.
 
@@ -11,7 +11,8 @@ The weight's value is rounded once, (code - zero) * scale, as in the reference, 
 adds 16 products at a time, in order, whichever instruction runs it. mma.sync, wgmma with either operand order and
 cuBLAS without split-K agree bit for bit (seen on H100, and tested), so the three ways are one function.
 
-The fused ways read the tiled form of a weight, see `qarl_kernels.tile`.
+`narrow` and `wide` read the tiled form of a weight, see `qarl_kernels.tile`. A grouped product's programs each take
+rows of one expert (`blocks.program_tile`); the rest of the kernel is the same, and so are the bits of a row.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels import gemm
-from qarl_kernels.blocks import int4_rows, tile_of
+from qarl_kernels.blocks import COMPILED, int4_rows, program_tile, source_rows
 from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import dequantize_int4
-from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.output import output
+from qarl_kernels.integers import cdiv
+from qarl_kernels.moe.dense import grouped_dense
+from qarl_kernels.moe.groups import Groups, output_features, output_rows
 from qarl_kernels.planes import eight_products, run_tiled, store, wide_product, x_planes, x_rows
 from qarl_kernels.plans import planned
 from qarl_kernels.tile import untile_int4
@@ -83,7 +85,7 @@ def _plane(words, j: tl.constexpr, scale, offset, BASE: tl.constexpr):
 
 
 @triton.jit
-def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr):
+def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr):
     """Eight planes (BLOCK_N, WORDS) of 16-bit weights, plane j holding features 16 j .. 16 j + 15 of the block.
 
     words: int32 (BLOCK_N, WORDS). meta: pointers (BLOCK_N,) to the block's first group; groups are `stride` apart.
@@ -111,7 +113,7 @@ def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr, ASM:
         o2 = _half_word(m2, 16, DTYPE, SHAPE)
         s3 = _half_word(m3, 0, DTYPE, SHAPE)
         o3 = _half_word(m3, 16, DTYPE, SHAPE)
-    if ASM:
+    if COMPILED:
         if GROUPS == 1:
             p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
                 _BF16_1 if BF16 else _FP16_1, _ARGS_1, [words, s0, o0], dtype=OUT, is_pure=True, pack=2
@@ -141,70 +143,15 @@ def _planes(words, meta, stride, DTYPE: tl.constexpr, GROUPS: tl.constexpr, ASM:
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
-@triton.jit
-def narrow_sum(
-    rows,
-    live,
-    words,
-    metas,
-    K,
-    meta_n,
-    BLOCK_M: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """y^T (BLOCK_N, BLOCK_M) fp32 by eight products of 16 features a block.
-
-    rows: pointers to the rows of x (BLOCK_M, 1), read where `live`; words (BLOCK_N, 16), metas (BLOCK_N,): to those of
-    the weight.
-    """
-    rk = tl.arange(0, 16)[None, :]
-    rows += rk
-    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        k = block * 128
-        at = rows + k
-        k += rk
-        xs = x_planes(at, live, k, K, EVEN)
-        planes = _planes(w, metas + block * GROUPS * meta_n, meta_n, rows.dtype.element_ty, GROUPS, ASM)
-        acc = eight_products(acc, planes, xs)
-    return acc
-
-
-@triton.jit
-def wide_sum(
-    x,
-    m,
-    words,
-    metas,
-    K,
-    meta_n,
-    BLOCK_M: tl.constexpr,
-    DTYPE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ASM: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """As `narrow_sum`, by warpgroup products, for BLOCK_N >= 64. x, m: see `qarl_kernels.planes.x_tile`."""
-    acc = tl.zeros((words.shape[0], BLOCK_M), dtype=tl.float32)
-    for block in range(tl.cdiv(K, 128)):
-        w = tl.load(words + block * 256)
-        planes = _planes(w, metas + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS, ASM)
-        acc = wide_product(acc, planes, x, m, block * 128, K, EVEN, TMA, SPLIT)
-    return acc
-
-
 @triton.jit(do_not_specialize=["M"])
 def narrow_kernel(
-    x,
-    tiled,
-    meta,
-    bias,
-    out,
+    x,  # (M, K) bf16 or fp16; (T, K) with `order`
+    tiled,  # (ceil(N / 16), ceil(K / 128), 16, 16) i32, with experts (EXPERTS * N, K)
+    meta,  # (ceil(K / 128) * GROUPS, meta_n) i32
+    bias,  # (N,) or None
+    out,  # (M, N)
+    order,  # (M,) i32 or None, see `blocks.source_rows`
+    starts,  # (EXPERTS + 1,) i32 or None, see `blocks.program_tile`
     M,
     N,
     K,
@@ -213,31 +160,40 @@ def narrow_kernel(
     meta_n,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    ASM: tl.constexpr,
+    GROUPS: tl.constexpr,  # that a block of 128 features has scales of: 1, 2 or 4
+    EVEN: tl.constexpr,  # K is a multiple of 128 and rows of x are aligned
+    EXPERTS: tl.constexpr,  # 0: dense
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """x (M, K); tiled (N/16, K/128, 16, 16) int32; meta (K/128 * GROUPS, meta_n) int32; out (M, N)."""
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    pid_m, pid_n = tile_of(tl.program_id(0), num_m, num_n)
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = (rm < M)[:, None]
-    words, row = int4_rows(tiled, rn, K, meta_n)
-    rows = x + rm.to(tl.int64)[:, None] * stride_xm
-    acc = narrow_sum(rows, live, words, meta + row, K, meta_n, BLOCK_M, GROUPS, EVEN, ASM)
-    store(acc, out, bias, pid_m * BLOCK_M, pid_n * BLOCK_N, M, N, stride_om, BIAS, False)
+    """y^T by mma.sync: eight products of 16 features per block of 128."""
+    expert, m, end, n = program_tile(starts, M, N, EXPERTS, LANES, BLOCK_M, BLOCK_N)
+    if EXPERTS == 0 or m < end:
+        rn = expert * N + n + tl.arange(0, BLOCK_N)
+        rm = m + tl.arange(0, BLOCK_M)
+        live = (rm < end)[:, None]
+        words, row = int4_rows(tiled, rn, K, meta_n)
+        source = rm if order is None else source_rows(order, rm, end, SLOTS)
+        rk = tl.arange(0, 16)[None, :]
+        rows = x + source.to(tl.int64)[:, None] * stride_xm + rk
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(tl.cdiv(K, 128)):
+            w = tl.load(words + block * 256)
+            xs = x_planes(rows + block * 128, live, block * 128 + rk, K, EVEN)
+            planes = _planes(w, meta + row + block * GROUPS * meta_n, meta_n, x.dtype.element_ty, GROUPS)
+            acc = eight_products(acc, planes, xs)
+        store(acc, out, bias, m, n, end, N, stride_om, False)
 
 
 @triton.jit(do_not_specialize=["M"])
 def wide_kernel(
-    x,
+    x,  # as in `narrow_kernel`, or a descriptor (TMA)
     tiled,
     meta,
     bias,
-    out,
+    out,  # (M, N), or a descriptor (TMA_OUT)
+    order,
+    starts,
     M,
     N,
     K,
@@ -248,21 +204,26 @@ def wide_kernel(
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
-    BIAS: tl.constexpr,
-    ASM: tl.constexpr,
-    TMA: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TMA: tl.constexpr,  # `qarl_kernels.planes` explains TMA and SPLIT
     TMA_OUT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """As `narrow_kernel`, by warpgroup products, for BLOCK_N >= 64. `qarl_kernels.planes` explains TMA and SPLIT."""
-    pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
-    m = pid_m * BLOCK_M
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    words, row = int4_rows(tiled, rn, K, meta_n)
-    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
-    rows = x_rows(x, m, M, stride_xm, BLOCK_M, TMA)
-    acc = wide_sum(rows, m, words, meta + row, K, meta_n, BLOCK_M, DTYPE, GROUPS, EVEN, ASM, TMA, SPLIT)
-    store(acc, out, bias, m, pid_n * BLOCK_N, M, N, stride_om, BIAS, TMA_OUT)
+    """y^T by warpgroup products, for BLOCK_N >= 64."""
+    expert, m, end, n = program_tile(starts, M, N, EXPERTS, LANES, BLOCK_M, BLOCK_N)
+    if EXPERTS == 0 or m < end:
+        rn = expert * N + n + tl.arange(0, BLOCK_N)
+        words, row = int4_rows(tiled, rn, K, meta_n)
+        DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
+        rows = x_rows(x, order, m, end, stride_xm, SLOTS, BLOCK_M, TMA)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(tl.cdiv(K, 128)):
+            w = tl.load(words + block * 256)
+            planes = _planes(w, meta + row + block * GROUPS * meta_n, meta_n, DTYPE, GROUPS)
+            acc = wide_product(acc, planes, rows, m, block * 128, K, EVEN, TMA, SPLIT)
+        store(acc, out, bias, m, n, end, N, stride_om, TMA_OUT)
 
 
 @planned
@@ -276,40 +237,45 @@ def w4a16(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    groups: Groups | None = None,
+    gathered: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """y = x @ bf16((codes - zero) * scale)^T + bias.
+    """y = x @ ((codes - zero) * scale rounded to x's dtype)^T + bias, dense or per expert.
 
-    x: (M, K) bf16 or fp16, any row stride. packed: (N, ceil(K / 8)) int32, scale: (N, groups), zero_point:
-    (ceil(N / 8), groups) int32 or None, as compressed-tensors stores them. tiled, meta: the tiled form of the same
-    weight (`qarl_kernels.tile`), or None: then every M goes the `dequantized` way. packed may be None where tiled and
-    meta are there. bias: (N,). out: (M, N), any row stride, is filled if given. Returns (M, N).
+    Args:
+        x: (M, K) bf16 or fp16, any row stride. With groups one row per sorted pair; if gathered (T, K), one per token.
+        packed: (N, ceil(K / 8)) int32, as compressed-tensors stores it. May be None if tiled and meta are given.
+        scale: (N, K / group).
+        zero_point: (ceil(N / 8), K / group) int32, or None.
+        tiled, meta: The same weight as `qarl_kernels.tile` arranges it. Without them every M is dequantized first.
+        bias: (N,), or None. Grouped products have none.
+        out_dtype: Of the result. Default: out's dtype, else x's.
+        out: (M, N) to fill, any row stride, or None.
+        groups: Rows belong to experts; the weight is then that of all experts, concatenated, and N counts one expert.
+        tile: For tests and tuning; changes no bit. Default: the tuned one.
+
+    Returns:
+        (M, N) of out_dtype; with groups in sorted order.
+
+    Raises:
+        ValueError: Shapes do not fit each other or the groups.
     """
-    m, k = x.shape
-    n = scale.shape[0]
-    if packed is not None and packed.shape[1] != -(-k // 8):
+    m, k, n = output_rows(x, groups, gathered), x.shape[1], output_features(len(scale), groups)
+    if packed is not None and packed.shape[1] != cdiv(k, 8):
         raise ValueError(f"x has {k} features and the weight {packed.shape[1] * 8} packed ones; they must agree")
-    tile = lookup("w4a16", n, k, m, x)
+    tile = tile or lookup("w4a16", n, k, m, x, groups=groups, gathered=gathered)
     if tile.way == "dequantized" or tiled is None or meta is None:
-        if packed is None:  # put back in order first, a tenth of what follows
+        if packed is None:  # untiling takes a tenth of the time of what follows
             assert tiled is not None, "w4a16 needs the weight packed or tiled"
-            packed = untile_int4(tiled, n, k)
-        return gemm.dense(x, dequantize_int4(packed, scale, zero_point, k, x.dtype), bias, out_dtype, out)
-    return fused(x, tiled, meta, n, bias, out_dtype or (x if out is None else out).dtype, tile, out)
-
-
-def fused(
-    x: Tensor,
-    tiled: Tensor,
-    meta: Tensor,
-    n: int,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tile: Tile,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The narrow or wide kernel on a tiled weight of n output features. Returns (M, n), `out` if given."""
-    out = output(out, x.shape[0], n, out_dtype, x.device)
+            packed = untile_int4(tiled, len(scale), k)
+        weight = dequantize_int4(packed, scale, zero_point, k, x.dtype)
+        return (
+            gemm.dense(x, weight, bias, out_dtype, out)
+            if groups is None
+            else grouped_dense(x, weight, groups, gathered)
+        )
     wide = tile.way == "wide"
-    own = {"meta": meta, "meta_n": meta.shape[1], "GROUPS": meta.shape[0] // tiled.shape[1], "ASM": not INTERPRETED}
-    run_tiled(wide_kernel if wide else narrow_kernel, x, tiled, bias, out, tile, wide, **own)
-    return out
+    own = {"meta": meta, "meta_n": meta.shape[1], "GROUPS": meta.shape[0] // tiled.shape[1]}
+    kernel, dtype = wide_kernel if wide else narrow_kernel, out_dtype or (x if out is None else out).dtype
+    return run_tiled(kernel, x, tiled, n, bias, out, dtype, tile, groups, gathered, wide, **own)

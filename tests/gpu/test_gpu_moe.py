@@ -11,8 +11,8 @@ from qarl_formats.prepared import prepare
 from qarl_formats.quantize import quantize_weight
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.stacked import Form, stack
-from qarl_kernels import gemm
-from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing, tuning
+from qarl_kernels import gemm, tuning
+from qarl_kernels.moe import backward, combine, dense, dispatch, reference, routing
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -40,7 +40,7 @@ def test_a_row_has_the_bits_of_its_experts_own_product(experts: int, slots: int,
         result = dense.grouped_dense(x, weight, groups, True)
         in_order = x[groups.order.long() // slots]
         assert torch.equal(dense.grouped_dense(in_order, weight, groups, False), result)
-        for tile in [tile for _, tile in tuning.DENSE] if tokens == 200 else []:
+        for tile in [tile for _, tile in tuning.GROUPED_DENSE] if tokens == 200 else []:
             assert torch.equal(dense.grouped_dense(x, weight, groups, True, tile=tile), result), tile
         for expert, rows, its in parts(groups):
             own = weight[expert * n : (expert + 1) * n]

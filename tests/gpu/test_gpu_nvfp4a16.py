@@ -78,7 +78,7 @@ def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
     whole = nvfp4a16.dequantized(x, *weight.stored(), bias, dtype)
     for tile in TILES:
         for _ in range(20):
-            y = nvfp4a16.fused(x, *tiled, weight.global_scale, n, bias, dtype, tile)
+            y = nvfp4a16.nvfp4a16(x, *weight.stored(), *tiled, bias, tile=tile)
             assert torch.equal(y, whole), str(tile)
 
 
@@ -87,7 +87,7 @@ def test_every_tile_gives_the_same_bits(dtype: torch.dtype) -> None:
 def test_every_code_under_every_scale_is_exact(tile: Tile, dtype: torch.dtype) -> None:
     weight = Nvfp4.every_code_and_scale(CUDA)
     x = torch.eye(weight.shape[1], device=CUDA, dtype=dtype)
-    y = nvfp4a16.fused(x, *weight.tiled(), weight.global_scale, weight.shape[0], None, torch.float32, tile)
+    y = nvfp4a16.nvfp4a16(x, *weight.stored(), *weight.tiled(), out_dtype=torch.float32, tile=tile)
     assert torch.equal(y, weight.scaled_codes().t())
 
 

@@ -232,14 +232,16 @@ def products(family: str) -> Iterator[str]:
     tiles: dict[tuning.Tile, None] = {}
     if hopper:
         for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
-            shipped = [t for f, _, _, entry in tuning.entries(device) if f == family for _, t in entry.tiles]
+            shipped = [
+                t for f, _, entry in tuning.entries(device, grouped=False) if f == family for _, t in entry.tiles
+            ]
             # with fewer stages a tile takes less shared memory and the same registers
             for tile_ in sorted(filter(None, shipped), key=lambda t: t.stages, reverse=True):
                 if not any(replace(known, stages=tile_.stages) == tile_ for known in tiles):
                     tiles[tile_] = None
     rows = (8, 16, 64, 256, 1024, 8192)
     tiles |= {tuning.default_tile(family, m, before_hopper=not hopper): None for m in rows}
-    for n, k in ((4096, 4096), (72, 100)):
+    for n, k in ((4096, 4096), (72, 112 if family == "nvfp4a16" else 100)):  # NVFP4 has groups of 16
         for tile_ in list(tiles) if k == 4096 else list(tiles)[:2] * hopper:
             if tile_.way in ("library", "dequantized"):
                 continue
@@ -256,16 +258,16 @@ def is_wgmma(tile_: tuning.Tile) -> bool:
 def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
     m, int8, e4m3 = 4096, torch.int8, torch.float8_e4m3fn
     if family == "nvfp4a16":
-        nvfp4a16.fused(empty(m, k), *tiled_fp4(n, k), empty(1, dtype=FP32), n, None, BF16, tile_)
+        nvfp4a16.nvfp4a16(empty(m, k), None, *scales_fp4(n, k), *tiled_fp4(n, k), tile=tile_)
     elif family in ("w4a16", "w4a8"):
         blocks = -(-k // 128)
         tiled = empty(-(-n // 16), blocks, 16, 16, dtype=torch.int32)
         meta = empty(blocks, -(-n // 16) * 16, dtype=torch.int32 if family == "w4a16" else FP32)
         if family == "w4a16":
-            w4a16.fused(empty(m, k), tiled, meta, n, None, BF16, tile_)
+            w4a16.w4a16(empty(m, k), None, empty(n, 1), None, tiled, meta, tile=tile_)
         else:
             qx, scale_x = empty(m, k, dtype=int8), empty(m, 1, dtype=FP32)
-            w4a8.tiled_product(qx, scale_x, tiled, meta, n, None, BF16, False, tile_)
+            w4a8.w4a8(qx, scale_x, tiled, meta, k, n, None, BF16, tile=tile_)
     elif family == "fp8_block":
         scales = empty(m, -(-k // 128), dtype=FP32), empty(-(-n // 128), -(-k // 128), dtype=FP32)
         fp8_block.run(empty(m, k, dtype=e4m3), scales[0], empty(n, k, dtype=e4m3), scales[1], None, BF16, tile_)
@@ -273,6 +275,10 @@ def _product(family: str, n: int, k: int, tile_: tuning.Tile) -> None:
         dtype = {"dense": BF16, "w8a8": int8, "fp8": e4m3}[family]
         scales = (None, None) if family == "dense" else (empty(m, 1, dtype=FP32), empty(n, 1))
         gemm.run(empty(m, k, dtype=dtype), empty(n, k, dtype=dtype), *scales, None, empty(m, n), tile_)
+
+
+def scales_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
+    return empty(n, k // 16).to(torch.float8_e4m3fn), empty(1, dtype=FP32)
 
 
 def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -288,11 +294,12 @@ def groups_and_dtypes() -> Iterator[str]:
         rows = k // 128 * (128 // group)
         for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
             x = empty(4096, k, dtype=dtype)
-            w4a16.fused(x, tiled, empty(rows, n, dtype=torch.int32), n, empty(n, dtype=dtype), dtype, way)
+            meta, bias = empty(rows, n, dtype=torch.int32), empty(n, dtype=dtype)
+            w4a16.w4a16(x, None, empty(n, 1, dtype=dtype), None, tiled, meta, bias, tile=way)
             yield f"w4a16 group {group} {way.way} {dtype}"
         x, scale_x = empty(4096, k, dtype=torch.int8), empty(4096, 1, dtype=FP32)
         tile_ = tuning.Tile("wide", 64, 64, stages=3)
-        w4a8.tiled_product(x, scale_x, tiled, empty(rows, n, dtype=FP32), n, None, BF16, False, tile_)
+        w4a8.w4a8(x, scale_x, tiled, empty(rows, n, dtype=FP32), k, n, None, BF16, tile=tile_)
         yield f"w4a8 group {group}"
 
 
@@ -332,7 +339,7 @@ def fp4() -> Iterator[str]:
     yield from products("nvfp4a16")
     for tile_ in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
         x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
-        nvfp4a16.fused(x, *tiled_fp4(4096, 4096), empty(1, dtype=FP32), 4096, bias, torch.float16, tile_)
+        nvfp4a16.nvfp4a16(x, None, *scales_fp4(4096, 4096), *tiled_fp4(4096, 4096), bias, tile=tile_)
         yield f"nvfp4a16 float16 {tile_.way}"
 
 

@@ -6,12 +6,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from compile_cases import BF16, FP32, MIXTURES, empty, for_this_gpu, groups_of, is_wgmma, on_hopper, tiled_fp4
-from qarl_kernels.moe import backward, codes, fp8_block, nvfp4a16, w4a8, w4a16
+from compile_cases import (
+    BF16,
+    FP32,
+    MIXTURES,
+    empty,
+    for_this_gpu,
+    groups_of,
+    is_wgmma,
+    on_hopper,
+    scales_fp4,
+    tiled_fp4,
+)
+from qarl_kernels import nvfp4a16, w4a8, w4a16
+from qarl_kernels.moe import backward, codes, fp8_block
 from qarl_kernels.moe import dense as moe_dense
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.tuning import default_tile, entries
-from qarl_kernels.tuning import TABLES, Tile
+from qarl_kernels.tuning import TABLES, Tile, default_tile, entries
 
 # E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
 EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
@@ -24,6 +35,7 @@ def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: 
     tiled, meta = empty(width // 16, blocks, 16, 16, dtype=torch.int32), empty(blocks, width, dtype=FP32)
     byte = torch.int8 if family.startswith("w") else torch.float8_e4m3fn
     qx, scale_x = x.to(byte), empty(rows, 1, dtype=FP32)
+    grouped = {"groups": given, "gathered": gathered, "tile": tile_}
     if family == "dense":
         moe_dense.grouped_dense(x, empty(width, k), given, gathered, tile=tile_)
     elif family == "input_grad":
@@ -31,11 +43,11 @@ def _product(family: str, given: Groups, n: int, k: int, gathered: bool, tile_: 
     elif family == "weight_grad":
         backward.grouped_weight_grad(dy, x, given, gathered, empty(width, k, dtype=FP32), tile_)
     elif family == "nvfp4a16":
-        nvfp4a16.fused(x, *tiled_fp4(width, k), empty(1, dtype=FP32), *rest, tile_)
+        nvfp4a16.nvfp4a16(x, None, *scales_fp4(width, k), *tiled_fp4(width, k), **grouped)
     elif family == "w4a16":
-        w4a16.fused(x, tiled, meta.view(torch.int32), *rest, tile_)
+        w4a16.w4a16(x, None, empty(width, 1), None, tiled, meta.view(torch.int32), **grouped)
     elif family == "w4a8":
-        w4a8.run(qx, scale_x, tiled, meta, *rest, BF16, False, tile_)
+        w4a8.w4a8(qx, scale_x, tiled, meta, k, n, None, BF16, **grouped)
     elif family == "fp8_block":
         scales = empty(rows, blocks, dtype=FP32), empty(width // 128, blocks)
         fp8_block.run(qx, scales[0], empty(width, k, dtype=byte), scales[1], *rest, BF16, tile_)
@@ -55,7 +67,7 @@ def _defaults(family: str) -> Iterator[str]:
     done: set[tuple[Tile, bool]] = set()
     for experts, slots, n, k, gathered in for_this_gpu(EXPERTS):
         for tokens in (65_536, 4096, 256, 16):
-            tile_ = default_tile(family, tokens * slots, experts, not on_hopper())
+            tile_ = default_tile(family, tokens * slots, not on_hopper(), experts=experts)
             if tile_.way == "dequantized" or (tile_, gathered) in done:
                 continue
             done.add((tile_, gathered))
@@ -71,7 +83,7 @@ def _tabled(family: str) -> Iterator[str]:
         shipped = {
             tile_
             for device in sorted(path.stem for path in TABLES.glob("*.json"))
-            for named, shape, entry in entries(device)
+            for named, shape, entry in entries(device, grouped=True)
             if named == family and shape.gathered == gathered
             for _, tile_ in entry.tiles
             if tile_ is not None and tile_.way != "dequantized"
@@ -91,7 +103,7 @@ def dense() -> Iterator[str]:
             given = groups_of(experts, slots, each * experts // slots)
             for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
                 for family in ("dense", "input_grad", "weight_grad")[: 3 if each == 1000 else 1]:
-                    tile_ = default_tile(family, given.rows, experts, not on_hopper())
+                    tile_ = default_tile(family, given.rows, not on_hopper(), experts=experts)
                     _product(family, given, n, k, gathered, tile_)
                     yield _label(family, experts, n, k, tile_)
     for family in ("dense", "input_grad", "weight_grad"):
@@ -115,7 +127,7 @@ def int4() -> Iterator[str]:
         yield from _tabled(family)
     experts, slots, n, k, _ = EXPERTS[0]
     given = groups_of(experts, slots, 65_536)
-    tile_ = default_tile("dense", given.rows, experts, not on_hopper())
+    tile_ = default_tile("dense", given.rows, not on_hopper(), experts=experts)
     x, weight = empty(65_536, k), empty(experts * n, k)
     scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
     codes.run(x, scales[0], weight, scales[1], n, given, True, BF16, tile_)

@@ -7,12 +7,9 @@ import pytest
 import torch
 from nvfp4_products import Nvfp4
 from products import Int4, random, relative_error
-from qarl_kernels import nvfp4a16, reference, w4a16
+from qarl_kernels import nvfp4a16, reference, w4a8, w4a16
 from qarl_kernels.activation import quantize_activation_int8
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.moe import nvfp4a16 as moe_nvfp4a16
-from qarl_kernels.moe import w4a8 as moe_w4a8
-from qarl_kernels.moe import w4a16 as moe_w4a16
 from qarl_kernels.tuning import Tile
 from torch import Tensor
 
@@ -43,6 +40,10 @@ def _expert(weight: Int4, expert: int) -> Int4:
     return Int4(weight.codes.chunk(EXPERTS)[expert], weight.scale.chunk(EXPERTS)[expert], None, weight.group)
 
 
+def _w4a16(x: Tensor, weight: Int4, tile: Tile, **grouped) -> Tensor:
+    return w4a16.w4a16(x, None, weight.scale, None, weight.tiled(), weight.meta(x.dtype), tile=tile, **grouped)
+
+
 # n of an expert that no tile of 16 rows divides, K that no block of 128 does
 @pytest.mark.parametrize(("dtype", "gathered"), [(torch.bfloat16, True), (torch.float16, False)])
 @pytest.mark.parametrize("tile", TILES, ids=name)
@@ -50,11 +51,10 @@ def test_w4a16_is_the_product_of_each_expert_alone_bit_for_bit(device, tile: Til
     n, k, groups = 24, 160, _groups(device)
     weight = Int4.random(EXPERTS * n, k, 32, dtype=dtype, device=device)
     x = _x(k, gathered, device, dtype)
-    y = moe_w4a16.fused(x, weight.tiled(), weight.meta(dtype), n, groups, gathered, tile)
+    y = _w4a16(x, weight, tile, groups=groups, gathered=gathered)
 
     def alone(rows: Tensor, expert: int) -> Tensor:
-        own = _expert(weight, expert)
-        return w4a16.fused(rows, own.tiled(), own.meta(dtype), n, None, dtype, tile)
+        return _w4a16(rows, _expert(weight, expert), tile)
 
     def exact(rows: Tensor, expert: int) -> Tensor:
         return rows.double() @ _expert(weight, expert).values(dtype).double().t()
@@ -64,18 +64,18 @@ def test_w4a16_is_the_product_of_each_expert_alone_bit_for_bit(device, tile: Til
 
 
 @pytest.mark.parametrize("tile", TILES, ids=name)
-def test_ways_of_w4a16_agree_where_sums_are_exact(device, tile: Tile, monkeypatch) -> None:
+def test_ways_of_w4a16_agree_where_sums_are_exact(device, tile: Tile) -> None:
     """Small integers for x and powers of two for scales: float32 holds every partial sum, whatever the order."""
-    n, groups = 24, _groups(device)
-    weight = Int4.random(EXPERTS * n, 160, 32, asymmetric=True, device=device)
+    groups = _groups(device)
+    weight = Int4.random(EXPERTS * 24, 160, 32, asymmetric=True, device=device)
     weight.scale = torch.full_like(weight.scale, 0.25)
     x = torch.randint(-4, 5, (TOKENS, 160), generator=torch.Generator().manual_seed(3)).to(device, torch.bfloat16)
     tiled, meta = weight.tiled(), weight.meta(torch.bfloat16)
     stored = weight.scale, weight.packed_zero_point()
-    y = moe_w4a16.fused(x, tiled, meta, n, groups, True, tile)
-    assert torch.equal(y, moe_w4a16.grouped_w4a16(x, weight.packed(), *stored, None, None, n, groups, True))
-    monkeypatch.setattr(moe_w4a16, "tile_for", lambda *_: Tile("dequantized"))  # as for many rows: codes from the tiles
-    assert torch.equal(y, moe_w4a16.grouped_w4a16(x, None, *stored, tiled, meta, n, groups, True))
+    given = {"groups": groups, "gathered": True}
+    y = w4a16.w4a16(x, None, *stored, tiled, meta, **given, tile=tile)
+    assert torch.equal(y, w4a16.w4a16(x, weight.packed(), *stored, None, None, **given))
+    assert torch.equal(y, w4a16.w4a16(x, None, *stored, tiled, meta, **given, tile=Tile("dequantized")))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=name)
@@ -84,11 +84,12 @@ def test_nvfp4a16_is_the_product_of_each_expert_alone_bit_for_bit(device, tile: 
     weight = Nvfp4.random(EXPERTS * n, k, device=device)
     gathered = not tile.tma
     x = _x(k, gathered, device)
-    y = moe_nvfp4a16.fused(x, *weight.tiled(), weight.global_scale, n, groups, gathered, tile)
+    given = {"groups": groups, "gathered": gathered}
+    y = nvfp4a16.nvfp4a16(x, *weight.stored(), *weight.tiled(), **given, tile=tile)
 
     def alone(rows: Tensor, expert: int) -> Tensor:
-        own = nvfp4a16.tile_nvfp4(weight.packed.chunk(EXPERTS)[expert], weight.scale.chunk(EXPERTS)[expert])
-        return nvfp4a16.fused(rows, *own, weight.global_scale, n, None, rows.dtype, tile)
+        own = weight.packed.chunk(EXPERTS)[expert], weight.scale.chunk(EXPERTS)[expert]
+        return nvfp4a16.nvfp4a16(rows, *own, weight.global_scale, *nvfp4a16.tile_nvfp4(*own), tile=tile)
 
     def exact(rows: Tensor, expert: int) -> Tensor:
         return rows.double() @ weight.scaled_codes().chunk(EXPERTS)[expert].double().t() / weight.global_scale.double()
@@ -96,7 +97,7 @@ def test_nvfp4a16_is_the_product_of_each_expert_alone_bit_for_bit(device, tile: 
     expected = mixtures.by_expert(groups, gathered, x, exact)
     assert torch.equal(y, mixtures.by_expert(groups, gathered, x, alone))
     assert relative_error(y, expected) < ONE_ROUNDING[torch.bfloat16]
-    by_matrix = moe_nvfp4a16.dequantized(x, *weight.stored(), n, groups, gathered, Tile("x_first", 16, 32, 64))
+    by_matrix = nvfp4a16.nvfp4a16(x, *weight.stored(), *weight.tiled(), **given, tile=Tile("dequantized"))
     assert relative_error(by_matrix, expected) < ONE_ROUNDING[torch.bfloat16]
 
 
@@ -107,7 +108,8 @@ def test_w4a8_is_the_reference_of_each_rows_expert_bit_for_bit(device, group: in
     x, tile = _x(k, gathered, device), Tile("wide", 16, 64)
     qx, scale = quantize_activation_int8(x)
     form = weight.tiled(), weight.meta_int8()
-    y = moe_w4a8.run(qx, scale, *form, n, groups, gathered, torch.bfloat16, group is None, tile)
+    given = {"groups": groups, "gathered": gathered, "tile": tile}
+    y = w4a8.w4a8(qx, scale, *form, k, n, None, torch.bfloat16, group is None, **given)
 
     def expected(rows: Tensor, expert: int) -> Tensor:
         own = _expert(weight, expert)
@@ -118,11 +120,15 @@ def test_w4a8_is_the_reference_of_each_rows_expert_bit_for_bit(device, group: in
 
 def test_what_does_not_fit_is_refused(device) -> None:
     groups, weight = _groups(device), Int4.random(EXPERTS * 24, 160, 32, device=device)
-    form = weight.tiled(), weight.meta(torch.bfloat16)
-    with pytest.raises(ValueError, match="x has 96 features, which a tiled weight"):
-        moe_w4a16.fused(_x(96, True, device), *form, 24, groups, True, TILES[0])
-    with pytest.raises(ValueError, match=r"x must be \[12, 160\]"):
-        moe_w4a16.fused(_x(160, True, device), *form, 24, groups, False, TILES[0])
-    with pytest.raises(ValueError, match=r"needs int8 activations, not torch\.bfloat16"):
-        x = _x(160, True, device)
-        moe_w4a8.grouped_w4a8(x, x[:, :1].float(), *form, 24, groups, True, torch.bfloat16)
+    x = _x(160, True, device)
+    with pytest.raises(ValueError, match="x has 96 features, but a tiled weight"):
+        _w4a16(_x(96, True, device), weight, TILES[0], groups=groups, gathered=True)
+    with pytest.raises(ValueError, match="x has 6 rows, but these groups need 12, one per sorted pair"):
+        _w4a16(x, weight, TILES[0], groups=groups)
+    with pytest.raises(ValueError, match="a weight of 72 rows is not that of 5 experts"):
+        _w4a16(x, weight, TILES[0], groups=mixtures.grouped(TOKENS, 2, 5, device), gathered=True)
+    with pytest.raises(ValueError, match="grouped products take no bias"):
+        _w4a16(x, weight, TILES[0], bias=x[0], groups=groups, gathered=True)
+    with pytest.raises(ValueError, match=r"needs int8 activations of 160 features, not torch\.bfloat16"):
+        form = weight.tiled(), weight.meta(torch.bfloat16)
+        w4a8.w4a8(x, x[:, :1].float(), *form, 160, 24, None, torch.bfloat16, groups=groups, gathered=True)

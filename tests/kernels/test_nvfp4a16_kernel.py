@@ -24,7 +24,7 @@ ONE_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def _fused(weight: Nvfp4, x, tile, bias=None, out=torch.float32):
-    return nvfp4a16.fused(x, *weight.tiled(), weight.global_scale, weight.shape[0], bias, out, tile)
+    return nvfp4a16.nvfp4a16(x, *weight.stored(), *weight.tiled(), bias, out, tile=tile)
 
 
 def _exact(weight: Nvfp4, x, bias=None):

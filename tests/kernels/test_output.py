@@ -69,8 +69,8 @@ def test_the_accelerator_writes_within_the_matrix_too(device, first) -> None:
     wider = torch.full((21, N + 24), 7.0, dtype=BF16, device=device)
     out = wider[:, first : first + N]
     tiles = [Tile("wide", 16, 64, tma=tma) for tma in (True, False)]
-    call = partial(w4a16.fused, x, weight.tiled(), weight.meta(BF16), N, None, BF16)
-    assert torch.equal(call(tiles[0], out), call(tiles[1]))
+    call = partial(w4a16.w4a16, x, None, weight.scale, None, weight.tiled(), weight.meta(BF16))
+    assert torch.equal(call(out=out, tile=tiles[0]), call(tile=tiles[1]))
     assert (wider[:, :first] == 7).all() and (wider[:, first + N :] == 7).all()
 
 

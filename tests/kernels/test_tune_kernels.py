@@ -14,8 +14,7 @@ from products import relative_error
 from qarl_kernels import tuning
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.moe import reference
-from qarl_kernels.moe import tuning as moe_tuning
-from qarl_kernels.tuning import FAMILIES, Entry, Tile, dump_tile
+from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile, dump_tile
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -120,7 +119,7 @@ def test_when_the_time_is_over_a_few_tiles_are_tried_all_the_same(monkeypatch) -
     assert done.tiles == {64: before} and "not tried" in done.notes[0]
 
 
-@pytest.mark.parametrize("family", moe_tuning.FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *BACKWARD])
 @pytest.mark.parametrize(("experts", "slots"), [(128, 8), (8, 2)])
 def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: str, experts: int, slots: int) -> None:
     for tokens in TOKENS:
@@ -134,7 +133,7 @@ def test_candidates_of_grouped_products_keep_what_their_kernels_promise(family: 
                     assert 128 % tile.block_n == 0
                 if tile.way == "wide" and family != "w4a8":
                     assert tile.block_n >= 64
-                if tile.way != "dequantized" and family not in moe_tuning.BACKWARD:
+                if tile.way != "dequantized" and family not in BACKWARD:
                     mean = tokens * slots / experts
                     assert tile.block_m <= max(256, 4 * mean) and (mean > 8 or tile.block_m <= 16), tile
 
@@ -196,12 +195,12 @@ def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(measure, ["dense", "fp8_block", "w8a8"]))
     table = json.loads(out.read_text())
-    assert table["device"] == "NVIDIA H200" and tuning.parse_table(table)["fp8"][64, 64].tile(1) == Tile("x_first")
-    grouped = moe_tuning.parse_table(table)
-    assert set(grouped) == {"dense", "fp8_block", "w8a8"}
-    for shape in (moe_tuning.Shape(3, 256, 128, True), moe_tuning.Shape(3, 128, 128, False)):
-        assert grouped["dense"][shape].tile(2) is None  # one token was not measured
-        assert [grouped["dense"][shape].tile(rows) for rows in (3, 8, 32)] == [fast] * 3
+    found = tuning.parse_table(table)
+    assert table["device"] == "NVIDIA H200" and found["fp8"][tuning.Shape(64, 64)].tile(1) == Tile("x_first")
+    assert set(table["experts"]) == {"dense", "fp8_block", "w8a8"}
+    for shape in (tuning.Shape(256, 128, 3, True), tuning.Shape(128, 128, 3)):
+        assert found["dense"][shape].tile(2) is None  # one token was not measured
+        assert [found["dense"][shape].tile(rows) for rows in (3, 8, 32)] == [fast] * 3
     assert not list(tmp_path.glob("*.part"))
 
 

@@ -1,4 +1,4 @@
-"""Tile tables: what is chosen when, and that the shipped tables parse."""
+"""Tile selection: what is chosen when, that grouped products ask the tables, and that the shipped tables parse."""
 
 from __future__ import annotations
 
@@ -6,12 +6,40 @@ import json
 
 import pytest
 import torch
-from qarl_kernels import tuning
+from qarl_kernels import nvfp4a16, tuning, w4a8, w4a16
 from qarl_kernels.launch import recording
-from qarl_kernels.tuning import FAMILIES, TABLES, Entry, Tile
+from qarl_kernels.moe import backward, codes, dense, fp8_block
+from qarl_kernels.moe.groups import Groups
+from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Shape, Tile, default_tile, lookup
+from torch import Tensor
 
 X = torch.empty(1, 8, device="meta")
 SHIPPED = sorted(path.stem for path in TABLES.glob("*.json"))
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def groups(experts: int, slots: int, tokens: int) -> Groups:
+    order = empty(tokens * slots, dtype=torch.int32)
+    return Groups(experts, slots, order, order, empty(experts + 1, dtype=torch.int32))
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch):
+    """Replaces the shipped tables: GPU -> family -> shape -> entry. The GPU is an H200."""
+    found: dict[str, tuning.Table] = {}
+    monkeypatch.setattr(tuning, "load_table", lambda device: found.get(device, {}))
+    monkeypatch.setattr(tuning, "device_name", lambda x: "h200")
+    tuning._entries.cache_clear()
+    yield found
+    tuning._entries.cache_clear()
+
+
+def grouped_tile(family: str, given: Groups, n: int, k: int, gathered: bool = True) -> Tile:
+    return lookup(family, n, k, given.rows, X, groups=given, gathered=gathered)
 
 
 def test_an_entry_serves_rows_up_to_its_limit_and_the_last_one_all_more() -> None:
@@ -21,29 +49,45 @@ def test_an_entry_serves_rows_up_to_its_limit_and_the_last_one_all_more() -> Non
     assert entry.tile(10**6, library=False) == many
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("device", SHIPPED)
-def test_shipped_tables_hold_tiles_that_their_kernels_take(device: str) -> None:
+def test_shipped_tables_hold_tiles_that_their_kernels_take(device: str, grouped: bool) -> None:
     fused = {"narrow", "wide", "dequantized"}
-    ways = {"w4a16": fused, "nvfp4a16": fused, "w4a8": {"wide"}, "dense": {"x_first", "w_first", "library"}}
-    entries = list(tuning.entries(device))
-    assert {family for family, *_ in entries} <= set(FAMILIES)
-    for family, n, k, entry in entries:
+    ways = {"w4a16": fused, "nvfp4a16": fused, "w4a8": {"wide"}, "weight_grad": {"x_first"}}
+    ways["dense"] = {"x_first", "w_first"} if grouped else {"x_first", "w_first", "library"}
+    entries = list(tuning.entries(device, grouped))
+    assert {family for family, *_ in entries} <= {*FAMILIES, *(BACKWARD if grouped else ())}
+    for family, shape, entry in entries:
         limits = [most for most, _ in entry.tiles]
-        assert limits == sorted(set(limits)), f"{family} {n}x{k}"
+        assert limits == sorted(set(limits)), f"{family} {shape}"
         for _, tile in entry.tiles:
-            assert tile.way in ways.get(family, {"x_first", "w_first"}), f"{family} {n}x{k}: {tile}"
+            assert tile is not None and tile.way in ways.get(family, {"x_first", "w_first"}), (
+                f"{family} {shape}: {tile}"
+            )
+            assert tile.way != "wide" or family == "w4a8" or tile.block_n >= 64
             if family == "fp8":  # chains of mma.sync have other bits than wgmma's: 64 rows or more come first
                 first = tile.block_m if tile.way == "x_first" else tile.block_n
-                assert first >= 64 and tile.warps % 4 == 0, f"{n}x{k}: {tile}"
+                assert first >= 64 and tile.warps % 4 == 0, f"{shape}: {tile}"
             if family == "fp8_block":
                 assert 128 % tile.block_n == 0
 
 
-def test_a_tile_survives_the_table_file() -> None:
-    tile = Tile("x_first", 64, 256, 64, 8, 4, True, True)
-    data = {"tiles": {"dense": {"4096x1024": [[64, tuning.dump_tile(tile)], [128, {"way": "library"}]]}}}
-    table = tuning.parse_table(json.loads(tuning.format_table({"device": "a GPU"} | data)))
-    assert table["dense"][4096, 1024].tiles == ((64, tile), (128, Tile("library")))
+def test_a_shape_survives_the_table_file() -> None:
+    tile, shapes = (
+        Tile("wide", 64, 64, persistent=True, tma=True),
+        [Shape(1536, 2048, 128, True), Shape(4096, 14_336, 8), Shape(4096, 1024)],
+    )
+    rows = [[64, None], [1024, tuning.dump_tile(tile)]]
+    data = {
+        "tiles": {"w4a16": {str(shapes[2]): rows}},
+        "experts": {"w4a16": {str(shape): rows for shape in shapes[:2]}},
+    }
+    read = json.loads(tuning.format_table({"device": "a GPU"} | data))
+    assert read == {"device": "a GPU"} | data
+    assert tuning.parse_table(read) == {"w4a16": {shape: Entry(((64, None), (1024, tile))) for shape in shapes}}
+    for wrong in ("128", "8x256x128 dense", "8x256x128gathered", "1x2x3x4"):
+        with pytest.raises(ValueError):
+            Shape.parse(wrong)
 
 
 def test_an_unknown_field_in_a_table_is_an_error() -> None:
@@ -53,44 +97,149 @@ def test_an_unknown_field_in_a_table_is_an_error() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_shapes_without_an_entry_get_a_tile_for_every_number_of_rows(family, capability, monkeypatch) -> None:
-    monkeypatch.setattr(tuning, "load_table", lambda device: {})
-    tuning._entries.cache_clear()
+def test_shapes_without_an_entry_get_a_tile_for_every_number_of_rows(family, capability, tables) -> None:
     with recording(capability):
         for m in (1, 8, 16, 17, 64, 65, 1024, 1025, 4096, 100_000):
-            assert tuning.lookup(family, 576, 1536, m, X).block_m >= 8
-            assert tuning.lookup(family, 576, 1536, m, X, library=False).way != "library"
-    tuning._entries.cache_clear()
+            assert lookup(family, 576, 1536, m, X).block_m >= 8
+            assert lookup(family, 576, 1536, m, X, library=False).way != "library"
 
 
 def test_a_shape_close_to_a_tuned_one_takes_its_tiles() -> None:
     with recording():
-        assert tuning.lookup("dense", 24_000, 4096, 1024, X) == tuning.lookup("dense", 24_576, 4096, 1024, X)
+        assert lookup("dense", 24_000, 4096, 1024, X) == lookup("dense", 24_576, 4096, 1024, X)
 
 
-def test_what_a_table_lacks_is_found_where_it_is_closest(monkeypatch) -> None:
+def test_what_a_table_lacks_is_found_where_it_is_closest(tables) -> None:
     """Families, shapes and rows not measured on this GPU: another's tiles, the nearest shape's, defaults."""
     own, other, near, far = (Tile("wide", 64, stages=stages) for stages in range(2, 6))
-    tables = {
-        "h200": {
-            "w4a16": {(512, 512): Entry(((32, None), (128, own), (256, None))), (512, 1024): Entry(((64, near),))}
-        },
-        "h100": {"w4a16": {(512, 512): Entry(((16, other), (64, far)))}, "fp8": {(64, 64): Entry(((8, far),))}},
+    shape = Shape(512, 512)
+    tables["h200"] = {
+        "w4a16": {shape: Entry(((32, None), (128, own), (256, None))), Shape(512, 1024): Entry(((64, near),))}
     }
-    monkeypatch.setattr(tuning, "load_table", lambda device: tables.get(device, {}))
-    monkeypatch.setattr(tuning, "device_name", lambda x: "h200")
-    tuning._entries.cache_clear()
+    tables["h100"] = {"w4a16": {shape: Entry(((16, other), (64, far)))}, "fp8": {Shape(64, 64): Entry(((8, far),))}}
     with recording():
-        found = [tuning.lookup("w4a16", 512, 512, m, X) for m in (1, 20, 33, 128, 129)]
+        assert [lookup("w4a16", 512, 512, m, X) for m in (1, 20, 33, 128, 129)] == [other, far, own, own, far]
+        assert lookup("w4a16", 512, 900, 1, X) == near
+        assert lookup("fp8", 512, 512, 1, X) == far
+        assert lookup("w4a8", 512, 512, 1, X) == default_tile("w4a8", 1)
+
+
+def test_rows_that_were_not_measured_are_no_tiles_of_the_table(tables) -> None:
+    tables["h200"] = tuning.parse_table(
+        {"tiles": {"fp8": {"64x64": [[8, None], [16, {"way": "x_first"}], [32, None]]}}}
+    )
+    assert list(tuning.entries("h200", grouped=False)) == [("fp8", Shape(64, 64), Entry(((16, Tile("x_first")),)))]
+    assert not list(tuning.entries("h200", grouped=True))
+    assert tables["h200"]["fp8"][Shape(64, 64)].tile(100) is None
+
+
+def test_tiles_of_grouped_products_are_found_by_the_mean_rows_of_an_expert(tables) -> None:
+    """Rows not measured on this GPU: another's tiles; other shapes: the nearest one's, by rows an expert; defaults."""
+    own, other, near, far = (Tile("wide", 64, stages=stages) for stages in range(2, 6))
+    shape = Shape(512, 512, 8, True)
+    tables["h200"] = {
+        "w4a16": {
+            shape: Entry(((32, None), (128, own), (256, None))),
+            Shape(512, 1024, 16, True): Entry(((64, near), (128, far))),
+        }
+    }
+    tables["h100"] = {"w4a16": {shape: Entry(((16, other), (64, far)))}}
+    with recording():
+        found = [grouped_tile("w4a16", groups(8, 2, tokens), 512, 512) for tokens in (1, 10, 17, 64, 65)]
         assert found == [other, far, own, own, far]
-        assert tuning.lookup("w4a16", 512, 900, 1, X) == near
-        assert tuning.lookup("fp8", 512, 512, 1, X) == far
-        assert tuning.lookup("w4a8", 512, 512, 1, X) == tuning.default_tile("w4a8", 1)
-    tuning._entries.cache_clear()
+        # 48 rows of 12 experts are 64 of 16
+        assert [grouped_tile("w4a16", groups(12, 2, tokens), 512, 900) for tokens in (24, 25)] == [near, far]
+        assert grouped_tile("fp8", groups(8, 2, 3), 512, 512) == default_tile("fp8", 6, experts=8)
+    with recording((8, 0)):
+        assert grouped_tile("w4a16", groups(8, 2, 64), 512, 512) == default_tile("w4a16", 128, True, experts=8)
 
 
-def test_rows_that_were_not_measured_are_no_tiles_of_the_table(monkeypatch) -> None:
-    data = {"tiles": {"fp8": {"64x64": [[8, None], [16, {"way": "x_first"}], [32, None]]}}}
-    monkeypatch.setattr(tuning, "load_table", lambda device: tuning.parse_table(data))
-    assert list(tuning.entries("h200")) == [("fp8", 64, 64, Entry(((16, Tile("x_first")),)))]
-    assert tuning.parse_table(data)["fp8"][64, 64].tile(100) is None
+def test_products_of_tokens_rows_and_of_sorted_ones_take_their_own_tiles(tables) -> None:
+    of_tokens, of_rows = Tile("w_first", 16), Tile("w_first", 32)
+    tables["h200"] = {
+        "dense": {
+            Shape(256, 256, 8, True): Entry(((64, of_tokens),)),
+            Shape(256, 256, 8): Entry(((64, of_rows),)),
+        }
+    }
+    with recording():
+        assert grouped_tile("dense", groups(8, 2, 1), 200, 256) == of_tokens
+        assert grouped_tile("dense", groups(8, 2, 1), 256, 200, False) == of_rows
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *BACKWARD])
+@pytest.mark.parametrize("before_hopper", [False, True])
+def test_grouped_products_have_a_default_for_every_number_of_rows(family: str, before_hopper: bool) -> None:
+    for rows in (0, 1, 8, 128, 2048, 100_000):
+        tile = default_tile(family, rows, before_hopper, experts=128)
+        assert tile.block_m >= 8 and tile.way != "library"
+
+
+def test_defaults_put_64_rows_of_the_weight_first_where_experts_have_few() -> None:
+    few = default_tile("dense", 8, experts=128)
+    assert few.way == "w_first" and few.block_m == 16
+    assert default_tile("dense", 128 * 600, experts=128).block_m == 128
+    assert default_tile("input_grad", 8, True, experts=128).way == "x_first"
+
+
+E, N, K, ROWS = 4, 128, 256, 16
+GIVEN = groups(E, 2, ROWS // 2)
+TILED = empty(E * N // 16, K // 128, 16, 16, dtype=torch.int32)
+
+
+def _launch(family: str, gathered: bool) -> None:
+    """The function that a scheme calls."""
+    rows = ROWS // 2 if gathered else ROWS
+    x, rest = empty(rows, K), (N, GIVEN, gathered)
+    grouped = {"groups": GIVEN, "gathered": gathered}
+    int8, e4m3 = x.to(torch.int8), x.to(torch.float8_e4m3fn)
+    scale, width = empty(rows, 1, dtype=FP32), E * N
+    if family == "dense":
+        dense.grouped_dense(x, empty(width, K), GIVEN, gathered)
+    elif family == "w4a16":
+        meta = empty(K // 128, width, dtype=torch.int32)
+        w4a16.w4a16(x, None, empty(width, K // 128), None, TILED, meta, **grouped)
+    elif family == "w4a8":
+        w4a8.w4a8(int8, scale, TILED, empty(K // 128, width, dtype=FP32), K, N, None, BF16, **grouped)
+    elif family == "nvfp4a16":
+        scales = empty(width, K // 16).to(torch.float8_e4m3fn), empty(1, dtype=FP32)
+        tiled = TILED, empty(2 * (K // 128), width, dtype=torch.int32)
+        nvfp4a16.nvfp4a16(x, None, *scales, *tiled, **grouped)
+    elif family == "w8a8":
+        codes.grouped_w8a8(int8, scale, empty(width, K, dtype=torch.int8), empty(width, 1), *rest, BF16)
+    elif family == "fp8":
+        codes.grouped_fp8(e4m3, scale, empty(width, K, dtype=e4m3.dtype), empty(width, 1), *rest, BF16)
+    elif family == "fp8_block":
+        scales = empty(rows, K // 128, dtype=FP32), empty(width // 128, K // 128)
+        fp8_block.grouped_fp8_block(e4m3, scales[0], empty(width, K, dtype=e4m3.dtype), scales[1], *rest, BF16)
+    elif family == "input_grad":
+        backward.grouped_input_grad(empty(ROWS, N), empty(width, K), GIVEN)
+    else:
+        backward.grouped_weight_grad(empty(ROWS, N), x, GIVEN, gathered, empty(width, K, dtype=FP32))
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("family", [*FAMILIES, *BACKWARD])
+def test_launchers_ask_the_table(family: str, gathered: bool, tables) -> None:
+    if family == "input_grad" and gathered:
+        pytest.skip("a gradient's rows are sorted")
+    way = {"w4a16": "wide", "nvfp4a16": "wide", "w4a8": "wide", "weight_grad": "x_first"}.get(family, "w_first")
+    tile = Tile(way, 32, 64, 128, warps=4, stages=2)
+    tables["h200"] = {family: {Shape(N, K, E, gathered): Entry(((ROWS, tile),))}}
+    with recording() as launches:
+        _launch(family, gathered)
+    (launched,) = launches
+    sizes = ("BLOCK_N", "BLOCK_K") if family == "weight_grad" else ("BLOCK_M", "BLOCK_N")
+    assert [launched.arguments[name] for name in sizes] == [32, 64]
+    assert launched.options["num_stages"] == 2
+
+
+def test_rows_of_tokens_are_put_in_order_for_the_accelerator(tables) -> None:
+    tile = Tile("wide", 64, 64, tma=True)
+    for gathered in (True, False):
+        tables["h200"] = {"w4a16": {Shape(N, K, E, gathered): Entry(((ROWS, tile),))}}
+        tuning._entries.cache_clear()
+        with recording() as launches:
+            _launch("w4a16", gathered)
+        assert [launch.kernel.__name__ for launch in launches] == ["_copy_kernel"] * gathered + ["wide_kernel"]
+        assert launches[-1].arguments["TMA"] and launches[-1].arguments["order"] is None

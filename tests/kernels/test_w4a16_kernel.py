@@ -30,7 +30,8 @@ def name(tile: Tile) -> str:
 
 
 def _fused(weight: Int4, x, tile, bias=None, out=torch.float32):
-    return w4a16.fused(x, weight.tiled(), weight.meta(x.dtype), weight.shape[0], bias, out, tile)
+    form = weight.tiled(), weight.meta(x.dtype)
+    return w4a16.w4a16(x, None, weight.scale, None, *form, bias, out, tile=tile)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_w4a8_is_the_reference_bit_for_bit(device, m, n, k, group, tile) -> None
     x = random(m, k, seed=5, device=device, dtype=torch.bfloat16)
     bias = random(n, seed=6, device=device, dtype=torch.bfloat16)
     qx, scale_x = quantize_activation_int8(x)
-    result = w4a8.tiled_product(
-        qx, scale_x, weight.tiled(), weight.meta_int8(), n, bias, torch.bfloat16, group is None, tile
+    result = w4a8.w4a8(
+        qx, scale_x, weight.tiled(), weight.meta_int8(), k, n, bias, torch.bfloat16, group is None, tile=tile
     )
     assert torch.equal(result, reference.w4a8(x, weight.codes.float(), weight.scale, bias))
 
@@ -39,8 +39,9 @@ def test_w4a8_channel_sums_stay_exact_beyond_the_float32_integers(device) -> Non
     weight.codes.fill_(-8)
     x = torch.ones(2, k, device=device, dtype=torch.bfloat16)
     qx, scale_x = quantize_activation_int8(x)
-    result = w4a8.tiled_product(
-        qx, scale_x, weight.tiled(), weight.meta_int8(), n, None, torch.float32, True, Tile("wide", 16, 32, warps=2)
+    result = w4a8.w4a8(
+        *(qx, scale_x, weight.tiled(), weight.meta_int8(), k, n, None, torch.float32, True),
+        tile=Tile("wide", 16, 32, warps=2),
     )
     assert torch.equal(result, reference.w4a8(x.float(), weight.codes.float(), weight.scale))
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import torch
-from qarl_kernels.dequantize import dequantize_int4
-from qarl_kernels.moe import backward, codes, dense, fp8_block, w4a8, w4a16
-from qarl_kernels.moe import nvfp4a16 as moe_nvfp4a16
+from qarl_kernels import nvfp4a16, w4a8, w4a16
+from qarl_kernels.moe import backward, codes, dense, fp8_block
 from qarl_kernels.moe.dispatch import groups_of
 from qarl_kernels.moe.groups import Groups
-from qarl_kernels.moe.tuning import BACKWARD, Shape, tile_for
-from qarl_kernels.nvfp4a16 import untile_nvfp4
-from qarl_kernels.tile import meta_w4a16, untile_int4
-from qarl_kernels.tuning import Tile
+from qarl_kernels.tile import meta_w4a16
+from qarl_kernels.tuning import BACKWARD, Shape, Tile, lookup
 from torch import Tensor
 
 from kernel_bench.experts import Sizes, make_routing
@@ -37,7 +34,7 @@ class GroupedProblem(Problem):
         n, k = (2 * sizes.inner, sizes.hidden) if self.gathered else (sizes.hidden, sizes.inner)
         if family == "input_grad":
             self.gathered = False
-        self.shape, width = Shape(sizes.experts, n, k, self.gathered), sizes.experts * n
+        self.shape, width = Shape(n, k, sizes.experts, self.gathered), sizes.experts * n
         super().__init__("dense" if family in BACKWARD else family, width, k, device)
         self.family, self.n = family, n
         if family == "w4a16":
@@ -67,7 +64,11 @@ class GroupedProblem(Problem):
             self.groups = groups_of(chosen, self.sizes.experts, kernels=self.device.type == "cuda")
 
     def known(self, m: int) -> Tile:
-        return tile_for(self.family, self.groups, self.n, self.k, self.gathered, self.x)
+        return self._tile(self.family)
+
+    def _tile(self, family: str) -> Tile:
+        given = {"groups": self.groups, "gathered": self.gathered}
+        return lookup(family, self.n, self.k, self.groups.rows, self.x, **given)
 
     def candidates(self, m: int) -> list[Tile]:
         return grouped_candidates(self.family, self.limit(m), self.sizes.experts, self.gathered)
@@ -90,24 +91,13 @@ class GroupedProblem(Problem):
             self.into.zero_()
             self.timed(tile)
             return self.into.clone()
-        if tile.way == "dequantized":
-            return self._dequantized()
+        grouped = {"groups": self.groups, "gathered": self.gathered, "tile": tile}
         if family == "w4a16":
-            return w4a16.fused(x, self.tiled, self.meta, self.n, *rest, tile)
+            return w4a16.w4a16(x, None, self.scale, None, self.tiled, self.meta, **grouped)
         if family == "nvfp4a16":
-            return moe_nvfp4a16.fused(x, self.tiled, self.meta, self.scale_w[0], self.n, *rest, tile)
+            return nvfp4a16.nvfp4a16(x, None, *self.stored[1:], self.tiled, self.meta, **grouped)
         if family == "w4a8":
-            return w4a8.run(x, self.scale_x, self.tiled, self.meta, self.n, *rest, torch.bfloat16, False, tile)
+            weight = self.tiled, self.meta, self.k, self.n
+            return w4a8.w4a8(x, self.scale_x, *weight, None, torch.bfloat16, **grouped)
         run = fp8_block.run if family == "fp8_block" else codes.run
         return run(x, self.scale_x, self.weight, self.scale_w, self.n, *rest, torch.bfloat16, tile)
-
-    def _dequantized(self) -> Tensor:
-        """As `grouped_w4a16` and `grouped_nvfp4a16` do it of a weight that they have tiled alone."""
-        width, rest = self.sizes.experts * self.n, (self.groups, self.gathered)
-        if self.family == "w4a16":
-            packed = untile_int4(self.tiled, width, self.k)
-            weight = dequantize_int4(packed, self.scale, None, self.k, torch.bfloat16)
-            return dense.grouped_dense(self.x, weight, *rest)
-        packed = untile_nvfp4(self.tiled, width, self.k)
-        chosen = tile_for("dense", self.groups, self.n, self.k, self.gathered, self.x)
-        return moe_nvfp4a16.dequantized(self.x, packed, *self.stored[1:], self.n, *rest, chosen)

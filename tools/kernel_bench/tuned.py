@@ -82,13 +82,12 @@ class Problem:
                 scale = self.scale_w.expand(-1, self.k // 128).bfloat16().contiguous()
                 weight = w4a16.dequantize_int4(packed, scale, None, self.k, dtype)
                 return gemm.dense(self.x, weight)
-            return w4a16.fused(self.x, self.tiled, self.meta, self.n, None, dtype, tile)
+            return w4a16.w4a16(self.x, None, self.scale_w, None, self.tiled, self.meta, tile=tile)
         if self.family == "nvfp4a16":
-            if tile.way == "dequantized":
-                return nvfp4a16.dequantized(self.x, *self.stored, None, dtype)
-            return nvfp4a16.fused(self.x, self.tiled, self.meta, self.scale_w[0], self.n, None, dtype, tile)
+            return nvfp4a16.nvfp4a16(self.x, *self.stored, self.tiled, self.meta, tile=tile)
         if self.family == "w4a8":
-            return w4a8.tiled_product(self.x, self.scale_x, self.tiled, self.meta, self.n, None, dtype, False, tile)
+            weight = self.tiled, self.meta, self.k, self.n
+            return w4a8.w4a8(self.x, self.scale_x, *weight, None, dtype, tile=tile)
         if self.family == "fp8_block":
             return fp8_block.run(self.x, self.scale_x, self.weight, self.scale_w, None, dtype, tile)
         out = torch.empty(self.x.shape[0], self.n, dtype=dtype, device=self.device)

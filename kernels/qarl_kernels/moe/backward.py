@@ -19,9 +19,8 @@ from qarl_kernels.launch import launch
 from qarl_kernels.moe import dense
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import source_rows
-from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.output import output
-from qarl_kernels.tuning import Tile
+from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit
@@ -101,7 +100,16 @@ def grouped_input_grad(
         raise ValueError(f"dy has {dy.shape[1]} features and an expert's weight {n}; they must agree")
     k = weight.shape[1]
     out = output(out, groups.rows, k, dy.dtype, dy.device)
-    return dense.run(dy, weight, groups, False, True, k, out, tile or tile_for("input_grad", groups, n, k, False, dy))
+    return dense.run(
+        dy,
+        weight,
+        groups,
+        False,
+        True,
+        k,
+        out,
+        tile or lookup("input_grad", n, k, groups.rows, dy, groups=groups, gathered=False),
+    )
 
 
 def grouped_weight_grad(
@@ -128,7 +136,7 @@ def grouped_weight_grad(
         )
     if not (dense.loads_vectors(dy) and dense.loads_vectors(x)):
         tile = dense.POINTERS
-    tile = tile or tile_for("weight_grad", groups, n, k, gathered, x)
+    tile = tile or lookup("weight_grad", n, k, groups.rows, x, groups=groups, gathered=gathered)
     launch(
         _weight_grad_kernel,
         (cdiv(n, tile.block_m) * cdiv(k, tile.block_n), groups.experts),

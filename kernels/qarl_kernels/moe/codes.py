@@ -21,8 +21,7 @@ from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
-from qarl_kernels.moe.tuning import tile_for
-from qarl_kernels.tuning import Tile
+from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -85,7 +84,15 @@ def grouped_w8a8(
     if qx.dtype != torch.int8 or codes.dtype != torch.int8:
         raise ValueError(f"w8a8 needs int8 codes, not {qx.dtype} and {codes.dtype}; quantize the activations first")
     return run(
-        qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("w8a8", groups, n, qx.shape[1], gathered, qx)
+        qx,
+        s_x,
+        codes,
+        s_w,
+        n,
+        groups,
+        gathered,
+        out_dtype,
+        lookup("w8a8", n, qx.shape[1], groups.rows, qx, groups=groups, gathered=gathered),
     )
 
 
@@ -95,7 +102,15 @@ def grouped_fp8(
     """As `grouped_w8a8` of float8_e4m3fn codes, in fp32 with the tensor cores' fast accumulation on Hopper."""
     check_e4m3("fp8", qx, codes)
     return run(
-        qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile_for("fp8", groups, n, qx.shape[1], gathered, qx)
+        qx,
+        s_x,
+        codes,
+        s_w,
+        n,
+        groups,
+        gathered,
+        out_dtype,
+        lookup("fp8", n, qx.shape[1], groups.rows, qx, groups=groups, gathered=gathered),
     )
 
 

@@ -22,9 +22,8 @@ from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.tiles import lanes_of, most_tiles, source_rows, tile_rows
-from qarl_kernels.moe.tuning import tile_for
 from qarl_kernels.output import output
-from qarl_kernels.tuning import Tile
+from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -121,7 +120,7 @@ def grouped_dense(
     if weight.shape[1] != x.shape[1]:
         raise ValueError(f"x has {x.shape[1]} features and the weight {weight.shape[1]}; they must agree")
     out = output(out, groups.rows, n, x.dtype, x.device)
-    tile = tile or tile_for("dense", groups, n, x.shape[1], gathered, x)
+    tile = tile or lookup("dense", n, x.shape[1], groups.rows, x, groups=groups, gathered=gathered)
     return run(x, weight, groups, gathered, False, n, out, tile)
 
 

@@ -20,8 +20,7 @@ from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch, supports_tma
 from qarl_kernels.moe.groups import Groups
 from qarl_kernels.moe.starting import adjacent, check, empty, rows_of_program, rows_of_programs
-from qarl_kernels.moe.tuning import tile_for
-from qarl_kernels.tuning import Tile
+from qarl_kernels.tuning import Tile, lookup
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -96,7 +95,7 @@ def grouped_fp8_block(
             f"fp8_block: x {tuple(qx.shape)}, weight {tuple(codes.shape)}, scales {tuple(s_x.shape)} and "
             f"{tuple(s_w.shape)} do not belong together"
         )
-    tile = tile_for("fp8_block", groups, n, qx.shape[1], gathered, qx)
+    tile = lookup("fp8_block", n, qx.shape[1], groups.rows, qx, groups=groups, gathered=gathered)
     return run(qx, s_x, codes, s_w, n, groups, gathered, out_dtype, tile)
 
 

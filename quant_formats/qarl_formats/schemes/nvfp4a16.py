@@ -148,18 +148,17 @@ class NVFP4A16(Scheme):
     def grouped_by_kernel(
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        from qarl_kernels.moe import nvfp4a16
+        from qarl_kernels.nvfp4a16 import nvfp4a16
 
-        return nvfp4a16.grouped_nvfp4a16(
+        return nvfp4a16(
             x,
             operands.get("weight_packed"),
             operands["weight_scale"],
             operands["weight_global_scale"],
             operands["weight_tiled"],
             operands["weight_meta"],
-            out_features,
-            groups,
-            gathered,
+            groups=groups,
+            gathered=gathered,
         )
 
     @classmethod

@@ -70,18 +70,17 @@ class W4A16(PackedInt4):
     def grouped_by_kernel(
         cls, x: Tensor, operands: Mapping[str, Tensor], out_features: int, groups: Groups, gathered: bool
     ) -> Tensor:
-        from qarl_kernels.moe import w4a16
+        from qarl_kernels.w4a16 import w4a16
 
-        return w4a16.grouped_w4a16(
+        return w4a16(
             x,
             operands.get("weight_packed"),
             operands["weight_scale"],
             operands.get("weight_zero_point"),
             operands.get("weight_tiled"),
             operands.get("weight_meta"),
-            out_features,
-            groups,
-            gathered,
+            groups=groups,
+            gathered=gathered,
         )
 
     @classmethod

@@ -89,11 +89,11 @@ class W4A8(PackedInt4):
         gathered: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        from qarl_kernels.moe import w4a8
+        from qarl_kernels.w4a8 import w4a8
 
-        weight = operands["weight_tiled"], operands["weight_meta"]
         channel = operands["weight_scale"].shape[1] == 1
-        return w4a8.grouped_w4a8(codes, scale, *weight, out_features, groups, gathered, dtype, channel)
+        weight = operands["weight_tiled"], operands["weight_meta"], codes.shape[1], out_features
+        return w4a8(codes, scale, *weight, None, dtype, channel, groups=groups, gathered=gathered)
 
     def stored(
         self, operands: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, kernels: bool
