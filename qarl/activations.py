@@ -16,7 +16,7 @@ from qarl.config.quant import scheme_of
 Device = Literal["cpu", "cuda"]
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WIDTH = 2  # bytes of a value in 16 bits
-# Of `qarl_kernels.head` and `head_backward`, which import torch: bytes of their buffers, tokens of the vocabulary at
+# Of `qarl_kernels.head`, which imports torch: bytes of its buffers, tokens of the vocabulary at
 # once, tiles.
 HEAD_PARTIAL, HEAD_GRADIENT, HEAD_WIDTH = 2**27, 2**27, 8192
 HEAD_TILE, HEAD_PITCH = 256, 128

@@ -1,8 +1,7 @@
-"""Drawing tokens on the device: the inverse of each row's cumulative distribution, in the order of the vocabulary.
+"""Draw random tokens on the device, from random numbers that belong to each row alone.
 
-One kernel sums the probabilities of tiles of the vocabulary. A second finds, for each row, the tile that its point
-falls into, and the token in it. Sums are float64 in an order that the tile's shape gives, so that a row's token depends
-on its own logits and point alone. Nothing waits for the device.
+`draw` inverts a row's cumulative distribution in vocabulary order (native engine). `exponential_` fills rows with
+exponential noise, and argmax(p / noise) then draws from p (vLLM's sampler). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,15 +14,21 @@ from torch import Tensor
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 
-TILE = 2048  # tokens of the vocabulary that one program weighs
-# What truncation cuts keeps exp(-50) = 1.9e-22 of the likeliest token's probability, and must never be drawn. Nothing
-# below this is; half a million such tokens have less than the step of a uniform number.
+TILE = 2048  # vocabulary entries per program
+# Truncated tokens keep exp(-50) = 1.9e-22 of the top token's probability and must never be drawn. No other token is
+# below this threshold: half a million such tokens weigh less than the step of a uniform float64.
 LEAST = tl.constexpr(2.5e-22)
+
+BLOCK = 1024  # Philox calls of four values each, per program
+# Uniforms from 32 random bits, strictly inside (0, 1), so that the noise is neither infinite nor 0.
+STEP = tl.constexpr(2.0**-32)
+SMALLEST = tl.constexpr(2.0**-33)
+LARGEST = tl.constexpr(1.0 - 2.0**-24)
 
 
 @triton.jit
 def _weights(logits, lse, start, V, TILE: tl.constexpr):
-    """Probabilities (TILE,) float64 of the tokens from `start` on, 0 of those that are never drawn."""
+    """Return the probabilities (TILE,) float64 of the tokens from `start` on, 0 for tokens that are never drawn."""
     column = start + tl.arange(0, TILE)
     z = tl.load(logits + column, mask=column < V, other=float("-inf"))
     p = tl.exp(z - lse)
@@ -32,9 +37,9 @@ def _weights(logits, lse, start, V, TILE: tl.constexpr):
 
 @triton.jit
 def _place(weights, target, SIZE: tl.constexpr):
-    """The first of the weights (SIZE,) above whose sum so far `target` is not, or else the last; never one of 0.
+    """Find the first of the weights (SIZE,) whose running sum exceeds `target`, or else the last nonzero one.
 
-    Returns its index, -1 where all are 0, and the sum before it.
+    Returns its index (-1 if all weights are 0) and the sum of the weights before it.
     """
     index = tl.arange(0, SIZE)
     upto = tl.cumsum(weights, 0)
@@ -48,7 +53,7 @@ def _place(weights, target, SIZE: tl.constexpr):
 def weigh_kernel(
     logits,  # (R, V) f32
     lse,  # (R,) f32
-    sums,  # (R, TILES) f64
+    sums,  # (R, tiles) f64, sum of the probabilities of each tile
     V,
     stride,
     TILE: tl.constexpr,
@@ -71,6 +76,7 @@ def draw_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,  # at least `tiles`, a power of two
 ):
+    """Find the tile that a row's point falls into, then the token inside that tile."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, TILES)
     weights = tl.load(sums + row * tiles + number, mask=number < tiles, other=0.0)
@@ -83,10 +89,18 @@ def draw_kernel(
 
 
 def draw(logits: Tensor, lse: Tensor, points: Tensor) -> Tensor:
-    """Token ids (R,) int64, the first whose probability and those before it exceed the row's point, of the whole.
+    """Draw one token per row: the first whose cumulative probability exceeds the row's point.
 
-    logits: (R, V) float32, rows contiguous, any distance apart; -inf and what truncation cuts is never drawn. lse: (R,)
-    float32, their log-sum-exp. points: (R,) float64 in [0, 1]. A row that is no distribution (NaN) gives token 0.
+    Sums are float64, in an order that the tile's shape fixes, so a row's token depends on its own logits and point.
+
+    Args:
+        logits: (R, V) float32, last dimension contiguous, arbitrary row stride. Logits of -inf and truncated tokens
+            are never drawn.
+        lse: (R,) float32, log-sum-exp of each row.
+        points: (R,) float64 in [0, 1].
+
+    Returns:
+        Token ids (R,) int64; 0 for a row with NaN.
     """
     rows, vocabulary = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
@@ -109,13 +123,53 @@ def draw(logits: Tensor, lse: Tensor, points: Tensor) -> Tensor:
     return tokens
 
 
-def draw_reference(logits: Tensor, lse: Tensor, points: Tensor) -> Tensor:
-    """What `draw` gives, in plain torch."""
-    p = (logits - lse[:, None]).exp()
-    weights = torch.where(p > LEAST.value, p, 0.0).double()
-    upto = weights.cumsum(-1)
-    kept = weights > 0
-    hit = kept & (upto > (points * upto[:, -1])[:, None])
-    order = torch.arange(logits.shape[1], device=logits.device)
-    last = torch.where(kept, order, 0).amax(-1)
-    return torch.where(hit.any(-1), hit.int().argmax(-1), last)
+@triton.jit
+def _noise(bits):
+    uniform = bits.to(tl.uint32, bitcast=True).to(tl.float32) * STEP + SMALLEST
+    return -tl.log(tl.minimum(uniform, LARGEST))
+
+
+# seeds and counters may be rows of one tensor; then the alignment of the second depends on the number of rows.
+@triton.jit(do_not_specialize=["seeds", "counters"])
+def _exponential(
+    out,  # (R, columns) f32
+    seeds,  # (R,) i64
+    counters,  # (R,) i64
+    columns,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    draw = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counter = tl.load(counters + row).to(tl.uint32)
+    zero = draw * 0
+    first, second, third, fourth = tl.philox(tl.load(seeds + row), draw, zero + counter, zero, zero)
+    column = draw * 4
+    start = out + row * stride
+    tl.store(start + column, _noise(first), column < columns)
+    tl.store(start + column + 1, _noise(second), column + 1 < columns)
+    tl.store(start + column + 2, _noise(third), column + 2 < columns)
+    tl.store(start + column + 3, _noise(fourth), column + 3 < columns)
+
+
+def exponential_(out: Tensor, seeds: Tensor, counters: Tensor) -> Tensor:
+    """Fill `out` with exponential noise of rate 1, positive and finite, by Philox 4x32-10 (Salmon et al. 2011).
+
+    One launch serves all rows; a torch generator per row would take one launch per row.
+
+    Args:
+        out: (R, C) float32, last dimension contiguous.
+        seeds: (R,) int64, seed of each row.
+        counters: (R,) int64 below 2^32, number of earlier draws with the row's seed.
+
+    Returns:
+        out
+    """
+    rows, columns = out.shape
+    assert out.dtype == torch.float32 and out.stride(1) == 1, (out.dtype, out.stride())
+    assert seeds.shape == counters.shape == (rows,), (seeds.shape, counters.shape)
+    grid = (rows, cdiv(columns, 4 * BLOCK))
+    launch(
+        _exponential, grid, out=out, seeds=seeds, counters=counters, columns=columns, stride=out.stride(0), BLOCK=BLOCK
+    )
+    return out

@@ -11,18 +11,18 @@ from qarl_kernels.casts import narrow_e4m3, widen
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _FP8_MAX = tl.constexpr(FP8_MAX)
-_MIN_STEP = tl.constexpr(2.0**-120)  # its reciprocal is finite; gradients are small, so it is not that of activations
+_MIN_STEP = tl.constexpr(2.0**-120)  # has a finite reciprocal; far below the limit for activations: gradients are small
 
 
 @triton.jit
 def _bits(x):
-    """Magnitudes as integers, which order like the floats, with NaN above infinity."""
+    """Return magnitudes as integers, which order like the floats, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def _step(bits):
-    """The scale of values whose largest magnitude has these bits; not finite where they are not."""
+    """Return the scale of values whose largest magnitude has these bits; not finite if they are not."""
     absmax = bits.to(tl.float32, bitcast=True)
     step = tl.div_rn(absmax, tl.full(bits.shape, _FP8_MAX, tl.float32))
     return tl.maximum(step, _MIN_STEP, propagate_nan=tl.PropagateNan.ALL)
@@ -31,9 +31,9 @@ def _step(bits):
 @triton.jit(do_not_specialize=["rows"])
 def extents_kernel(
     x,  # (rows, columns) bf16, fp16 or e4m3
-    factor,  # (columns,) f32, what a row's values are multiplied with; None unless FACTOR
-    row_bits,  # (rows,) i32, zeros: gets the bits of each row's largest magnitude, if ROW
-    column_bits,  # (columns,) i32, zeros: of each column's, without the factor, if COLUMN
+    factor,  # (columns,) f32, multiplies the values for row codes; None unless FACTOR
+    row_bits,  # (rows,) i32 zeros; receives the bits of each row's largest magnitude if ROW
+    column_bits,  # (columns,) i32 zeros; the same of columns, without the factor, if COLUMN
     rows,
     columns,
     stride,
@@ -65,12 +65,12 @@ def extents_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def codes_kernel(
     x,  # (rows, columns) bf16, fp16 or e4m3
-    factor,  # (columns,) f32 or None, as above
+    factor,  # (columns,) f32; None unless FACTOR
     row_bits,  # (rows,) i32
     column_bits,  # (columns,) i32
-    row_codes,  # (rows, columns) e4m3, rows `row_pitch` apart
+    row_codes,  # (rows, columns) e4m3, row stride `row_pitch`
     row_scale,  # (rows,) f32
-    column_codes,  # (columns, rows) e4m3, rows `column_pitch` apart, a multiple of BLOCK_R not under `rows`
+    column_codes,  # (columns, rows) e4m3, row stride `column_pitch`, a multiple of BLOCK_R and at least `rows`
     column_scale,  # (columns,) f32
     rows,
     columns,
@@ -91,7 +91,7 @@ def codes_kernel(
     if COLUMN:
         step = _step(tl.load(column_bits + c, mask=c < columns, other=0))
         code = narrow_e4m3(value * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)[None, :])
-        # Past the last row there is room for zeros: a mask along contiguous bytes would make each a store.
+        # No mask on rows: the padding takes the zeros, and a mask would turn vector stores into byte stores.
         at = column_codes + c.to(tl.int64)[:, None] * column_pitch + r[None, :]
         tl.store(at, tl.trans(code), mask=(c < columns)[:, None])
         if tl.program_id(1) == 0:
@@ -109,7 +109,7 @@ def codes_kernel(
 @triton.jit
 def transpose_kernel(
     x,  # (rows, columns) e4m3
-    out,  # (columns, rows) e4m3, rows `pitch` apart, a multiple of BLOCK_R not under `rows`
+    out,  # (columns, rows) e4m3, row stride `pitch`, a multiple of BLOCK_R and at least `rows`
     rows,
     columns,
     stride,
@@ -126,7 +126,7 @@ def transpose_kernel(
 
 @triton.jit
 def _halves(y):
-    """The left and the right half of the columns."""
+    """Split (M, N) into left and right columns."""
     return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
 
 
@@ -149,8 +149,8 @@ def _add(y, into, s_a, s_b, rm, n, M, N, stride):
 
 @triton.jit
 def add_product_kernel(
-    a,  # (M, K) e4m3, or its descriptor
-    b,  # (N, K) e4m3, or its descriptor
+    a,  # (M, K) e4m3 or its descriptor
+    b,  # (N, K) e4m3 or its descriptor
     into,  # (M, N) f32
     s_a,  # (M,) f32
     s_b,  # (N,) f32
@@ -167,7 +167,7 @@ def add_product_kernel(
 ):
     """into += (a @ b^T) * s_a * s_b, with one chain of tensor-core products over K.
 
-    What is there is read a few columns at a time: registers hold no second tile of float32.
+    `into` is read and written a few columns at a time: registers cannot hold a second float32 tile.
     """
     pid_m, pid_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N))
     m = pid_m * BLOCK_M

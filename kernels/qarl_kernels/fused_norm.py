@@ -1,8 +1,8 @@
-"""Residual addition, RMSNorm and the quantization that follows it, in one kernel.
+"""Residual addition, RMSNorm and the quantization after it in one kernel, and the gradient.
 
-Values are rounded where `qarl_kernels.pointwise.rms_norm` on 16-bit tensors rounds them: the sum of the two streams,
-the normalized value, its product with the weight. A row's bits depend on that row alone, and are the same with or
-without a residual or a quantization.
+Values are rounded where `qarl_kernels.pointwise.rms_norm` on 16-bit tensors rounds them: after the residual addition,
+after the normalization, and after the product with the weight. A row's bits depend on that row alone, and are the same
+with or without a residual or a quantization.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qarl_kernels.casts import narrow, widen
+from qarl_kernels.column_sum import add_partial_sums
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.plans import planned
@@ -23,6 +24,7 @@ from qarl_kernels.rows import (
     VECTOR,
     Activation,
     RowTile,
+    backward_tile,
     check_rows,
     empty_codes,
     inside,
@@ -34,15 +36,22 @@ from qarl_kernels.rows import (
 )
 
 AGAIN_VECTORS, AGAIN_WARPS = 256, 4
+# Programs of the backward, each for many rows: four per multiprocessor of a Hopper GPU. The partial sums of the
+# weight's gradient depend on it, so it is a constant and not a property of the device.
+PROGRAMS = 528
+STAGES = 1  # rows in flight in each program of the backward
 
 _VECTOR = tl.constexpr(VECTOR)
 
 
 class Normed(NamedTuple):
-    """What `add_rms_norm` returns.
+    """Results of `add_rms_norm`.
 
-    hidden: (T, H), x + residual. inverse: (T,) float32, 1 / sqrt(mean(hidden^2) + eps). normed: (T, H) or None.
-    codes, scale: of the quantized normed, as `qarl_kernels.quantize.activation_*` return them, or None.
+    Attributes:
+        hidden: (T, H), x + residual.
+        inverse: (T,) float32, 1 / sqrt(mean(hidden^2) + eps).
+        normed: (T, H), or None if not requested.
+        codes, scale: Quantized normed, as `qarl_kernels.quantize.activation_*` return it, or None.
     """
 
     hidden: Tensor
@@ -54,7 +63,7 @@ class Normed(NamedTuple):
 
 @triton.jit
 def _scaled(hidden, inverse, weight):
-    """weight * round(hidden * inverse), rounded. hidden, weight: 16-bit (T, 8); inverse: f32 (T,)."""
+    """Return weight * round(hidden * inverse), rounded. hidden, weight: (T, 8) 16-bit; inverse: (T,) f32."""
     normal = narrow(widen(hidden) * inverse[:, None], hidden.dtype)
     return narrow(widen(weight) * widen(normal), hidden.dtype)
 
@@ -98,7 +107,7 @@ def _norm_kernel(
         squares += widen(values[c]) * widen(values[c])
     total = row_sum(squares, ROWS, VECTORS)
     width = tl.full(total.shape, columns, tl.float32)
-    # Both correctly rounded, unlike the approximate instruction for 1 / sqrt.
+    # Correctly rounded square root and division; rsqrt is an approximate instruction.
     root = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(total, width) + eps))
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(inverse + at, root, at < rows)
@@ -147,15 +156,15 @@ def add_rms_norm(
     want_normed: bool = True,
     tile: RowTile | None = None,
 ) -> Normed:
-    """hidden = x + residual; normed = weight * round(hidden / sqrt(mean(hidden^2) + eps)); its quantization.
+    """Compute hidden = x + residual, normed = weight * round(hidden / sqrt(mean(hidden^2) + eps)), and quantize normed.
 
     Args:
-        x: bf16 or fp16 (T, H), rows contiguous, any distance apart; H at most 32,768.
-        residual: as x, or None: hidden is x itself.
+        x: (T, H) bf16 or fp16, last dimension contiguous, arbitrary row stride; H at most 32,768.
+        residual: Like x, or None: then hidden is x itself.
         weight: (H,) of x's dtype.
-        activation: what normed is quantized to, for the product that follows; None: it is not.
-        want_normed: whether normed is written.
-        tile: how rows are held, for tuning.
+        activation: Format of the codes for the product that follows, or None.
+        want_normed: Whether to write normed.
+        tile: Overrides how programs hold rows, for tuning.
     """
     return Normed(*_add_rms_norm(x, residual, weight, float(eps), activation, want_normed, tile))
 
@@ -207,7 +216,7 @@ def _add_rms_norm(
 
 @planned
 def rms_norm_again(hidden: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """The `normed` of `add_rms_norm`, bit for bit, from its `hidden` (T, H) and `inverse` (T,)."""
+    """Recompute the `normed` of `add_rms_norm`, bit for bit, from its `hidden` (T, H) and `inverse` (T,)."""
     check_rows("hidden", hidden)
     rows, columns = hidden.shape
     normed = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
@@ -228,3 +237,123 @@ def rms_norm_again(hidden: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
         VECTORS=AGAIN_VECTORS,
     )
     return normed
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_backward_kernel(
+    grad_normed,  # (rows, columns) bf16 or fp16
+    grad_hidden,  # (rows, columns), or None
+    hidden,  # (rows, columns)
+    inverse,  # (rows,) f32
+    weight,  # (columns,)
+    grad,  # (rows, columns)
+    partial,  # (programs * ROWS, columns) f32
+    rows,
+    columns,
+    stride_normed,
+    stride_residual,
+    stride_hidden,
+    ROWS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    STEP: tl.constexpr = VECTORS * _VECTOR
+    t = tl.arange(0, ROWS * VECTORS)
+    column = t % VECTORS * _VECTOR
+    everywhere = t >= 0
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums += (tl.zeros([ROWS * VECTORS, _VECTOR], tl.float32),)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (first + t // VECTORS).to(tl.int64)
+        exists = row < rows
+        values = load_chunks(hidden + row * stride_hidden, exists, column, columns, CHUNKS, STEP, RAGGED)
+        grads = load_chunks(grad_normed + row * stride_normed, exists, column, columns, CHUNKS, STEP, RAGGED)
+        if grad_hidden is not None and CHUNKS <= 3:  # longer rows load these later, for lack of registers
+            others = load_chunks(grad_hidden + row * stride_residual, exists, column, columns, CHUNKS, STEP, RAGGED)
+        # Loaded per row and not before the loop: it comes from the cache, and registers are scarce.
+        weights = load_chunks(weight, everywhere, column, columns, CHUNKS, STEP, RAGGED)
+        root = tl.load(inverse + row, exists, other=0.0)[:, None]
+        products = tl.zeros([ROWS * VECTORS, _VECTOR], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            products += (widen(grads[c]) * widen(weights[c])) * (widen(values[c]) * root)
+        total = row_sum(products, ROWS, VECTORS)
+        mean = tl.div_rn(total, tl.full(total.shape, columns, tl.float32))
+        mean = _of_group(mean, VECTORS)[:, None]
+        results, added = (), ()
+        for c in tl.static_range(CHUNKS):
+            normal = widen(values[c]) * root
+            result = (widen(grads[c]) * widen(weights[c]) - normal * mean) * root
+            if grad_hidden is not None:
+                if CHUNKS <= 3:
+                    result += widen(others[c])
+                else:
+                    start, at = grad_hidden + row * stride_residual, column + c * STEP
+                    result += widen(load_chunks(start, exists, at, columns, 1, STEP, RAGGED)[0])
+            results += (narrow(result, grad.dtype.element_ty),)
+            added += (sums[c] + widen(grads[c]) * normal,)
+        sums = added
+        store_chunks(grad + row * columns, results, exists, column, columns, STEP, RAGGED)
+    row = (tl.program_id(0) * ROWS + t // VECTORS).to(tl.int64)
+    store_chunks(partial + row * columns, sums, everywhere, column, columns, STEP, RAGGED)
+
+
+def add_rms_norm_backward(
+    grad_normed: Tensor,
+    grad_hidden: Tensor | None,
+    hidden: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    grad_weight: Tensor,
+    tile: RowTile | None = None,
+    programs: int = PROGRAMS,
+    stages: int = STAGES,
+) -> Tensor:
+    """Compute the gradient of x and residual, and add the weight's to grad_weight, deterministically.
+
+    Args:
+        grad_normed: (T, H) 16-bit, output gradient of normed.
+        grad_hidden: (T, H), output gradient of hidden, or None.
+        hidden, inverse: Results of `add_rms_norm`.
+        weight: (H,).
+        grad_weight: (H,) float32, contiguous.
+        tile, programs, stages: Override how the work is split, for tuning.
+
+    Returns:
+        (T, H), the gradient of x, which is also that of residual.
+    """
+    check_rows("grad_normed", grad_normed)
+    rows, columns = grad_normed.shape
+    check_rows("hidden", hidden, columns)
+    if grad_hidden is not None:
+        check_rows("grad_hidden", grad_hidden, columns)
+    tile = tile or backward_tile(columns)
+    programs = min(cdiv(rows, tile.rows), max(1, programs // tile.rows))
+    grad = torch.empty(rows, columns, dtype=hidden.dtype, device=hidden.device)
+    partial = torch.empty(programs * tile.rows, columns, dtype=torch.float32, device=hidden.device)
+    launch(
+        _norm_backward_kernel,
+        (programs,),
+        num_warps=tile.warps,
+        grad_normed=grad_normed,
+        grad_hidden=grad_hidden,
+        hidden=hidden,
+        inverse=inverse,
+        weight=weight,
+        grad=grad,
+        partial=partial,
+        rows=rows,
+        columns=columns,
+        stride_normed=grad_normed.stride(0),
+        stride_residual=0 if grad_hidden is None else grad_hidden.stride(0),
+        stride_hidden=hidden.stride(0),
+        ROWS=tile.rows,
+        VECTORS=tile.vectors,
+        CHUNKS=tile.chunks,
+        STAGES=stages,
+        RAGGED=columns % VECTOR != 0,
+    )
+    add_partial_sums(partial, grad_weight)
+    return grad

@@ -1,11 +1,14 @@
-"""Log-probs and entropies of given tokens where no row of logits is ever stored: the output layer on a GPU.
+"""Log-probs and entropies of given tokens without storing a row of logits: the output layer on a GPU.
 
-One kernel computes tiles of logits and reduces each to a maximum and two sums a row; a small one merges them in the
-vocabulary's order. min-p, whose bound follows from the maximum, takes a second such pass.
+Forward: one kernel computes tiles of logits and reduces each to a maximum and two sums per row; a second one merges the
+tiles in vocabulary order. min-p depends on the row's maximum, so it takes a second pass.
 
-What is computed is what `qarl_kernels.logprob` says; this serves 16-bit weights, at any temperature, with min-p or
-nothing cut. Beside inputs and results there are `PARTIAL` bytes. Nothing waits for the device. The gradient is in
-`qarl_kernels.head_backward`.
+Backward: a kernel recomputes a stretch of the vocabulary's logits and writes their gradient (16-bit), and two ordinary
+GEMMs accumulate it into the float32 gradients of the hidden states and of the weight.
+
+The definition is `qarl_kernels.logprob`. This file serves 16-bit weights at any temperature, with min-p or without
+truncation. Beside inputs and results, memory holds `PARTIAL` bytes in the forward, and in the backward `GRADIENT` bytes
+and float32 sums for `GRADIENT / WIDTH / 2` hidden states. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -17,18 +20,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qarl_kernels.backward import weight_grad, weight_sum
 from qarl_kernels.direct import Descriptor
-from qarl_kernels.head_kernels import merge_kernel, statistics_kernel
+from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma
 from qarl_kernels.truncation import Distribution, Truncation
 from qarl_kernels.tuning import Tile
 
-PARTIAL = 1 << 27  # bytes of what tiles are reduced to
-PITCH = 128  # rows of `partial` come in multiples of it, and it in multiples of a tile's
-MERGED = 32, 64  # rows and tiles that a program of the merge reads at once
+PARTIAL = 1 << 27  # bytes of the per-tile sums
+PITCH = 128  # the row stride of the per-tile sums is a multiple of this, and this a multiple of a tile's rows
+MERGED = 32, 64  # rows and tiles that a program of the merge kernel loads at once
+GRADIENT = 1 << 27  # bytes of the logits' gradient
+WIDTH = 8192  # vocabulary entries whose gradient is held at once
 
-# What `tools` may try. The statistics' tile sets the order of a row's sums: it is one and the same whatever the rows.
+# Candidates for tuning; the first of each list is used. The statistics' tile fixes the order of a row's sums, so it
+# must not depend on the number of rows.
 STATISTICS_TILES = (
     Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
     Tile("x_first", 128, 256, 64, warps=8, stages=4),
@@ -38,16 +45,23 @@ STATISTICS_TILES = (
     Tile("x_first", 128, 128, 128, warps=8, stages=3),
     Tile("x_first", 128, 128, 64, warps=8, stages=5, persistent=True),
 )
+GRADIENT_TILES = (
+    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True, halves=True),
+    Tile("x_first", 128, 256, 64, warps=8, stages=3, persistent=True, halves=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True),
+    Tile("x_first", 128, 128, 64, warps=8, stages=3, halves=True),
+)
+GRADIENT_CUT = Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True)  # with min-p; a larger tile spills
 BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
-POINTERS = Tile("x_first", 64, 64, 32)  # on Hopper, for rows that the tensor memory accelerator cannot read
+POINTERS = Tile("x_first", 64, 64, 32)  # on Hopper, for row strides that TMA cannot read
 
 
 @dataclass(frozen=True)
 class Logits:
-    """How logits come from hidden states: temperature and min-p, as the kernels take them."""
+    """Temperature and min-p as kernel arguments."""
 
-    scale: float  # float32 reciprocal of the temperature, which is what torch's division multiplies with on a GPU
-    log_min_p: float | None  # None: nothing is cut
+    scale: float  # float32 reciprocal of the temperature: torch's division on a GPU multiplies by it
+    log_min_p: float | None  # None: no truncation
 
     @classmethod
     def of(cls, truncation: Truncation) -> Logits:
@@ -56,17 +70,9 @@ class Logits:
         return cls((one / divisor).item(), math.log(min_p) if min_p > 0.0 else None)
 
 
-def tile_for(hopper: Tile, hidden: Tensor, weight: Tensor) -> tuple[Tile, bool]:
-    """The tile, and whether operands come through the tensor memory accelerator; no matter how many rows there are."""
-    if capability_of(hidden) < (9, 0):
-        return BEFORE_HOPPER, False
-    tma = supports_tma(hidden) and supports_tma(weight)
-    return (hopper if tma else POINTERS), tma
-
-
 @dataclass
 class Statistics:
-    """Of each row, float32 (R,): log-prob of the target, entropy, logarithm of the sum of exp, largest logit."""
+    """Per-row results, float32 (R,): log-prob of the target, entropy, log-sum-exp and largest logit."""
 
     logp: Tensor
     entropy: Tensor
@@ -81,13 +87,34 @@ class Statistics:
         return Statistics(self.logp[rows], self.entropy[rows], self.lse[rows], self.largest[rows])
 
 
+def tile_for(hopper: Tile, hidden: Tensor, weight: Tensor) -> tuple[Tile, bool]:
+    """Return the tile, and whether TMA loads the operands. The choice does not depend on the number of rows."""
+    if capability_of(hidden) < (9, 0):
+        return BEFORE_HOPPER, False
+    tma = supports_tma(hidden) and supports_tma(weight)
+    return (hopper if tma else POINTERS), tma
+
+
+def slices(rows: int, step: int) -> Iterator[slice]:
+    """Split [0, rows) into slices of at most `step`."""
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
 def statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, logits: Logits, tile: Tile | None = None
 ) -> tuple[Statistics, Tensor | None]:
-    """Log-probs and entropies of the distribution drawn from, and the mass that its tokens had before the cut.
+    """Compute log-probs and entropies under the sampling distribution.
 
-    hidden: (R, H) 16-bit, rows contiguous; weight: (V, H) of its dtype; targets: (R,) int64; tile: for tuning. Returns
-    float32 (R,) each; the mass is None where nothing is cut.
+    Args:
+        hidden: (R, H) 16-bit, contiguous.
+        weight: (V, H) of hidden's dtype.
+        targets: (R,) int64.
+        logits: Temperature and min-p.
+        tile: Overrides the tile, for tuning.
+
+    Returns:
+        The statistics, and the probability that the kept tokens had before truncation, float32 (R,); None without
+        truncation.
     """
     whole = _pass(hidden, weight, targets, Logits(logits.scale, None), None, tile)
     if logits.log_min_p is None:
@@ -97,9 +124,9 @@ def statistics(
 
 
 def fused_distribution(hidden: Tensor, weight: Tensor, truncation: Truncation) -> Distribution:
-    """See `qarl_kernels.distribution`. A pass stores its logits too, so that the weight is not read again."""
+    """Compute `qarl_kernels.logprob.distribution`. A pass also stores its logits, so the weight is not read again."""
     hidden, weight, how = hidden.contiguous(), weight.contiguous(), Logits.of(truncation)
-    pitch = cdiv(weight.shape[0], 16) * 16  # rows that the tensor memory accelerator writes
+    pitch = cdiv(weight.shape[0], 16) * 16  # a row stride that TMA can write
     stored = torch.empty(hidden.shape[0], pitch, dtype=torch.float32, device=hidden.device)[:, : weight.shape[0]]
     log_sum = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     top = None
@@ -116,9 +143,13 @@ def _pass(
     logits: Logits,
     top: Tensor | None,
     tile: Tile | None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> Statistics:
-    """kept: gets the logits (R, V), and of each row the logarithm of the sum of exp(logit - largest) (R,)."""
+    """Run both kernels over all rows.
+
+    top: (R,) float32 largest logits, which min-p cuts by; None: no truncation. stored: receives the logits (R, V) and
+    log(sum(exp(logit - largest))) (R,).
+    """
     rows, features = hidden.shape
     vocabulary = weight.shape[0]
     chosen, tma = tile_for(STATISTICS_TILES[0], hidden, weight)
@@ -134,7 +165,7 @@ def _pass(
         x, out = hidden[part], found.part(part)
         count = x.shape[0]
         programs = cdiv(count, tile.block_m) * tiles
-        persistent = tile.persistent and tma  # whatever the rows: what is compiled orders their sums
+        persistent = tile.persistent and tma  # must not depend on the rows: the compiled code orders their sums
         started = min(programs, multiprocessors(x)) if persistent else programs
         shared = {
             "M": count,
@@ -145,7 +176,7 @@ def _pass(
             "log_min_p": logits.log_min_p or 0.0,
             "CUT": top is not None,
         }
-        written = None if kept is None else kept[0][part]
+        written = None if stored is None else stored[0][part]
         if written is not None and tma:
             written = Descriptor(written, (tile.block_m, tile.block_n // 4))
         launch(
@@ -161,7 +192,7 @@ def _pass(
             K=features,
             stride_xm=x.stride(0),
             stride_wn=weight.stride(0),
-            stride_logits=0 if kept is None else kept[0].stride(0),
+            stride_logits=0 if stored is None else stored[0].stride(0),
             scale=logits.scale,
             programs=started,
             BLOCK_M=tile.block_m,
@@ -176,7 +207,7 @@ def _pass(
             merge_kernel,
             (cdiv(count, MERGED[0]),),
             num_warps=4,
-            log_sum=None if kept is None else kept[1][part],
+            log_sum=None if stored is None else stored[1][part],
             logp=out.logp,
             entropy=out.entropy,
             lse=out.lse,
@@ -189,6 +220,138 @@ def _pass(
     return found
 
 
-def slices(rows: int, step: int) -> Iterator[slice]:
-    """[0, rows) in stretches of `step`."""
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+def gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    logits: Logits,
+    found: Statistics,
+    grad: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_weight: Tensor | None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Compute the gradient of the hidden states, and add the weight's to `grad_weight`.
+
+    The logits' gradient is rounded to bf16 for bf16 weights. fp16 has too little range for it, so with fp16 weights it
+    stays float32, and so do the products.
+
+    Args:
+        hidden, weight, targets, logits: As for `statistics`.
+        found: Result of `statistics`.
+        grad, grad_entropy: float32 (R,), output gradients of logp and entropy divided by the temperature; at most one
+            is None.
+        grad_weight: float32 (V, H), or None.
+        tile: Overrides the tile, for tuning.
+
+    Returns:
+        (R, H) of hidden's dtype.
+    """
+    dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+    result = torch.empty_like(hidden)
+    rows = min(max(hidden.shape[0], 1), GRADIENT // WIDTH // dtype.itemsize)
+    width = min(WIDTH, cdiv(weight.shape[0], 8) * 8)  # 16-byte row strides
+    buffer = torch.empty(rows, width, dtype=dtype, device=hidden.device)
+    total = torch.empty(rows, hidden.shape[1], dtype=torch.float32, device=hidden.device)
+    for part in slices(hidden.shape[0], rows):
+        x = hidden[part]
+        wide = x.to(dtype)
+        sums = total[: x.shape[0]].zero_()
+        of_rows = [None if value is None else value[part] for value in (targets, grad, grad_entropy)]
+        for columns in slices(weight.shape[0], width):
+            w = weight[columns]
+            out = buffer[: x.shape[0], : w.shape[0]]
+            _logit_gradient(x, w, out, columns.start, *of_rows, logits, found.part(part), tile)
+            weight_grad(out.t(), w.to(dtype), into=sums)  # sums += out @ w
+            if grad_weight is not None:
+                weight_grad(out, wide, into=grad_weight[columns])
+        result[part] = sums
+    return result
+
+
+def _logit_gradient(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    first: int,
+    targets: Tensor,
+    grad: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Logits,
+    found: Statistics,
+    tile: Tile | None,
+) -> None:
+    """Write the gradient of the logits x @ w^T into out (M, N). w: rows [first, first + N) of the weight."""
+    cut = logits.log_min_p is not None
+    chosen, tma = tile_for(GRADIENT_CUT if cut else GRADIENT_TILES[0], x, w)
+    tile = tile or chosen
+    m, n = out.shape
+    tma_out = tma and out.element_size() == 2 and supports_tma(out)
+    halves = tma_out and tile.halves
+    programs = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
+    started = min(programs, multiprocessors(x)) if tile.persistent and tma_out else programs
+    launch(
+        gradient_kernel,
+        (started,),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        x=Descriptor(x, (tile.block_m, tile.block_k)) if tma else x,
+        w=Descriptor(w, (tile.block_n, tile.block_k)) if tma else w,
+        out=Descriptor(out, (tile.block_m, tile.block_n // (2 if halves else 1))) if tma_out else out,
+        targets=targets,
+        lse=found.lse,
+        entropy=None if grad_entropy is None else found.entropy,
+        grad=grad,
+        grad_entropy=grad_entropy,
+        logp=found.logp if cut else None,
+        top=found.largest if cut else None,
+        M=m,
+        N=n,
+        K=x.shape[1],
+        first=first,
+        stride_xm=x.stride(0),
+        stride_wn=w.stride(0),
+        stride_om=out.stride(0),
+        scale=logits.scale,
+        log_min_p=logits.log_min_p or 0.0,
+        programs=started,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SCORE=grad is not None,
+        ENTROPY=grad_entropy is not None,
+        CUT=cut,
+        TMA=tma,
+        TMA_OUT=tma_out,
+        PERSISTENT=started < programs,
+        HALVES=halves,
+    )
+
+
+class FusedTokenLogProbs(torch.autograd.Function):
+    """`qarl_kernels.logprob.token_logprobs` by these kernels.
+
+    mass: float32 (R,) that receives the probability of the kept tokens before truncation, or None.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, master, weight, targets, truncation, mass, sums):
+        ctx.set_materialize_grads(False)  # an unused output has gradient None, and nothing is computed for it
+        hidden, weight = hidden.contiguous(), weight.contiguous()
+        logits = Logits.of(truncation)
+        found, retained = statistics(hidden, weight, targets, logits)
+        if mass is not None:
+            mass.copy_(retained)
+        ctx.save_for_backward(hidden, weight, targets, found.logp, found.entropy, found.lse, found.largest)
+        ctx.logits, ctx.divisor, ctx.master, ctx.sums = logits, truncation.divisor, master, sums
+        return found.logp, found.entropy
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        if grad is None and grad_entropy is None:
+            return (None,) * 7
+        hidden, weight, targets, *found = ctx.saved_tensors
+        into, returned = weight_sum(ctx.master, ctx.sums, weight)
+        scaled = (None if g is None else (g / ctx.divisor).contiguous() for g in (grad, grad_entropy))
+        grad_hidden = gradients(hidden, weight, targets, ctx.logits, Statistics(*found), *scaled, into)
+        return grad_hidden, returned, None, None, None, None, None

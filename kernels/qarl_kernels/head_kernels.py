@@ -1,12 +1,12 @@
-"""Triton kernels of the output layer; `qarl_kernels.head` and `head_backward` launch them and say what they compute.
+"""Triton kernels of the output layer; `qarl_kernels.head` launches them and says what they compute.
 
-A tile of logits is the chain of tensor-core products of `gemm.gemm_kernel`, so it has the bits of `gemm.dense` with a
-float32 result. It is used up where it is: reduced to a few numbers a row, or turned into its gradient.
+A tile of logits is computed by the chain of tensor-core products of `gemm.gemm_kernel`, so it has the bits of
+`gemm.dense` with a float32 result. It is used in registers: reduced to a few numbers per row, or turned into its
+gradient.
 
-Batch invariance: a row's sums run over the columns of one tile in the order that the tile's layout gives, and over
-tiles from the first to the last. Both follow from the tile's shape and warps, which must not depend on the number of
-rows; so no count of rows is specialised on, and rows that are read in blocks have a pitch that is always a multiple of
-128.
+Batch invariance: the sums of a row run over the columns of one tile in the order of the tile's layout, and over tiles
+from first to last. Both orders depend on the tile's shape and warps, which must not depend on the number of rows. So no
+kernel is specialized on a row count, and row strides that are read in blocks are always multiples of 128.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _FAR_BELOW = tl.constexpr(-1e30)
 
 @triton.jit
 def _cut(y, highest, log_min_p):
-    """Whether min-p cuts a logit off. y (M, N), highest (M,) the largest of the whole row."""
+    """Return the mask of logits y (M, N) that min-p truncates. highest: (M,), the largest logit of each whole row."""
     return y < (highest + log_min_p)[:, None]
 
 
 @triton.jit
 def _halves(y):
-    """Left and right columns of (M, N); each thread's stay its own."""
+    """Split (M, N) into left and right columns. No value changes its thread."""
     return tl.split(y.reshape(y.shape[0], 2, y.shape[1] // 2).permute(0, 2, 1))
 
 
 @triton.jit
 def _store_quarters(out, y, m, n):
-    """Store a tile (M, N) at [m, n] by a descriptor of N / 4 columns: the pipeline leaves no memory to stage more."""
+    """Store a tile (M, N) at [m, n] in quarters: the pipeline leaves no shared memory to stage more of it."""
     left, right = _halves(y)
     first, second = _halves(left)
     third, fourth = _halves(right)
@@ -49,13 +49,13 @@ def _store_quarters(out, y, m, n):
 
 @triton.jit(do_not_specialize=["M", "programs"])
 def statistics_kernel(
-    x,  # (M, K) 16-bit, or its descriptor
-    w,  # (V, K) of x's dtype, or its descriptor
-    targets,  # (M,) i64, or None
-    top,  # (M,) f32, the largest logit of each row; None unless CUT
+    x,  # (M, K) 16-bit or its descriptor
+    w,  # (V, K) of x's dtype or its descriptor
+    targets,  # (M,) i64 or None
+    top,  # (M,) f32, largest logit of each row; None unless CUT
     partial,  # (3, tiles, padded) f32: maximum, sum of e = exp(z - maximum), sum of (z - maximum) e
-    target_logit,  # (M,) f32; None unless there are targets
-    logits,  # (M, V) f32, every z, or its descriptor; or None
+    target_logit,  # (M,) f32; None without targets
+    logits,  # (M, V) f32 or its descriptor, receives z; or None
     M,
     V,
     K,
@@ -74,7 +74,10 @@ def statistics_kernel(
     TMA: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """z = scale * x @ w^T; where CUT, a logit under top + log_min_p becomes top - 50, though not in target_logit."""
+    """Reduce each tile of z = scale * x @ w^T to a maximum and two sums per row.
+
+    With CUT, logits under top + log_min_p become top - 50, except in target_logit.
+    """
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(V, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
@@ -104,12 +107,12 @@ def statistics_kernel(
             else:
                 at = logits + rm.to(tl.int64)[:, None] * stride_logits + (n + column)[None, :]
                 tl.store(at, y, mask=(rm < M)[:, None] & (n + column < V)[None, :])
-        if RAGGED:  # finite, so that its product with exp(it) = 0 is 0
+        if RAGGED:  # finite, so that its product with exp(y) = 0 is 0
             y = tl.where((n + column < V)[None, :], y, _FAR_BELOW)
         maximum = tl.max(y, axis=1)
         below = y - maximum[:, None]
         e = tl.exp(below)
-        # Rows that do not exist have room too: a mask would change nothing but the code.
+        # No mask: `partial` has room for the rows past M.
         at = partial + pid_n * padded + rm
         plane = num_n * padded
         tl.store(at, maximum)
@@ -119,14 +122,14 @@ def statistics_kernel(
 
 @triton.jit(do_not_specialize=["M", "tiles"])
 def merge_kernel(
-    partial,  # (3, tiles, padded) f32, fewer than 2^31
+    partial,  # (3, tiles, padded) f32, fewer than 2^31 values
     target_logit,  # (M,) f32, or None
     top,  # (M,) f32, None unless CUT
-    log_sum,  # (M,) f32, the logarithm of the sum of exp(z - largest); or None
-    logp,  # (M,) f32, written where there is a target_logit
+    log_sum,  # (M,) f32, log(sum(exp(z - largest))); or None
+    logp,  # (M,) f32, not written without target_logit
     entropy,  # (M,) f32
-    lse,  # (M,) f32, the logarithm of the sum of exp(z)
-    largest,  # (M,) f32, the largest z
+    lse,  # (M,) f32, log(sum(exp(z)))
+    largest,  # (M,) f32
     M,
     tiles,
     padded,
@@ -135,6 +138,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    """Merge the tiles of each row, in vocabulary order."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.arange(0, TILES)
     plane = tiles * padded
@@ -173,14 +177,14 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["M", "first", "programs"])
 def gradient_kernel(
-    x,  # (M, K) 16-bit, or its descriptor
-    w,  # (N, K) of x's dtype, or its descriptor: rows [first, first + N) of the vocabulary
-    out,  # (M, N) bf16 or f32, or its descriptor
+    x,  # (M, K) 16-bit or its descriptor
+    w,  # (N, K) of x's dtype or its descriptor: rows [first, first + N) of the weight
+    out,  # (M, N) bf16 or f32 or its descriptor
     targets,  # (M,) i64
     lse,  # (M,) f32
     entropy,  # (M,) f32; None unless ENTROPY
-    grad,  # (M,) f32, what arrives at logp over the temperature; None unless SCORE
-    grad_entropy,  # (M,) f32; None unless ENTROPY
+    grad,  # (M,) f32, output gradient of logp / temperature; None unless SCORE
+    grad_entropy,  # (M,) f32, output gradient of entropy / temperature; None unless ENTROPY
     logp,  # (M,) f32, None unless CUT
     top,  # (M,) f32, None unless CUT
     M,
@@ -227,25 +231,25 @@ def gradient_kernel(
         if SCORE:
             target = (tl.load(targets + rm, mask=inside, other=-1) - first - n).to(tl.int32)
             hit = column[None, :] == target[:, None]
-            arriving = tl.load(grad + rm, mask=inside, other=0.0)
-            if CUT:  # a target that was cut gives nothing, whatever arrives
-                drawn = tl.load(logp + rm, mask=inside, other=0.0) != float("-inf")
-                arriving = tl.where(drawn, arriving, 0.0)
+            g = tl.load(grad + rm, mask=inside, other=0.0)
+            if CUT:  # a truncated target has no gradient
+                kept = tl.load(logp + rm, mask=inside, other=0.0) != float("-inf")
+                g = tl.where(kept, g, 0.0)
         if ENTROPY:
             weight = tl.load(grad_entropy + rm, mask=inside, other=0.0)
             shift = weight * tl.load(entropy + rm, mask=inside, other=0.0)
             if SCORE:
-                shift += arriving
+                shift += g
             result = -p * (log_p * weight[:, None] + shift[:, None])
             if SCORE:
-                result += tl.where(hit, arriving[:, None], 0.0)
+                result += tl.where(hit, g[:, None], 0.0)
         else:
-            result = (tl.where(hit, 1.0, 0.0) - p) * arriving[:, None]
+            result = (tl.where(hit, 1.0, 0.0) - p) * g[:, None]
         if CUT:
             highest = tl.load(top + rm, mask=inside, other=0.0)
             result = tl.where(_cut(y, highest, log_min_p), 0.0, result)
         if TMA_OUT:
-            if HALVES:  # half of the tile at a time: the smaller staging buffer leaves room for a pipeline stage
+            if HALVES:  # the smaller staging buffer leaves shared memory for a pipeline stage
                 left, right = _halves(result)
                 out.store([m, n], narrow(left, out.dtype))
                 out.store([m, n + BLOCK_N // 2], narrow(right, out.dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qarl_kernels import invariant
 from qarl_kernels.backward import Sums, weight_grad, weight_sum
-from qarl_kernels.truncation import CUT_LOGIT_GAP, KeptSets, Recording, Replay, Truncation, normalized
+from qarl_kernels.truncation import CUT_LOGIT_GAP, Distribution, KeptSets, Recording, Replay, Truncation, normalized
 
 
 def logits_of(hidden: Tensor, weight: Tensor, kernels: bool = True) -> Tensor:
@@ -74,6 +74,20 @@ def _cut(logits: Tensor, truncation: Truncation) -> Tensor:
         before = ranked.cumsum(-1) - ranked  # probability of all likelier tokens
         cut = cut.scatter(-1, order, cut.gather(-1, order) | (before >= truncation.top_p))
     return cut.scatter_(-1, logits.argmax(-1, keepdim=True), False)
+
+
+def distribution(hidden: Tensor, weight: Tensor, truncation: Truncation, kernels: bool = True) -> Distribution:
+    """The sampling distribution after states (R, H) with an output layer (V, H); see `logits_of` for the arguments.
+
+    Its log-probs are bit for bit those of `token_logprobs`.
+    """
+    if kernels and fused(hidden, weight, truncation):
+        from qarl_kernels.head import fused_distribution  # imports Triton, which the CPU does not need
+
+        return fused_distribution(hidden, weight, truncation)
+    logits = logits_of(hidden, weight, kernels)
+    truncate_(logits, truncation)
+    return Distribution(logits, truncation.active)
 
 
 def log_probs_of(logits: Tensor, truncation: Truncation) -> Tensor:
@@ -208,7 +222,7 @@ def token_logprobs(
         mass = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         retained.append(mass)
     if kernels and fused(hidden, weight, truncation):
-        from qarl_kernels.head_backward import FusedTokenLogProbs  # imports Triton, which the CPU does not need
+        from qarl_kernels.head import FusedTokenLogProbs  # imports Triton, which the CPU does not need
 
         return FusedTokenLogProbs.apply(hidden, master, weight, targets, truncation, mass, sums)
     return _TokenLogProbs.apply(hidden, master, weight, targets, truncation, chunk, kernels, mass, sums)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from qarl_kernels.embedding import embedding_grad
-from qarl_kernels.fused_norm import add_rms_norm
-from qarl_kernels.fused_norm_backward import add_rms_norm_backward
+from qarl_kernels.fused_norm import add_rms_norm, add_rms_norm_backward
 from torch import Tensor
 
 from qarl.policy.fused_attention import FusedAttention, PackedAttention

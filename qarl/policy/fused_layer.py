@@ -17,8 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from qarl_kernels.fused_norm import Normed, add_rms_norm, rms_norm_again
-from qarl_kernels.fused_norm_backward import add_rms_norm_backward
+from qarl_kernels.fused_norm import Normed, add_rms_norm, add_rms_norm_backward, rms_norm_again
 from qarl_kernels.rotary import Rotation
 from qarl_kernels.rotary_backward import rotary_backward
 from torch import Tensor

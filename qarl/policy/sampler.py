@@ -11,8 +11,7 @@ from qarl_formats.bits import Proof, same_bits
 from qarl_formats.prepared import PreparedWeight
 from qarl_formats.quantize import QuantizedWeight
 from qarl_formats.stacked import tensors_of
-from qarl_kernels.distribution import Distribution, distribution
-from qarl_kernels.logprob import Truncation, logits_of, token_logprobs
+from qarl_kernels.logprob import Distribution, Truncation, distribution, logits_of, token_logprobs
 from torch import Tensor
 
 from qarl.policy.attention import Attention, Caches, Span, packed, paged

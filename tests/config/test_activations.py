@@ -104,8 +104,8 @@ def test_kernels_serve_a_gpu_and_16_bits():
 
 
 def test_the_output_layers_buffers_are_those_of_its_kernels():
-    from qarl_kernels import head, head_backward
+    from qarl_kernels import head
 
-    assert (counted.HEAD_PARTIAL, counted.HEAD_GRADIENT) == (head.PARTIAL, head_backward.GRADIENT)
-    assert (counted.HEAD_WIDTH, counted.HEAD_PITCH) == (head_backward.WIDTH, head.PITCH)
+    assert (counted.HEAD_PARTIAL, counted.HEAD_GRADIENT) == (head.PARTIAL, head.GRADIENT)
+    assert (counted.HEAD_WIDTH, counted.HEAD_PITCH) == (head.WIDTH, head.PITCH)
     assert head.STATISTICS_TILES[0].block_n == counted.HEAD_TILE

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from qarl_kernels.distribution import distribution
+from kernel_oracles import to_cache
 from qarl_kernels.flash import decode
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
-from qarl_kernels.flash.pairs import from_cache, to_cache
-from qarl_kernels.logprob import Truncation, token_logprobs
+from qarl_kernels.flash.pairs import from_cache
+from qarl_kernels.logprob import Truncation, distribution, token_logprobs
 from qarl_kernels.paged_rotary import rotary_into_pages
 from qarl_kernels.rotary import Rotation, rotary_forward
 from torch import Tensor

@@ -19,11 +19,8 @@ from qarl_kernels import (
     fp8_backward,
     fp8_block,
     fused_norm,
-    fused_norm_backward,
     gemm,
     head,
-    head_backward,
-    noise,
     nvfp4_weights,
     nvfp4a16,
     paged_rotary,
@@ -111,7 +108,7 @@ def digests() -> Iterator[str]:
 def exponentials() -> Iterator[str]:
     """Noise for drawing tokens."""
     state = empty(256, dtype=torch.int64)
-    noise.exponential_(empty(256, 151_936, dtype=FP32), state, state)
+    draw.exponential_(empty(256, 151_936, dtype=FP32), state, state)
     yield "exponentials"
 
 
@@ -146,7 +143,7 @@ def norms() -> Iterator[str]:
         fused_norm.add_rms_norm(x, x, weight, 1e-6)
         fused_norm.add_rms_norm(x, None, weight, 1e-6)
         fused_norm.rms_norm_again(x, inverse, weight)
-        fused_norm_backward.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
+        fused_norm.add_rms_norm_backward(x, x, x, inverse, weight, empty(h, dtype=FP32))
         column_sum.column_sum(x, empty(h, dtype=FP32))
         yield f"norm {dtype} {h}"
 
@@ -432,11 +429,11 @@ def head_gradients() -> Iterator[str]:
     arriving = ((row, None, None), (row, row, None), (row, row, -3.0))
     for grad, grad_entropy, log_min_p in arriving:
         parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found, None
-        head_backward._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
+        head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
         yield f"gradient {grad is not None} {grad_entropy is not None} {log_min_p}" + " wgmma" * hopper
     x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
     parts = targets, row, row, head.Logits(1.0, -3.0), found, None
-    head_backward._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
+    head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
     yield "gradient float16, pointers"
 
 

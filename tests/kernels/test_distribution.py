@@ -8,11 +8,17 @@ import pytest
 import torch
 from products import random
 from qarl_kernels import head
-from qarl_kernels.distribution import Distribution, distribution
-from qarl_kernels.head import fused_distribution
-from qarl_kernels.head_backward import FusedTokenLogProbs
+from qarl_kernels.head import FusedTokenLogProbs, fused_distribution
 from qarl_kernels.launch import INTERPRETED
-from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, logits_of, token_logprobs, truncate_
+from qarl_kernels.logprob import (
+    CUT_LOGIT_GAP,
+    Distribution,
+    Truncation,
+    distribution,
+    logits_of,
+    token_logprobs,
+    truncate_,
+)
 from qarl_kernels.truncation import normalized
 from qarl_kernels.tuning import Tile
 from torch import Tensor

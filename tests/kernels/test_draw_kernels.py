@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_kernels.draw import TILE, draw, draw_reference
+from kernel_oracles import draw_reference
+from qarl_kernels.draw import TILE, draw
 from qarl_kernels.logprob import Truncation, truncate_
 from torch import Tensor
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_batches import Batch
+from kernel_oracles import to_cache
 from products import random, relative_error
 from qarl_kernels.direct import watched
 from qarl_kernels.flash import decode
@@ -14,7 +15,7 @@ from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
-from qarl_kernels.flash.pairs import from_cache, paired, to_cache
+from qarl_kernels.flash.pairs import from_cache, paired
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from products import random, relative_error
 from qarl_kernels import fp8_backward
-from qarl_kernels.fp8_backward import Codes, input_grad_fp8, quantize, transpose, weight_grad_fp8
+from qarl_kernels.fp8_backward import Codes, Transposed, add_weight_grad_of, input_grad_of, quantize, transpose
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -24,12 +24,26 @@ E4M3 = torch.float8_e4m3fn
 ONE_OPERAND, BOTH = 0.028, 0.040
 
 
-def both(dy: Tensor, x: Tensor, weight, into: Tensor, scale: Tensor | None = None) -> Tensor:
+def transposed(weight: Tensor | Transposed, scale: Tensor | None) -> Transposed:
+    return weight if isinstance(weight, Transposed) else transpose(weight, scale)
+
+
+def input_grad(dy: Tensor, weight: Tensor | Transposed, scale: Tensor | None = None) -> Tensor:
+    weight = transposed(weight, scale)
+    rows, _ = quantize(dy, weight.factor, columns=False)
+    return input_grad_of(rows, weight, dy.dtype)
+
+
+def add_weight_grad(dy: Tensor, x: Tensor, into: Tensor) -> None:
+    add_weight_grad_of(quantize(dy, rows=False)[1], x, into)
+
+
+def both(dy: Tensor, x: Tensor, weight: Tensor | Transposed, into: Tensor, scale: Tensor | None = None) -> Tensor:
     """dx, with dW added to `into`, from one quantization of dy."""
-    weight = weight if isinstance(weight, fp8_backward.Transposed) else transpose(weight, scale)
-    rows, columns = fp8_backward.quantize(dy, weight.factor)
-    fp8_backward.add_weight_grad_of(columns, x, into)
-    return fp8_backward.input_grad_of(rows, weight, dy.dtype)
+    weight = transposed(weight, scale)
+    rows, columns = quantize(dy, weight.factor)
+    add_weight_grad_of(columns, x, into)
+    return input_grad_of(rows, weight, dy.dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -84,13 +98,13 @@ def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_err_by_the_rounding_of_their_operands(device, dtype, m, n, k) -> None:
     dy, x, weight = _case(m, n, k, device, dtype)
-    dx = input_grad_fp8(dy, weight)
+    dx = input_grad(dy, weight)
     assert dx.dtype == dtype and dx.shape == (m, k)
     # fp16 holds results near 1e-4 with fewer bits
     assert relative_error(dx, dy.double() @ weight.double()) < BOTH * (1.0 if dtype == torch.bfloat16 else 1.1)
     into = random(n, k, seed=4, device=device) * 1e-3
     before = into.clone()
-    assert weight_grad_fp8(dy, x, into) is None
+    add_weight_grad(dy, x, into)
     # of m products one is no average: the largest errors of a single product are twice the mean
     assert relative_error(into - before, dy.double().t() @ x.double()) < BOTH * (2.0 if m == 1 else 1.0)
 
@@ -104,9 +118,9 @@ def test_products_are_those_of_the_codes(device, m, n, k) -> None:
 
     by_token, by_output, by_input = _rows_twin(dy), _rows_twin(dy.t()), _rows_twin(weight.t())
     # a rounding to bf16, and on Hopper sums of 14 bits
-    assert relative_error(input_grad_fp8(dy, weight), value(by_token) @ value(by_input).t()) < 5e-3
+    assert relative_error(input_grad(dy, weight), value(by_token) @ value(by_input).t()) < 5e-3
     into = torch.zeros(n, k, device=device)
-    weight_grad_fp8(dy, x, into)
+    add_weight_grad(dy, x, into)
     assert relative_error(into, value(by_output) @ value(_rows_twin(x.t())).t()) < (1e-5 if INTERPRETED else 3e-3)
 
 
@@ -115,9 +129,9 @@ def test_products_are_those_of_the_codes(device, m, n, k) -> None:
 def test_without_the_tensor_memory_accelerator_it_is_the_same(device, monkeypatch, m, n, k) -> None:
     dy, x, _ = _case(m, n, k, device)
     into, expected = torch.zeros(2, n, k, device=device)
-    weight_grad_fp8(dy, x, expected)
+    add_weight_grad(dy, x, expected)
     monkeypatch.setattr(fp8_backward, "supports_tma", lambda tensor: False)
-    weight_grad_fp8(dy, x, into)
+    add_weight_grad(dy, x, into)
     assert torch.equal(into, expected)
 
 
@@ -137,10 +151,10 @@ def test_heavy_tails_keep_the_direction(device, outliers) -> None:
             value[3, 11] += 1e3 * value.abs().max()
     dy, x, weight = dy.bfloat16(), x.bfloat16(), weight.bfloat16()
     into = torch.zeros(192, 160, device=device)
-    weight_grad_fp8(dy, x, into)
+    add_weight_grad(dy, x, into)
     # a sum of a few large products errs by the rounding of these few, by 6 % each at most
     assert _cosine(into, dy.double().t() @ x.double()) > 0.998
-    dx = input_grad_fp8(dy, weight)
+    dx = input_grad(dy, weight)
     each = torch.nn.functional.cosine_similarity(dx.double(), dy.double() @ weight.double(), dim=-1)
     assert each.min() > 0.996 and each.mean() > 0.999
 
@@ -148,9 +162,9 @@ def test_heavy_tails_keep_the_direction(device, outliers) -> None:
 def test_normal_operands_keep_the_direction_to_a_thousandth(device) -> None:
     dy, x, weight = _case(256, 256, 128, device)
     into = torch.zeros(256, 128, device=device)
-    weight_grad_fp8(dy, x, into)
+    add_weight_grad(dy, x, into)
     assert _cosine(into, dy.double().t() @ x.double()) > 0.999
-    assert _cosine(input_grad_fp8(dy, weight), dy.double() @ weight.double()) > 0.999
+    assert _cosine(input_grad(dy, weight), dy.double() @ weight.double()) > 0.999
 
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
@@ -160,9 +174,9 @@ def test_a_weight_of_codes_is_not_rounded_again(device, m, n, k) -> None:
     prepared = transpose(stored.codes, stored.scale.bfloat16())
     assert torch.equal(prepared.codes.codes.float(), stored.codes.float().t()) and (prepared.codes.scale == 1).all()
     exact = dy.double() @ (stored.codes.double() * stored.scale.bfloat16().double())
-    dx = input_grad_fp8(dy, stored.codes, stored.scale.bfloat16())
+    dx = input_grad(dy, stored.codes, stored.scale.bfloat16())
     assert relative_error(dx, exact) < ONE_OPERAND * (1.5 if m == 1 else 1.0)
-    assert torch.equal(dx, input_grad_fp8(dy, prepared))
+    assert torch.equal(dx, input_grad(dy, prepared))
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -171,8 +185,8 @@ def test_both_products_at_once_are_those_alone(device, stored) -> None:
     weight, scale = (_rows_twin(weight).codes, _rows_twin(weight).scale) if stored else (weight, None)
     together, alone = torch.zeros(2, 72, 40, device=device)
     dx = both(dy, x, weight, together, scale)
-    weight_grad_fp8(dy, x, alone)
-    assert torch.equal(together, alone) and torch.equal(dx, input_grad_fp8(dy, weight, scale))
+    add_weight_grad(dy, x, alone)
+    assert torch.equal(together, alone) and torch.equal(dx, input_grad(dy, weight, scale))
     again = torch.zeros(72, 40, device=device)
     assert torch.equal(dx, both(dy, x, transpose(weight, scale), again))
     assert torch.equal(again, alone), "twice the same"
@@ -180,11 +194,11 @@ def test_both_products_at_once_are_those_alone(device, stored) -> None:
 
 def test_a_row_of_dx_is_its_own(device) -> None:
     dy, _, weight = _case(133, 72, 40, device)
-    whole = input_grad_fp8(dy, weight)
+    whole = input_grad(dy, weight)
     for start, rows in ((0, 64), (60, 64), (1, 128)):
         if INTERPRETED and rows > 64:
             continue  # numpy's sums depend on the tile, which is another from 65 rows on
-        found = input_grad_fp8(dy[start : start + rows], weight)
+        found = input_grad(dy[start : start + rows], weight)
         if INTERPRETED:
             torch.testing.assert_close(found, whole[start : start + rows], rtol=2**-7, atol=1e-7)
         else:
@@ -196,13 +210,13 @@ def test_rows_may_be_strided_spread_or_transposed(device) -> None:
     wide = torch.full((37, 100), torch.nan, device=device, dtype=torch.bfloat16)
     wide[:, 3:67] = dy
     for given in (wide[:, 3:67], dy.t().contiguous().t()):
-        assert torch.equal(input_grad_fp8(given, weight), input_grad_fp8(dy, weight))
+        assert torch.equal(input_grad(given, weight), input_grad(dy, weight))
         into, expected = torch.zeros(2, 64, 48, device=device)
-        weight_grad_fp8(given, x, into)
-        weight_grad_fp8(dy, x, expected)
+        add_weight_grad(given, x, into)
+        add_weight_grad(dy, x, expected)
         assert torch.equal(into, expected)
     spread = torch.ones((), dtype=torch.bfloat16, device=device).expand(37, 64)
-    assert torch.equal(input_grad_fp8(spread, weight), input_grad_fp8(spread.contiguous(), weight))
+    assert torch.equal(input_grad(spread, weight), input_grad(spread.contiguous(), weight))
 
 
 def test_no_tokens_change_nothing(device) -> None:
@@ -235,13 +249,13 @@ def test_what_is_not_finite_spoils_its_row_and_column(device) -> None:
 def test_errors_name_what_is_wrong(device) -> None:
     dy, x, weight = _case(37, 64, 48, device)
     with pytest.raises(ValueError, match="quantizes bf16 and fp16 matrices"):
-        input_grad_fp8(dy.float(), weight)
-    with pytest.raises(ValueError, match="e4m3 alone has one"):
-        input_grad_fp8(dy, weight, torch.ones(64, 1, device=device))
+        input_grad(dy.float(), weight)
+    with pytest.raises(ValueError, match="only e4m3 has one"):
+        input_grad(dy, weight, torch.ones(64, 1, device=device))
     with pytest.raises(ValueError, match="it takes a float32 matrix of that shape"):
-        weight_grad_fp8(dy, x, torch.zeros(48, 64, device=device))
-    with pytest.raises(ValueError, match="takes one a row"):
-        input_grad_fp8(dy, weight.to(E4M3), torch.ones(1, 1, device=device))
+        add_weight_grad(dy, x, torch.zeros(48, 64, device=device))
+    with pytest.raises(ValueError, match="takes one per row"):
+        input_grad(dy, weight.to(E4M3), torch.ones(1, 1, device=device))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only compiled tiles can differ")

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 from products import random, relative_error
-from qarl_kernels import gemm, head, head_backward, logprob
-from qarl_kernels.head import Logits
-from qarl_kernels.head_backward import FusedTokenLogProbs
+from qarl_kernels import gemm, head, logprob
+from qarl_kernels.head import FusedTokenLogProbs, Logits
 from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, token_logprobs
 from qarl_kernels.tuning import Tile
@@ -38,8 +37,8 @@ def tiles_of_its_size(monkeypatch) -> None:
     """The interpreter has tiles of which the small cases here make several."""
     if INTERPRETED:
         monkeypatch.setattr(head, "STATISTICS_TILES", (Tile("x_first", 64, 64, 16),))
-        monkeypatch.setattr(head_backward, "GRADIENT_TILES", (Tile("x_first", 64, 64, 16),))
-        monkeypatch.setattr(head_backward, "GRADIENT_CUT", Tile("x_first", 32, 64, 16))
+        monkeypatch.setattr(head, "GRADIENT_TILES", (Tile("x_first", 64, 64, 16),))
+        monkeypatch.setattr(head, "GRADIENT_CUT", Tile("x_first", 32, 64, 16))
         monkeypatch.setattr(head, "POINTERS", Tile("x_first", 16, 32, 16))
 
 
@@ -132,8 +131,8 @@ def test_a_rows_bits_are_its_own(device, monkeypatch, truncation) -> None:
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_those_of_float64(device, monkeypatch, dtype, truncation, gradient_of) -> None:
-    monkeypatch.setattr(head_backward, "WIDTH", 128)  # three stretches of the vocabulary, two blocks of rows
-    monkeypatch.setattr(head_backward, "GRADIENT", 128 * 24 * (2 if dtype == torch.bfloat16 else 4))
+    monkeypatch.setattr(head, "WIDTH", 128)  # three stretches of the vocabulary, two blocks of rows
+    monkeypatch.setattr(head, "GRADIENT", 128 * 24 * (2 if dtype == torch.bfloat16 else 4))
     hidden, weight, targets = _case(37, 300, 48, dtype, device)
     arriving = [random(37, seed=seed, device=device) for seed in (7, 8)]
     used = {"logp": (True, False), "entropy": (False, True), "both": (True, True)}[gradient_of]
@@ -218,8 +217,8 @@ def test_the_weights_gradient_is_added_where_it_is_summed(device, taken: bool) -
 
 def test_a_master_without_gradient_costs_no_product(device, monkeypatch) -> None:
     products = []
-    original = head_backward.weight_grad
-    monkeypatch.setattr(head_backward, "weight_grad", lambda *a, **k: products.append(a[0].shape) or original(*a, **k))
+    original = head.weight_grad
+    monkeypatch.setattr(head, "weight_grad", lambda *a, **k: products.append(a[0].shape) or original(*a, **k))
     hidden, weight, targets = _case(37, 300, 48, torch.bfloat16, device)
     for master, count in ((None, 1), (weight.float(), 1), (weight.float().requires_grad_(), 2)):
         products.clear()
@@ -269,10 +268,10 @@ def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(device) -> None:
     grad = random(1000, seed=5, device=device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    whole = head_backward.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
+    whole = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20, "the logits alone are 200 MB"
-    for tile in head_backward.GRADIENT_TILES:
-        found = head_backward.gradients(hidden, weight, targets, logits, expected, grad, grad, None, tile)
+    for tile in head.GRADIENT_TILES:
+        found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None, tile)
         assert relative_error(found, whole) < 1e-3
 
 

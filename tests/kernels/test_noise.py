@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from qarl_kernels.noise import exponential_, exponential_reference
+from kernel_oracles import exponential_reference
+from qarl_kernels.draw import exponential_
 from torch import Tensor
 
 SEEDS = [0, 1, 2**31 - 1, 2**62 + 12_345, 2**63 - 1]

@@ -18,9 +18,9 @@ import torch
 from policy_models import make_policy
 from qarl_kernels.ahead import Different, Pointer, kind_of
 from qarl_kernels.attention import PAGE
+from qarl_kernels.draw import exponential_
 from qarl_kernels.head import fused_distribution
 from qarl_kernels.launch import Launch, recording
-from qarl_kernels.noise import exponential_
 from qarl_kernels.truncation import Distribution, Truncation
 from torch import Tensor
 from triton.backends.compiler import GPUTarget

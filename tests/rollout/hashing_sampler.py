@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from kernel_oracles import draw_reference
 from qarl_kernels.attention import PAGE
-from qarl_kernels.distribution import Distribution
-from qarl_kernels.draw import draw_reference
 from qarl_kernels.logprob import Truncation, truncate_
+from qarl_kernels.truncation import Distribution
 from torch import Tensor
 
 from qarl.policy.attention import Caches, Span, positions_of, slots_of

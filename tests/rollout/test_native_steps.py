@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hashing_sampler import VOCABULARY, HashingSampler, choices, expected
-from qarl_kernels.draw import draw_reference
+from kernel_oracles import draw_reference
 from qarl_kernels.logprob import Truncation
 
 from qarl.config import RolloutConfig

@@ -36,16 +36,8 @@ def in_pairs(cache: Tensor) -> Tensor:
     return cache.view(torch.int16)
 
 
-def to_cache(rows: Tensor) -> Tensor:
-    """e4m3 (..., D), features in their order -> as a cache of e4m3 has them, in new memory."""
-    if not paired(rows.shape[-1]):
-        return rows.clone()
-    halves = rows.view(torch.uint8).unflatten(-1, (2, -1))
-    return halves.transpose(-1, -2).flatten(-2).view(rows.dtype)
-
-
 def from_cache(rows: Tensor) -> Tensor:
-    """What `to_cache` was given."""
+    """Return rows of a cache of e4m3, (..., D), with the features in their usual order, in new memory."""
     if not paired(rows.shape[-1]):
         return rows.clone()
     pairs = rows.view(torch.uint8).unflatten(-1, (-1, 2))

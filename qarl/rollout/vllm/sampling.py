@@ -34,7 +34,7 @@ def batch_seeded_noise() -> None:
 def draw(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
     """A token id for each row, int64 (R,). probs: (R, V) float32 on a GPU, overwritten. generators: by row; their
     offsets move on by one token."""
-    from qarl_kernels.noise import exponential_
+    from qarl_kernels.draw import exponential_
 
     rows = [generators[row] for row in range(len(probs))]
     offsets = [generator.get_offset() for generator in rows]

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from qarl_kernels.attention import PAGE
-from qarl_kernels.distribution import Distribution, distribution
-from qarl_kernels.logprob import Truncation
+from qarl_kernels.logprob import Distribution, Truncation, distribution
 from torch import Tensor, nn
 from transformers import AutoConfig
 from vllm.config import VllmConfig

@@ -48,7 +48,7 @@ def rehearse(model_runner: Any) -> None:
 
 def perform(policy: Forward, config: Any, device: torch.device) -> None:
     """The forwards and the distributions of what vLLM is about to run. config: vLLM's."""
-    from qarl_kernels.noise import exponential_  # imports Triton
+    from qarl_kernels.draw import exponential_  # imports Triton
 
     scheduler, context = config.scheduler_config, config.model_config.max_model_len
     graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from qarl_kernels.distribution import Distribution
+from qarl_kernels.truncation import Distribution
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
